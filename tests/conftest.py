@@ -17,6 +17,7 @@ from types import FrameType
 import pytest
 import pytest_timeout
 from helpers import fork_server
+from helpers.commands import skip_or_fail
 from helpers.distribution import SharedSlurmScheduling
 from helpers.slurm_versions import need_slurm_version, up_with_version
 from helpers.waiting import deadline_in, scaled
@@ -175,9 +176,7 @@ def _need_slurm(*, accounting: bool = False) -> None:
     try:
         check_requirements(accounting=accounting)
     except UserError as error:
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"CI=true, so Slurm must be here: {error}", pytrace=False)
-        pytest.skip(str(error))
+        skip_or_fail(str(error))
 
 
 def _remove_abandoned() -> None:

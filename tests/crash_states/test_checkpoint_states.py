@@ -14,10 +14,9 @@ import pytest
 from click.testing import CliRunner
 from helpers import SCRIPTS
 from helpers.commands import environment
-from helpers.crash_states import Call, Disk, Tree, crash_states, write_tree
 from helpers.fork_server import free_port, run_script, torchrun_variables
-from helpers.recorded_calls import record
 from helpers.saved_states import equal
+from power_loss import Call, Disk, Tree, crash_states, record, write_tree
 
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint

@@ -8,8 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from helpers.crash_states import Disk, crash_states, write_tree
-from helpers.recorded_calls import record
+from power_loss import Disk, crash_states, record, write_tree
 
 from hpctrain.records.lease import Lease, newest_lease
 from hpctrain.records.run_record import read_run_record

@@ -41,16 +41,7 @@ def train(run: RunDir, last_step: int, actions: dict[int, str], **variables: str
 def submit(disk: Path, last_step: int, actions: dict[int, str], *more_options: str, width: int = 64) -> Run:
     """A run of two ranks whose folder is on the failing disk."""
     run = Run(disk / "run", {"WIDTH": str(width)})
-    options = [
-        "--backend",
-        "local",
-        "--no-code-snapshot",
-        "--ntasks-per-node",
-        "2",
-        "--run-dir",
-        str(run.path),
-        *more_options,
-    ]
+    options = ["--backend=local", "--ntasks-per-node=2", f"--run-dir={run.path}", *more_options]
     run.hpctrain("submit", *options, str(SCRIPT), str(last_step), json.dumps(actions))
     return run
 
@@ -108,31 +99,14 @@ def test_missing_checkpoint_folder_is_reported_and_run_completes(tmp_path):
     assert_complete(run, 40)
 
 
-def test_file_in_place_of_checkpoint_folder_is_reported_and_run_completes(tmp_path):
-    run = RunDir(tmp_path / "run")
-    output = train(run, 40, {11: "wreck", 25: "repair"})
-    assert "Training continues; earlier checkpoints are intact" in output
-    assert failures(run)
-    assert_complete(run, 40)
-    assert sorted(path.name for path in (run.path / "elsewhere").iterdir()), "what was there is untouched"
-
-
-@pytest.mark.long
-def test_job_on_full_disk_completes(small_disk):
-    """The supervisor and the logs are on the same disk: failed prints to them do no harm."""
-    run = submit(small_disk, 80, {20: "fill", 60: "free"})
-    assert run.wait() == 0
-    assert any("No space left" in cause for cause in failures(run.dir))
-    assert_complete(run.dir, 80)
-    assert_no_process_left(run.path)
-
-
 @pytest.mark.long
 def test_rank_killed_on_full_disk_is_restarted(small_disk):
     """The supervisor continues from memory, and the record is complete in the end."""
     run = submit(small_disk, 60, {20: "fill", 25: "crash", 30: "free"})
     assert run.wait() == 0
-    assert_complete_after_crash(run.dir, 60)
+    # Steps of the first attempt whose records were lost with their rank are trained again.
+    assert {record["step"] for record in read_json_lines(run.dir.metrics)} == set(range(1, 61))
+    assert list_checkpoints(run.dir, verify=True)[0][-1].step == 60
     kinds = [
         event["kind"]
         for event in run.dir.read_events()
@@ -140,22 +114,6 @@ def test_rank_killed_on_full_disk_is_restarted(small_disk):
     ]
     assert kinds == ["submitted", "started", "restart", "started", "resumed", "finished"]
     assert any("SIGKILL" in cause for cause in failures(run.dir))
-    assert run.dir.failure(0, 0).exists()
-    log = run.dir.supervisor_log.read_text()
-    assert "attempt 1: starting" in log
-    assert "Traceback" not in log + run.dir.slurm_log.read_text()
-    assert_no_process_left(run.path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("crash", [{}, {25: "crash"}], ids=["trained", "crashed"])
-def test_job_on_read_only_disk_completes(small_disk, crash):
-    run = submit(small_disk, 80, {20: "protect", **crash, (30 if crash else 60): "unprotect"})
-    assert run.wait() == 0, run.describe()
-    causes = failures(run.dir)
-    assert any("Read-only file system" in cause for cause in causes)
-    assert any("SIGKILL" in cause for cause in causes) == bool(crash)
-    assert_complete_after_crash(run.dir, 80)
     assert "Traceback" not in run.dir.supervisor_log.read_text() + run.dir.slurm_log.read_text()
     assert_no_process_left(run.path)
 
@@ -197,11 +155,8 @@ def enlarge(disk: Path) -> None:
 def test_final_save_waits_for_space_and_no_step_is_repeated(small_disk, tmp_path):
     notify = f"cat > {tmp_path}/part && mv {tmp_path}/part {tmp_path}/told"
     run = submit(small_disk, 12, {}, "--notify", notify, width=WIDE)
-    wait_for(
-        lambda: "The checkpoint of step 12 needs" in (run.status()["not_saved"] or ""),
-        100,
-        "the notice",
-    )
+    needs = "The checkpoint of step 12 needs"
+    wait_for(lambda: needs in (run.status()["not_saved"] or ""), 100, "the notice")
     wait_for((tmp_path / "told").exists, 30, "the notification")
     notification = json.loads((tmp_path / "told").read_text())
     assert notification["occasion"] == "stall"
@@ -219,15 +174,12 @@ def test_wait_for_space_that_times_out_names_the_resume_command(small_disk):
     run = submit(small_disk, 12, {}, "--env", "ROOM_LIMIT_S=2", width=WIDE)
     assert run.wait() == 4
     assert len(run.events("started")) == 1, "another start would end the same way"
-    assert [event["class"] for event in run.events("failure") if event.get("rank") is not None] == [
-        "disk-full"
-    ]
+    of_ranks = [event["class"] for event in run.events("failure") if event.get("rank") is not None]
+    assert of_ranks == ["disk-full"]
     (end,) = run.events("finished")
     assert no_space_message(run) in end["cause"]
     assert "Traceback" not in run.dir.rank_log(0, 0).read_text() + run.dir.rank_log(0, 1).read_text()
-    assert "Traceback" not in run.hpctrain("logs", str(run.path), "--errors").stdout
-    _, separator, command = end["cause"].rpartition(": ")
-    assert separator
+    command = end["cause"].rpartition(": ")[2]
     assert command.startswith("hpctrain resume ")
     enlarge(small_disk)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -242,12 +194,3 @@ def test_stop_waits_for_space_within_its_grace_period(small_disk):
     (stop,) = [event for event in run.read_events() if event["kind"] == "signal"]
     assert stop["saved"] is True
     assert list_checkpoints(run, verify=True)[0][-1].step == stop["step"]
-
-
-@pytest.mark.long
-def test_stop_with_too_short_grace_resumes_from_earlier_checkpoint(small_disk):
-    run = RunDir(small_disk / "run")
-    train(run, 60, {10: "fill", 12: "stop"}, HPCTRAIN_STOP_GRACE="SIGTERM=2")
-    (stop,) = [event for event in run.read_events() if event["kind"] == "signal"]
-    assert stop["saved"] is False
-    assert list_checkpoints(run, verify=True)[0][-1].step <= 10

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
-from helpers.processes import assert_no_process_left
-from helpers.training_runs import JOB, LAST_STEP, RUN_LIMIT_S, Run, assert_undisturbed
+from helpers.fork_server import free_port
+from helpers.training_runs import LAST_STEP, RUN_LIMIT_S, assert_undisturbed, submit
 from helpers.waiting import wait_for
 
 SHAPE = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "2"]
@@ -27,11 +27,8 @@ pytestmark = [
 def endpoint(tmp_path_factory) -> Iterator[str]:
     """An etcd server with version 2 of its API."""
     folder = tmp_path_factory.mktemp("etcd")
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            ports.append(server.getsockname()[1])
-    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
+    port = free_port()
+    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_port()}"
     command = ["etcd", "--enable-v2", "--name=test", f"--data-dir={folder / 'data'}"]
     command += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
     command += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
@@ -39,8 +36,8 @@ def endpoint(tmp_path_factory) -> Iterator[str]:
     with open(folder / "log", "wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        wait_for(lambda: is_listening(ports[0]), 60, "etcd")
-        yield f"127.0.0.1:{ports[0]}"
+        wait_for(lambda: is_listening(port), 60, "etcd")
+        yield f"127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(120)
@@ -51,26 +48,14 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def submit(path, endpoint: str, backend: str, step_s: float) -> Run:
-    run = Run(path, {})
-    launcher = ["--launcher", "torchrun", f"--set=rdzv_backend={backend}", f"--set=rdzv_endpoint={endpoint}"]
-    run.hpctrain(
-        "submit", *SHAPE, *launcher, "--run-dir", str(path), str(JOB), "--step-s", str(step_s), timeout=120
-    )
-    return run
-
-
 @pytest.mark.parametrize("backend", ["etcd-v2", "etcd"])
-def test_run_with_etcd_rendezvous_resumes_from_the_same_checkpoints(endpoint, tmp_path, backend):
-    reference = Run(tmp_path / "reference", {})
-    reference.hpctrain("submit", *SHAPE, "--run-dir", str(reference.path), str(JOB), timeout=120)
-    assert reference.wait() == 0
-    run = submit(tmp_path / "run", endpoint, backend, step_s=0.2)
+def test_run_with_etcd_rendezvous_resumes_from_the_same_checkpoints(endpoint, reference, tmp_path, backend):
+    launcher = ["--launcher", "torchrun", f"--set=rdzv_backend={backend}", f"--set=rdzv_endpoint={endpoint}"]
+    run = submit(tmp_path / "run", {}, SHAPE, options=launcher, step_s=0.2)
     run.wait_for_step(8)
     run.hpctrain("requeue", str(run.path), timeout=120)
     wait_for(lambda: len(run.events("started")) == 2, RUN_LIMIT_S, "the second start")
     assert run.wait() == 0
     assert run.events("resumed")[0]["step"] == run.events("signal")[0]["step"] < LAST_STEP
     assert run.events("failure") == []
-    assert_undisturbed(run, reference)
-    assert_no_process_left(run.path)
+    assert_undisturbed(run, reference(4))

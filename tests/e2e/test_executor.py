@@ -25,19 +25,8 @@ from hpctrain.jobs.runs.run import list_runs
 
 pytestmark = pytest.mark.timeout(300)
 
-_SLURM = pytest.param("slurm", marks=pytest.mark.slurm)
 LOCAL = pytest.mark.parametrize("backend", ["local"], indirect=True)
-SLURM = pytest.mark.parametrize("backend", [_SLURM], indirect=True)
-#: On Slurm, and with the local backend in long tests.
-SLURM_FIRST = pytest.mark.parametrize(
-    "backend", [_SLURM, pytest.param("local", marks=pytest.mark.long)], indirect=True
-)
-#: With the local backend, and on Slurm in long tests.
-LOCAL_FIRST = pytest.mark.parametrize(
-    "backend",
-    ["local", pytest.param("slurm", marks=[pytest.mark.slurm, pytest.mark.long])],
-    indirect=True,
-)
+SLURM = pytest.mark.parametrize("backend", [pytest.param("slurm", marks=pytest.mark.slurm)], indirect=True)
 
 
 @pytest.fixture
@@ -62,8 +51,8 @@ def executor(backend, tmp_path) -> Iterator[Executor]:
         run.cancel()
     for run in runs:
         run.wait_for_end(timeout=120)
-        for each in (run, *run.tasks()):
-            assert_no_process_left(each.dir.path, timeout=30)
+        for task in (run, *run.tasks()):
+            assert_no_process_left(task.dir.path, timeout=30)
 
 
 def wait_for_step(job: Job[Any], step: int) -> None:
@@ -71,7 +60,7 @@ def wait_for_step(job: Job[Any], step: int) -> None:
     wait_for(lambda: file.exists() and int(file.read_text() or 0) >= step, 60, f"step {step} of {job}")
 
 
-@SLURM_FIRST
+@SLURM
 def test_every_rank_has_a_result_and_the_process_group(executor, backend):
     executor.update_parameters(gpus_per_node=1)
     job = executor.submit(executor_functions.introduce, base=10)
@@ -85,7 +74,7 @@ def test_every_rank_has_a_result_and_the_process_group(executor, backend):
 
 
 @pytest.mark.long
-@SLURM_FIRST
+@SLURM
 def test_exception_is_raised_once_with_rank_host_and_log(executor):
     executor.update_parameters(ntasks_per_node=2)
     job = executor.submit(executor_functions.fail_on, 3)
@@ -98,9 +87,7 @@ def test_exception_is_raised_once_with_rank_host_and_log(executor):
     assert "executor_functions.py" in str(error)
     assert "worker.py" not in str(error)
     assert isinstance(error.__cause__, ValueError)
-    with pytest.raises(FailedJobError, match="no such thing"):
-        job.results()
-    with pytest.raises(FailedJobError, match="rank 3"):
+    with pytest.raises(FailedJobError, match=r"rank 3.*no such thing"):
         job.task(0).result()
     assert job.state == "FAILED"
     assert job.run.dir.attempts() == [0]
@@ -114,15 +101,6 @@ def test_killed_rank_is_restarted(executor):
 
 @pytest.mark.long
 @LOCAL
-def test_exception_is_retried_with_max_failures(executor):
-    executor.update_parameters(max_failures=2, nodes=1)
-    job = executor.submit(executor_functions.fail_on, 0)
-    assert "no such thing" in str(job.exception())
-    assert job.run.dir.attempts() == [0, 1]
-
-
-@pytest.mark.long
-@LOCAL
 def test_unpicklable_result_is_reported_with_its_path(executor):
     job = executor.submit(executor_functions.unpicklable, 1)
     error = job.exception()
@@ -132,21 +110,7 @@ def test_unpicklable_result_is_reported_with_its_path(executor):
 
 
 @pytest.mark.long
-@LOCAL
-def test_sys_exit_of_function_completes_or_fails_the_job(executor):
-    executor.update_parameters(nodes=1)
-    with executor.batch():
-        fine, bad = (
-            executor.submit(executor_functions.leave_with, 0),
-            executor.submit(executor_functions.leave_with, "no data"),
-        )
-    assert fine.result() is None
-    assert "leave_with() called sys.exit('no data')" in str(bad.exception())
-    assert bad.run.dir.attempts() == [0]
-
-
-@pytest.mark.long
-@SLURM_FIRST
+@SLURM
 def test_preempted_training_returns_the_undisturbed_result(executor):
     undisturbed = executor.submit(executor_functions.train, step_s=0.0)
     job = executor.submit(executor_functions.train, step_s=0.1)
@@ -162,7 +126,7 @@ def test_preempted_training_returns_the_undisturbed_result(executor):
 
 
 @pytest.mark.long
-@LOCAL_FIRST
+@LOCAL
 def test_all_ranks_of_a_function_stop_after_the_same_step(executor):
     job = executor.submit(executor_functions.count_with_own_file, 30)
     wait_for_step(job, 5)
@@ -185,32 +149,6 @@ def test_checkpoint_method_is_called_on_all_ranks_and_sets_the_next_call(executo
     assert starts[0] == 0 < 5 <= starts[1]
     assert other == (last, starts)
     assert job.run.dir.function.read_bytes() == submitted
-
-
-@pytest.mark.long
-@LOCAL
-def test_single_rank_needs_no_consensus_and_may_be_stopped_twice(executor):
-    executor.update_parameters(nodes=1)
-    job = executor.submit(Count(agreed=False), 25)
-    for step in (5, 15):
-        wait_for_step(job, step)
-        attempts = len(job.run.dir.attempts())
-        job.run.requeue()
-        wait_for(lambda n=attempts: len(job.run.dir.attempts()) > n, 60, "the next attempt")
-    last, starts = job.result()
-    assert (last, len(starts)) == (25, 3)
-    assert starts[0] == 0 < 5 <= starts[1] < 15 <= starts[2]
-
-
-@pytest.mark.long
-@LOCAL
-def test_several_ranks_without_consensus_restart_from_the_beginning(executor):
-    job = executor.submit(Count(agreed=False), 20)
-    wait_for_step(job, 5)
-    job.run.requeue()
-    assert job.results() == [(20, [0])] * 2
-    assert "hpctrain.should_stop()" in job.task(0).stdout()
-    assert not job.run.dir.resume_call.exists()
 
 
 @pytest.mark.long

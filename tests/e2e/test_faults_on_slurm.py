@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -12,90 +11,67 @@ from contextlib import suppress
 import pytest
 from helpers.commands import run_command
 from helpers.disks import mounted_disk
-from helpers.processes import assert_no_process_left, run_processes
+from helpers.processes import assert_no_process_left
 from helpers.training_runs import (
-    JOB,
     RUN_LIMIT_S,
     Run,
     assert_every_sample_once,
     assert_undisturbed,
     preempt,
     submit,
+    submit_script,
 )
 from helpers.waiting import wait_for
-
-from hpctrain.cluster.processes import ProcessInfo
 
 TWO = ["--nodes", "2", "--gpus-per-node", "1"]
 
 pytestmark = pytest.mark.timeout(500)
 
 
-@pytest.fixture(scope="module")
-def reference(slurm, tmp_path_factory) -> Run:
-    run = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, TWO, step_s=0.0)
-    assert run.wait() == 0
-    return run
-
-
 @pytest.fixture
-def free_nodes(slurm):
-    """Restart killed nodes after the test and wait until all are free."""
-    yield
-    for node, state in slurm.node_states().items():
-        if "down" in state or "*" in state:
-            slurm.start_node(node)
-    wait_for(lambda: set(slurm.node_states().values()) == {"idle"}, 90, "idle nodes", 0.2)
+def assert_like_undisturbed(reference):
+    """Return a function that waits for the end of a run, and compares it with the undisturbed one."""
 
+    def wait_and_compare(run: Run, num_ranks: int = 2) -> None:
+        assert run.wait() == 0
+        assert_undisturbed(run, reference(num_ranks))
 
-def supervisors(run: Run) -> list[ProcessInfo]:
-    """Return the process of the batch script, and the supervisor that it started."""
-    matching = [process for process in run_processes(run.path) if "hpctrain.supervisor" in process.argv]
-    pids = {process.pid for process in matching}
-    return sorted(matching, key=lambda process: process.parent in pids)
-
-
-def assert_like_undisturbed(run: Run, reference: Run) -> None:
-    assert run.wait() == 0
-    assert_undisturbed(run, reference)
-    assert_no_process_left(run.path)
+    return wait_and_compare
 
 
 @pytest.mark.long
-def test_kill_of_the_supervisor(slurm, reference, tmp_path):
+def test_kill_of_the_supervisor(slurm, assert_like_undisturbed, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2)
     run.wait_for_step(14)
-    os.kill(supervisors(run)[1].pid, signal.SIGKILL)
-    assert_like_undisturbed(run, reference)
+    os.kill(run.supervisors()[1].pid, signal.SIGKILL)
+    assert_like_undisturbed(run)
     assert [event["cause"] for event in run.events("failure")] == ["the supervisor was killed"]
     assert len(run.events("restart")) == 1
 
 
 @pytest.mark.long
-def test_kill_of_the_batch_script(slurm, reference, tmp_path):
+def test_kill_of_the_batch_script(slurm, assert_like_undisturbed, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2)
     run.wait_for_step(14)
-    os.kill(supervisors(run)[0].pid, signal.SIGKILL)
-    assert_like_undisturbed(run, reference)
+    os.kill(run.supervisors()[0].pid, signal.SIGKILL)
+    assert_like_undisturbed(run)
     assert len(run.events("started")) == 2
 
 
 @pytest.mark.long
-def test_kill_of_all_ranks_of_a_node(slurm, tmp_path, tmp_path_factory):
+def test_kill_of_all_ranks_of_a_node(slurm, assert_like_undisturbed, tmp_path):
     shape = ["--nodes", "2", "--gpus-per-node", "2"]
-    undisturbed = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, shape, step_s=0.0)
-    assert undisturbed.wait() == 0
     run = submit(tmp_path / "run", slurm.env, shape, step_s=0.2)
     run.wait_for_step(14)
     for rank, process in run.ranks().items():
         if rank in (2, 3):
             os.kill(process.pid, signal.SIGKILL)
-    assert_like_undisturbed(run, undisturbed)
+    assert_like_undisturbed(run, 4)
     assert run.events("failure")[0]["rank"] in (2, 3)
 
 
 @pytest.mark.long
-def test_two_preemptions_at_random_moments(slurm, reference, tmp_path):
+def test_two_preemptions_at_random_moments(slurm, assert_like_undisturbed, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2, slow_attempts=2)
     for attempt in range(2):
         wait_for(lambda number=attempt: number in run.dir.attempts(), RUN_LIMIT_S, f"attempt {attempt}")
@@ -104,22 +80,22 @@ def test_two_preemptions_at_random_moments(slurm, reference, tmp_path):
         if attempt == 0:
             wait_for(lambda: run.status()["state"] == "PENDING", 60, "the preemption", 0.5)
             wait_for(lambda: run.status() and len(run.dir.attempts()) > 1, 90, "the second start", 0.5)
-    assert_like_undisturbed(run, reference)
+    assert_like_undisturbed(run)
     assert len(run.events("started")) >= 2
 
 
 @pytest.mark.long
-def test_time_limit_three_times_in_a_row(slurm, reference, tmp_path):
+def test_time_limit_three_times_in_a_row(slurm, assert_like_undisturbed, tmp_path):
     # Slurm counts limits in minutes, and may send its signal up to a minute early.
     limit = ["--time", "1", "--stop-before-limit", "15"]
     run = submit(tmp_path / "run", slurm.env, TWO, options=limit, step_s=3.0, slow_attempts=3)
     wait_for(lambda: run.status() and len(run.events("requeue")) >= 3, 350, "three requeues", 1.0)
-    assert_like_undisturbed(run, reference)
+    assert_like_undisturbed(run)
     assert {event["class"] for event in run.events("requeue")} == {"time-limit"}
 
 
 @pytest.mark.long
-def test_kill_of_a_rank_while_slurmctld_is_down_for_30_seconds(slurm, reference, tmp_path):
+def test_kill_of_a_rank_while_slurmctld_is_down_for_30_seconds(slurm, assert_like_undisturbed, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.5)
     run.wait_for_step(8)
     pid = slurm.daemons()["slurmctld"]
@@ -131,16 +107,16 @@ def test_kill_of_a_rank_while_slurmctld_is_down_for_30_seconds(slurm, reference,
     finally:
         slurm.start()
     assert time.monotonic() - down >= 30
-    assert_like_undisturbed(run, reference)
+    assert_like_undisturbed(run)
 
 
 @pytest.mark.long
-def test_spare_node_replaces_a_dead_one(slurm, reference, free_nodes, tmp_path):
+def test_spare_node_replaces_a_dead_one(slurm, assert_like_undisturbed, free_nodes, tmp_path):
     run = submit(tmp_path / "run", slurm.env, [*TWO, "--spare-nodes", "1"], step_s=0.2)
     run.wait_for_step(8)
     first = run.events("started")[0]["hosts"]
     slurm.kill_node(first[1])
-    assert_like_undisturbed(run, reference)
+    assert_like_undisturbed(run)
     (replaced,) = run.events("replace")
     assert (replaced["nodes"], replaced["lost"]) == (2, [first[1]])
     assert run.events("started")[1]["hosts"] == replaced["hosts"]
@@ -172,20 +148,20 @@ def test_run_leaves_a_draining_node_without_repeating_a_step(
     assert run.events("signal")[0]["step"] == run.events("resumed")[0]["step"]
     if has_spare:
         assert run.events("requeue") == []
-        assert_undisturbed(run, reference)
+        assert_undisturbed(run, reference(2))
     else:  # the run may grow again by a requeue
         assert_every_sample_once(run)
     assert_no_process_left(run.path)
 
 
 @pytest.mark.long
-def test_faulty_node_is_excluded_from_the_requeued_job(slurm, reference, tmp_path):
+def test_faulty_node_is_excluded_from_the_requeued_job(slurm, assert_like_undisturbed, tmp_path):
     run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.3, slow_attempts=2, checkpoint_every=1000)
     for attempt in range(2):
         wait_for(lambda number=attempt: number in run.dir.attempts(), RUN_LIMIT_S, f"attempt {attempt}")
         wait_for(lambda: len(run.ranks()) == 2, 60, "the ranks")
         run.kill_rank(1)
-    assert_like_undisturbed(run, reference)
+    assert_like_undisturbed(run)
     suspect = run.events("failure")[0]["host"]
     (excluded,) = run.events("excluded")
     assert (excluded["hosts"], excluded["reason"]) == ([suspect], f"{suspect}: 2 failures of kind killed")
@@ -194,21 +170,17 @@ def test_faulty_node_is_excluded_from_the_requeued_job(slurm, reference, tmp_pat
 
 
 @pytest.mark.long
-def test_straggler_is_reported_and_its_node_excluded(slurm, tmp_path):
+def test_straggler_is_reported_and_its_node_excluded(slurm, reference, tmp_path):
     epochs = 50
-    runs = []
-    for name, slow in (("run", ["--slow-node", slurm.nodes[1]]), ("reference", [])):
-        run = Run(tmp_path / name, slurm.env)
-        args = ["--run-dir", str(run.path), str(JOB), "--epochs", str(epochs), "--checkpoint-every", "50"]
-        step_s = ["--step-s", "0.03", "--slow-attempts", "9"] if slow else []
-        run.hpctrain("submit", *TWO, "--spare-nodes", "1", *args, *slow, *step_s)
-        runs.append(run)
-        if slow:
-            # It is detected in each window of twenty seconds, and every third detection counts.
-            wait_for(lambda run=run: len(lasting_stragglers(run)) == 2, 250, "two lasting stragglers", 0.5)
-            run.kill_rank(0)
-        assert run.wait() == 0
-    run, reference = runs
+    further = ["--epochs", str(epochs), "--slow-node", slurm.nodes[1]]
+    options = {"checkpoint_every": 50, "slow_attempts": 9, "further": further}
+    run = submit(tmp_path / "run", slurm.env, [*TWO, "--spare-nodes", "1"], step_s=0.03, **options)
+    # It is detected in each window of twenty seconds, and every third detection counts.
+    wait_for(
+        lambda: [event["lasting"] for event in run.events("straggler")].count(True) == 2, 250, "two", 0.5
+    )
+    run.kill_rank(0)
+    assert run.wait() == 0
     events = run.events("straggler")
     assert {(event["rank"], event["host"], event["part"]) for event in events} == {
         (1, slurm.nodes[1], "compute")
@@ -217,16 +189,11 @@ def test_straggler_is_reported_and_its_node_excluded(slurm, tmp_path):
     (excluded,) = run.events("excluded")
     assert excluded["reason"] == f"{slurm.nodes[1]}: 2 failures of kind straggler"
     assert slurm.nodes[1] not in run.events("started")[1]["hosts"]
-    assert_undisturbed(run, reference, epochs)
-    assert_no_process_left(run.path)
-
-
-def lasting_stragglers(run: Run) -> list[dict[str, object]]:
-    return [event for event in run.events("straggler") if event["lasting"]]
+    assert_undisturbed(run, reference(2, "--epochs", str(epochs)), epochs)
 
 
 @pytest.mark.long
-def test_kill_of_a_rank_while_the_disk_is_full(slurm, reference, tmp_path):
+def test_kill_of_a_rank_while_the_disk_is_full(slurm, assert_like_undisturbed, tmp_path):
     if slurm.plan.shape.slurm:
         pytest.skip("the daemons of a downloaded version do not see disks that are mounted later")
     with mounted_disk(tmp_path / "disk", "size=16m") as disk:
@@ -242,7 +209,7 @@ def test_kill_of_a_rank_while_the_disk_is_full(slurm, reference, tmp_path):
         run.kill_rank(1)
         time.sleep(5)
         (disk / "filler").unlink()
-        assert_like_undisturbed(run, reference)
+        assert_like_undisturbed(run)
         assert any("No space left" in event["cause"] for event in run.events("failure"))
 
 
@@ -264,10 +231,8 @@ print("the daemon is", "gone" if state in "ZX" else "there")
 
 
 def test_daemon_of_a_rank_does_not_survive_the_attempt(slurm, tmp_path):
-    script, pid_file = tmp_path / "daemon.py", tmp_path / "pid"
-    script.write_text(LEAVES_A_DAEMON)
-    run = Run(tmp_path / "run", slurm.env)
-    run.hpctrain("submit", "--nodes", "1", "--run-dir", str(run.path), str(script), str(pid_file))
+    pid_file = tmp_path / "pid"
+    run = submit_script(tmp_path, LEAVES_A_DAEMON, str(pid_file), options=["--nodes=1"], env=slurm.env)
     wait_for(pid_file.exists, 60, "the daemon")
     run.kill_rank(0)
     assert run.wait() == 0
@@ -295,21 +260,8 @@ def test_user_error_ends_the_run_with_the_traceback_of_the_first_rank(slurm, tmp
 
 def test_restart_policy_of_the_submission_is_applied(slurm, tmp_path):
     """A row that the user changed: the same error is retried."""
-    script = tmp_path / "broken.py"
-    script.write_text("import os\nif os.environ['HPCTRAIN_ATTEMPT'] == '0':\n    raise ValueError('once')\n")
-    run = Run(tmp_path / "run", slurm.env)
-    options = ["--nodes", "1", "--restart-policy", "user-error.retries=1", "--run-dir", str(run.path)]
-    run.hpctrain("submit", *options, str(script))
+    script = "import os\nif os.environ['HPCTRAIN_ATTEMPT'] == '0':\n    raise ValueError('once')\n"
+    options = ["--nodes=1", "--restart-policy=user-error.retries=1"]
+    run = submit_script(tmp_path, script, options=options, env=slurm.env)
     assert run.wait() == 0
     assert [event["class"] for event in run.events("failure")] == ["user-error"]
-
-
-@pytest.mark.long
-def test_nodes_are_checked_before_the_start(slurm, tmp_path):
-    shape = ["--nodes", "1:2", "--gpus-per-node", "1", "--set", "node_check=always"]
-    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.0)
-    assert run.wait() == 0
-    assert len(run.dir.node_check_results(0)) == 2
-    records = [json.loads(path.read_text()) for path in run.dir.node_check_results(0)]
-    assert [record["trouble"] for record in records] == [[], []]
-    assert [event["kind"] for event in run.dir.read_events()][:2] == ["submitted", "started"]

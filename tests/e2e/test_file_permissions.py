@@ -8,11 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.commands import environment, run_command
-from helpers.training_runs import Run
+from helpers.training_runs import submit_script
 from helpers.waiting import wait_for
 
 from hpctrain import Executor, RunFailed
@@ -52,22 +51,14 @@ def umask(request) -> Iterator[int]:
     os.umask(before)
 
 
-def mask(value: int, *marks: pytest.MarkDecorator) -> Any:
-    return pytest.param(value, marks=marks, id=f"{value:03o}")
-
-
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "umask", [mask(0o002), mask(0o022, pytest.mark.long), mask(0o077, pytest.mark.long)], indirect=True
-)
+@pytest.mark.parametrize("umask", [0o002, pytest.param(0o077, marks=pytest.mark.long)], indirect=True)
 def test_only_the_owner_writes_and_reads_private_files(tmp_path, umask):
     project = tmp_path / "project"
     project.mkdir()
     (project / "job.py").write_text(SCRIPT)
     run_command(["git", "init", "-q", project])
-    run = Run(tmp_path / "runs" / "run", {})
-    command = ["submit", "--backend", "local", "--max-failures", "1", "--run-dir", str(run.path)]
-    run.hpctrain(*command, str(project / "job.py"))
+    run = submit_script(tmp_path, project / "job.py", options=["--backend=local", "--max-failures=1"])
     assert run.wait() == 4, run.describe()
     run.hpctrain("report", str(run.path))
     entries = [run.path, *run.path.rglob("*")]
@@ -79,14 +70,7 @@ def test_only_the_owner_writes_and_reads_private_files(tmp_path, umask):
         elif not name.startswith(inside_private):
             every = 0o755 if (run.path / name).is_dir() else 0o644
             assert mode == every & ~umask, (name, oct(mode))
-    expected = {
-        "metrics.jsonl",
-        "metrics.csv",
-        "events.jsonl",
-        "environment.jsonl",
-        "report.html",
-        ".gitignore",
-    }
+    expected = {"metrics.jsonl", "metrics.csv", "events.jsonl", "environment.jsonl", "report.html"}
     expected |= {"checkpoints/step-00000004/manifest.json", "logs/attempt-000/rank-00000.log", *PRIVATE}
     expected |= {"failures/attempt-000-rank-00000.json", "samples/attempt-000-rank-00000.jsonl", "code"}
     assert expected <= modes.keys()
@@ -113,11 +97,7 @@ def open_to_all() -> Iterator[Path]:
 
 
 def test_other_user_reads_public_files_but_can_neither_lock_nor_read_private_ones(open_to_all):
-    folder = open_to_all
-    (folder / "job.py").write_text("import time; time.sleep(60)")
-    run = Run(folder / "run", {})
-    command = ["submit", "--backend", "local", "--no-code-snapshot", "--run-dir", str(run.path)]
-    run.hpctrain(*command, str(folder / "job.py"))
+    run = submit_script(open_to_all, "import time; time.sleep(60)")
     try:
         wait_for(lambda: run.events("started"), 60, "the start")
         submitted = jobs.Run(run.dir, environment())
@@ -135,18 +115,6 @@ def test_other_user_reads_public_files_but_can_neither_lock_nor_read_private_one
         run.wait()
 
 
-@pytest.mark.long
-def test_lock_file_of_older_version_becomes_private(tmp_path):
-    (tmp_path / "job.py").write_text("")
-    run = Run(tmp_path / "run", {})
-    command = ["submit", "--backend", "local", "--no-code-snapshot", "--run-dir", str(run.path)]
-    for mode in (0o644, 0o664):
-        run.hpctrain(*command, str(tmp_path / "job.py"))
-        assert run.wait() == 0
-        assert stat.S_IMODE(run.dir.lock.stat().st_mode) == 0o600
-        run.dir.lock.chmod(mode)
-
-
 def answer() -> int:
     return 42
 
@@ -156,7 +124,7 @@ def fail() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("umask", [0o002], indirect=True, ids=["002"])
+@pytest.mark.parametrize("umask", [0o002], indirect=True)
 def test_pickles_are_private(tmp_path, umask):
     executor = Executor(tmp_path / "runs", backend="local", code_snapshot=False, max_failures=1)
     good, bad = executor.submit(answer), executor.submit(fail)

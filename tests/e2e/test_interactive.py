@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from helpers.commands import run_command
 from helpers.terminal import Terminal
-from helpers.training_runs import Run
+from helpers.training_runs import Run, submit_script
 from helpers.waiting import wait_for
 
 HPCTRAIN = (sys.executable, "-P", "-m", "hpctrain")
@@ -23,23 +22,6 @@ print("started", flush=True)
 while not os.path.exists("done"):
     time.sleep(0.05)
 """
-
-
-def submit(tmp_path: Path, *options: str, env: Mapping[str, str] = {}) -> Run:
-    """Submit a run of two ranks per node that waits, and wait until they run."""
-    (tmp_path / "wait.py").write_text(WAIT)
-    run = Run(tmp_path / "run", dict(env))
-    run.hpctrain("submit", "--ntasks-per-node=2", "--run-dir=run", *options, "wait.py", cwd=tmp_path)
-    world_size = 4 if "--nodes=2" in options else 2
-    for rank in range(world_size):
-        log = run.dir.rank_log(0, rank)
-        wait_for(lambda log=log: log.exists() and "started" in log.read_text(), 60, f"rank {rank}")
-    return run
-
-
-def end(run: Run) -> None:
-    (run.path.parent / "done").touch()
-    assert run.wait() == 0
 
 
 def check_terminal(terminal: Terminal) -> None:
@@ -89,7 +71,13 @@ def test_slurm_shell_runs_in_an_allocation_like_that_of_a_run(slurm, tmp_path):
     assert "9 nodes" in refused.stderr
 
 
-def check_attach(run: Run, rank: int) -> None:
+@pytest.mark.extended
+@pytest.mark.slow
+def test_attach_to_a_rank_on_a_slurm_node(slurm, tmp_path):
+    options = ["--nodes=2", "--ntasks-per-node=2", "--env=A=a b"]
+    run, rank = submit_script(tmp_path, WAIT, options=options, env=slurm.env), 3
+    for log in (run.dir.rank_log(0, number) for number in range(4)):
+        wait_for(lambda log=log: log.exists() and "started" in log.read_text(), 60, f"the rank of {log}")
     show = 'echo "$RANK|$A|$PWD|$(env | grep -cE "^(HPCTRAIN|MASTER)_")"; setsid sleep 98765 & exit 7'
     attach = ["attach", str(run.path), f"--rank={rank}"]
     shown = run.hpctrain(*attach, "--", "bash", "-c", show, check=False, timeout=20)
@@ -102,19 +90,9 @@ def check_attach(run: Run, rank: int) -> None:
         [*HPCTRAIN, *attach, "--", "sh", "-c", "echo on; sleep 99"], Path("/"), run.env
     ) as terminal:
         terminal.expect("on")
-        end(run)
+        (tmp_path / "done").touch()
+        assert run.wait() == 0
         assert terminal.wait() != 0
     ended = run.hpctrain(*attach, check=False)
     assert ended.returncode == 2
     assert "is COMPLETED. Only a run that is RUNNING can be attached to" in ended.stderr
-
-
-@pytest.mark.long
-def test_attach_to_a_local_rank(tmp_path):
-    check_attach(submit(tmp_path, LOCAL, "--env=A=a b"), 1)
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-def test_attach_to_a_rank_on_a_slurm_node(slurm, tmp_path):
-    check_attach(submit(tmp_path, "--nodes=2", "--env=A=a b", env=slurm.env), 3)

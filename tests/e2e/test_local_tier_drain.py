@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import Run
+from helpers.training_runs import submit_script
 
 from hpctrain.checkpoint.listing import list_checkpoints
 
@@ -35,19 +35,16 @@ trainer.fit(Doomed(), torch.ones(80, 4))
 
 
 def check_drain_after_failure(env, shape: list[str], folder: Path) -> None:
-    tier, script = folder / "fast", folder / "doomed.py"
+    tier = folder / "fast"
     tier.mkdir()
-    script.write_text(SCRIPT)
-    run = Run(folder / "run", env)
-    args = ["--max-failures", "1", "--no-code-snapshot", "--run-dir", str(run.path), str(script), str(tier)]
-    run.hpctrain("submit", *shape, *args)
+    run = submit_script(folder, SCRIPT, str(tier), options=[*shape, "--max-failures=1"], env=env)
     assert run.wait() == 4
     saved = [event["step"] for event in run.events("checkpoint") if event["tier"] == "local"]
     assert saved, run.describe()
     assert list(tier.iterdir()) == [], run.describe()
     listed, _ = list_checkpoints(run.dir, verify=True)
     assert listed[-1].step >= max(saved)
-    assert [one.problems for one in listed] == [()] * len(listed)
+    assert [checkpoint.problems for checkpoint in listed] == [()] * len(listed)
     assert f"emptied {tier}" in run.dir.supervisor_log.read_text()
     assert_no_process_left(run.path)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import Run
+from helpers.training_runs import submit_script
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -47,23 +45,13 @@ if memory == "unlimited" or int(memory) < int(os.environ["NEEDED"]):
 """
 
 
-def submit(folder: Path, script: str, *args: str, options: list[str], env: dict[str, str]) -> Run:
-    folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(script)
-    run = Run(folder / "run", env)
-    options = ["--ntasks-per-node", "2", *options, "--run-dir", str(run.path), str(folder / "train.py")]
-    run.hpctrain("submit", *options, *args)
-    return run
+LOCAL = ["--backend=local", "--ntasks-per-node=2"]
+TWO = ["--ntasks-per-node=2", "--time=10"]
 
 
-def train(folder: Path, *args: str) -> Run:
-    return submit(folder, SCRIPT, *args, options=["--backend", "local"], env={})
-
-
-@pytest.mark.ranks
 @pytest.mark.long
 def test_micro_batches_are_halved_until_they_fit_with_the_same_result(tmp_path):
-    run, reference = train(tmp_path / "small", "2"), train(tmp_path / "large", "99")
+    run, reference = (submit_script(tmp_path / most, SCRIPT, most, options=LOCAL) for most in ("2", "99"))
     assert run.wait() == 0, run.describe()
     assert [event["micro_batch_size"] for event in run.events("failure")] == [4, 2]
     assert {event["class"] for event in run.events("failure")} == {"gpu-oom"}
@@ -76,35 +64,20 @@ def test_micro_batches_are_halved_until_they_fit_with_the_same_result(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.ranks
 @pytest.mark.parametrize("args", [("0",), ("4", "norm")])
 def test_run_ends_if_smaller_micro_batches_cannot_help(tmp_path, args):
-    run = train(tmp_path, *args)
+    run = submit_script(tmp_path, SCRIPT, *args, options=LOCAL)
     assert run.wait() == 4
     sizes = [event.get("micro_batch_size") for event in run.events("failure")]
     assert sizes == ([None] if "norm" in args else [4, 2, 1, None])
     assert "a smaller micro_batch_size" in run.events("finished")[0]["note"]
 
 
-@pytest.mark.extended
-@pytest.mark.ranks
-def test_run_without_slurm_ends_if_the_host_is_out_of_memory(tmp_path):
-    run = submit(
-        tmp_path,
-        'print("x"); raise MemoryError("no memory")',
-        options=["--backend", "local"],
-        env={},
-    )
-    assert run.wait() == 4
-    assert len(run.events("failure")) == 1
-    assert "larger --mem" in run.events("finished")[0]["note"]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["requeue", "successor"])
 def test_next_job_has_more_memory(slurm, tmp_path, mode):
-    options = ["--mem", "200M", "--resume-mode", mode, "--env", "NEEDED=400", "--time", "10"]
-    run = submit(tmp_path, HOST, options=[*options, "--independent-ranks"], env=slurm.env)
+    options = [*TWO, "--mem=200M", f"--resume-mode={mode}", "--env=NEEDED=400", "--independent-ranks"]
+    run = submit_script(tmp_path, HOST, options=options, env=slurm.env)
     assert run.wait() == 0, run.describe()
     memory = [event["memory"] for event in run.events("requeue")]
     assert memory == ["mem=300", "mem=450"], run.describe()
@@ -113,8 +86,7 @@ def test_next_job_has_more_memory(slurm, tmp_path, mode):
 
 
 def test_run_ends_if_the_node_has_no_more_memory(slurm, tmp_path):
-    options = ["--mem", "0", "--time", "10"]
-    run = submit(tmp_path, HOST, options=options, env=slurm.env)
+    run = submit_script(tmp_path, HOST, options=[*TWO, "--mem=0"], env=slurm.env)
     assert run.wait() == 4
     assert len(run.events("failure")) == 1
     assert "larger --mem" in run.events("finished")[0]["note"]

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import pytest
 from helpers import REPOSITORY, SCRIPTS
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import LAST_STEP, RUN_LIMIT_S, preempt
-from helpers.unprivileged_user import UnprivilegedUser, UserRun
+from helpers.training_runs import LAST_STEP, RUN_LIMIT_S, Run, preempt
+from helpers.unprivileged_user import UnprivilegedUser
 from helpers.waiting import wait_for
 from packaging.requirements import Requirement
 
@@ -55,28 +55,18 @@ class Installation:
 
     def __init__(self, user: UnprivilegedUser, wheel: Path) -> None:
         self.user, self.project = user, user.home / "my project"
-        find_base = "import sys; print(sys._base_executable)"
-        base = user.run([user.python, "-c", find_base]).stdout.strip()
-        user.run([base, "-m", "venv", "--without-pip", self.project / "venv"])
+        find_python = "import sys; print(sys._base_executable)"
+        python = user.run([user.python, "-c", find_python]).stdout.strip()
+        user.run([python, "-m", "venv", "--without-pip", self.project / "venv"])
         self.python = self.project / "venv/bin/python"
         (site,) = self.project.glob("venv/lib/*/site-packages")
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(self.python),
-            "install",
-            "--no-deps",
-            "--no-index",
-        ]
-        run_command([*pip, "--quiet", wheel], timeout=120)
+        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install"]
+        run_command([*pip, "--no-deps", "--no-index", "--quiet", wheel], timeout=120)
         (installed,) = distributions(name="hpctrain", path=[str(site)])
         _link_requirements(installed, site, set())
+        base = _requirements(installed)
         self.extras = {
-            extra: [
-                its.name for its in _requirements(installed, extra) if its not in _requirements(installed)
-            ]
+            extra: [package.name for package in _requirements(installed, extra) if package not in base]
             for extra in installed.metadata.get_all("Provides-Extra") or ()
         }
 
@@ -84,22 +74,13 @@ class Installation:
         # The tests add the repository to this variable.
         return self.user.run(["env", "--unset=PYTHONPATH", *argv], env, **options)
 
-
-class InstalledRun(UserRun):
-    """A run that is controlled by the program `hpctrain` of an installation."""
-
-    def __init__(self, name: str, installation: Installation, env: Any) -> None:
-        super().__init__(f"{installation.project.name}/{name}", installation.user, env)
-        object.__setattr__(self, "_installation", installation)
-
-    def hpctrain(self, *args: str, timeout: float = 60.0, check: bool = True, **options: Any) -> Any:
-        program = self._installation.project / "venv/bin/hpctrain"
-        return self._installation.run(program, *args, env=self.env, timeout=timeout, check=check, **options)
+    def call_hpctrain(self, args: Sequence[str], env: Mapping[str, str], **options: Any) -> Any:
+        return self.run(self.project / "venv/bin/hpctrain", *args, env=env, **options)
 
 
 def _requirements(package: Distribution, extra: str = "") -> list[Requirement]:
     required = map(Requirement, package.requires or ())
-    return [its for its in required if its.marker is None or its.marker.evaluate({"extra": extra})]
+    return [item for item in required if item.marker is None or item.marker.evaluate({"extra": extra})]
 
 
 def _link_requirements(package: Distribution, site: Path, linked: set[str]) -> None:
@@ -139,9 +120,9 @@ def test_missing_packages_are_named(installation):
 
 
 def test_run_of_two_ranks_survives_a_kill_and_a_preemption(installation, slurm):
-    for name in ("train_classifier.py", "bit_flips.py", "hang.py"):
+    for name in ("train_classifier.py", "bit_flips.py"):
         shutil.copy(SCRIPTS / name, installation.project)
-    run = InstalledRun("a run", installation, slurm.env)
+    run = Run(installation.project / "a run", slurm.env, installation.call_hpctrain)
     script = installation.project / "train_classifier.py"
     shape = ["--nodes=2", "--gpus-per-node=1", "--time=30", f"--run-dir={run.path}"]
     run.hpctrain("submit", *shape, str(script), "--step-s=0.2", "--checkpoint-every=6", "--slow-attempts=2")

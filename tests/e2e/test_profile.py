@@ -1,4 +1,4 @@
-"""Profiles of running programs, with and without the Trainer."""
+"""Profiles of running programs without the Trainer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,74 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import SCRIPTS
-from helpers.recorded_weights import end, reference_weights, submit, weights
-from helpers.training_runs import Run
+import torch
+from helpers.training_runs import Run, submit_script
+from helpers.waiting import wait_for
+
+#: Ranks with equal data, so the weights are those of a single process. Each step is recorded. Rank 1 may
+#: use a profiler itself. A file ends the training.
+TRAINING = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch.profiler import profile
+dist.init_process_group("gloo")
+rank, run, step = os.environ["RANK"], os.environ["HPCTRAIN_RUN_DIR"], 0
+torch.manual_seed(1)
+layer = torch.nn.Linear(8, 8)
+model = torch.nn.parallel.DistributedDataParallel(layer)
+optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(2)
+profiler = profile() if rank == "1" and "profile" in sys.argv else None
+if profiler:
+    profiler.start()
+while not os.path.exists(f"{run}/last") or step < int(open(f"{run}/last").read()):
+    time.sleep(0.02)
+    model(torch.randn(4, 8, generator=generator)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    with open(f"{run}/weights-{rank}", "a") as file:
+        print(layer.weight.sum().item().hex(), file=file)
+if profiler:
+    profiler.stop()
+    print("own profile", len(profiler.events()) > 1000)
+"""
+
+
+def weights(run: Run, rank: int) -> list[str]:
+    return (run.path / f"weights-{rank}").read_text().split()
+
+
+def reference_weights(num_steps: int) -> list[str]:
+    """Return the sum of the weights after each step of an undisturbed training."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        layer = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+    generator, sums = torch.Generator().manual_seed(2), []
+    for _ in range(num_steps):
+        layer(torch.randn(4, 8, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sums.append(layer.weight.sum().item().hex())
+    return sums
+
+
+def submit(folder: Path, *args: str, options: list[str], env=None) -> Run:
+    """Submit the training on two ranks per node, and wait for its first steps."""
+    options = [*options, "--ntasks-per-node=2", "--standby-workers=never"]
+    run = submit_script(folder, TRAINING, *args, options=options, env={"OMP_NUM_THREADS": "1", **(env or {})})
+    wait_for(lambda: run.status()["step"], 60, "the first step")
+    return run
+
+
+def end(run: Run) -> None:
+    """End the training after a few steps."""
+    temporary = run.path / "last.tmp"
+    temporary.write_text(str(len(weights(run, 0)) + 50))
+    temporary.rename(run.path / "last")
+    assert run.wait() == 0
+    assert run.events("failure") == []
 
 
 def profile(run: Run, *options: str, code: int = 0) -> tuple[str, str]:
@@ -25,7 +90,7 @@ def trace_names(path: Path) -> list[str]:
 
 @pytest.mark.extended
 def test_profile_of_a_running_script_does_not_change_its_result(tmp_path):
-    run = submit(tmp_path, "train.py", "profile")
+    run = submit(tmp_path, "profile", options=["--backend=local"])
     printed, messages = profile(run, "--ranks=0,1", "--steps=3", code=1)
     assert messages.startswith("Waiting for ")
     assert not run.dir.profile_request.exists()
@@ -48,29 +113,10 @@ def test_profile_of_a_running_script_does_not_change_its_result(tmp_path):
 
 
 @pytest.mark.long
-def test_profile_of_a_shell_script(tmp_path):
-    run = submit(tmp_path, "--", "./train.sh")
-    result, _ = json.loads(profile(run, "--ranks=0-1", "--steps=2", "--json")[0])["ranks"]
-    assert result["last_step"] - result["first_step"] == 1
-    assert trace_names(Path(result["trace"])).count("aten::addmm") == 2
-    end(run)
-
-
-@pytest.mark.long
 def test_profile_of_ranks_on_two_slurm_nodes(slurm, tmp_path):
-    run = submit(tmp_path, "--nodes=2", "train.py", backend="slurm", env=slurm.env)
+    run = submit(tmp_path, options=["--nodes=2"], env=slurm.env)
     printed, _ = profile(run, "--ranks=1,3", "--steps=2")
     for rank in (1, 3):
         assert trace_names(run.dir.profile_trace(0, rank)).count("aten::addmm") == 2
         assert str(run.dir.profile_trace(0, rank)) in printed
     end(run)
-
-
-@pytest.mark.long
-def test_profile_of_a_trainer(tmp_path):
-    run = submit(tmp_path, str(SCRIPTS / "train_slowly.py"), "0.05")
-    assert "Optimizer.step" in profile(run)[0]
-    assert len(trace_names(run.dir.profile_trace(0, 0))) > 100
-    run.hpctrain("cancel", str(run.path))
-    run.wait()
-    assert run.events("failure") == []

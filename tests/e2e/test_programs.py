@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from helpers import REPOSITORY
 from helpers.commands import run_command
+from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
 
@@ -47,6 +49,8 @@ while time.monotonic() < deadline:
     sum(range(1000))
 """
 
+OPTIONS = ["--backend=local", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
+
 
 @pytest.fixture
 def workdir(tmp_path) -> Path:
@@ -63,24 +67,14 @@ def workdir(tmp_path) -> Path:
 
 
 def submit(workdir: Path, *args: str, **variables: str) -> tuple[RunDir, int, str]:
-    options = ["--backend=local", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
-    hpctrain = [sys.executable, "-m", "hpctrain", "submit", *options, "--follow", *args]
+    hpctrain = [sys.executable, "-m", "hpctrain", "submit", *OPTIONS, "--follow", *args]
     result = run_command(hpctrain, variables, cwd=workdir, check=False, timeout=100)
     return RunDir(workdir / "run"), result.returncode, result.stdout + result.stderr
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "program",
-    [
-        ["-m", "package.main"],
-        pytest.param(["--", sys.executable, "-m", "package.main"], marks=pytest.mark.long),
-        ["--", "./run.sh", "-m", "package.main"],
-        pytest.param(
-            ["--", "sh", "-c", f'exec {sys.executable} -m package.main "$@"', "sh"], marks=pytest.mark.long
-        ),
-    ],
-    ids=["module", "python", "shell script", "shell"],
+    "program", [["-m", "package.main"], ["--", "./run.sh", "-m", "package.main"]], ids=["module", "command"]
 )
 def test_module_and_commands_run_with_their_arguments(workdir, program):
     run, code, printed = submit(workdir, *program, "--lr", "1 2")
@@ -91,18 +85,11 @@ def test_module_and_commands_run_with_their_arguments(workdir, program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [
-        ["-m", "package.main"],
-        pytest.param(["--", sys.executable, "-m", "package.main"], marks=pytest.mark.long),
-    ],
-)
-def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir, program):
+def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir):
     (workdir / "package" / "place.py").write_text("PLACE = __file__\n")
     for command in (["init", "-q"], ["add", "."]):
         run_command(["git", *command], cwd=workdir)
-    run, code, printed = submit(workdir, "--array=0-1", *program)
+    run, code, printed = submit(workdir, "--array=0-1", "-m", "package.main")
     assert code == 0, printed
     for task in run.tasks():
         log = run.task(task).rank_log(0, 1).read_text()
@@ -111,39 +98,29 @@ def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir, program):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "program",
-    [["-m", "package.main"], pytest.param(["--", "./run.sh", "-m", "package.main"], marks=pytest.mark.long)],
-)
-def test_nonzero_exit_code_of_a_program_is_a_failure(workdir, program):
-    _, code, printed = submit(workdir, "--max-failures=1", *program, FAIL_WITH="3")
+def test_nonzero_exit_code_of_a_program_is_a_failure(workdir):
+    _, code, printed = submit(workdir, "--max-failures=1", "-m", "package.main", FAIL_WITH="3")
     assert code != 0
     assert "exit code 3" in printed or "sys.exit(3)" in printed
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("program", "step", "location"),
+    ("program", "step"),
     [
-        pytest.param(["train.py"], "0", "pause_here (train.py:", marks=pytest.mark.long),
+        pytest.param(["train.py"], "0", marks=pytest.mark.long),
         # The second attempt trains for less time than between two heartbeats.
-        (["train.py"], "20", "pause_here (train.py:"),
-        pytest.param(
-            ["--", sys.executable, "train.py"], "20", "pause_here (train.py:", marks=pytest.mark.long
-        ),
-        pytest.param(["--", "sh", "train.sh"], "0", "pause_here (train.py:", marks=pytest.mark.long),
-        pytest.param(["--", "sh", "train.sh"], "20", "pause_here (train.py:", marks=pytest.mark.long),
+        (["train.py"], "20"),
+        pytest.param(["--", "sh", "train.sh"], "20", marks=pytest.mark.long),
     ],
-    ids=["before the first step", "between steps", "command", "shell before the first step", "shell"],
+    ids=["before the first step", "between steps", "shell"],
 )
-def test_sleeping_rank_of_a_plain_script_is_reported_and_the_run_restarted(workdir, program, step, location):
+def test_sleeping_rank_of_a_plain_script_is_reported_and_the_run_restarted(workdir, program, step):
     run, code, printed = submit(workdir, "--hang-timeout=2", *program, step)
     assert code == 0, printed
     causes = [event["cause"] for event in run.read_events() if event["kind"] == "failure"]
     assert len(causes) == 1
-    assert causes[0].startswith("hung: ")
-    assert "; rank 1 on " in causes[0]
-    assert location in causes[0]
+    assert re.match(r"hung: .*; rank 1 on .*pause_here \(train.py:", causes[0], re.DOTALL)
     assert "in pause_here" in run.stacks(0, 1).read_text()
     assert "trained" in run.rank_log(1, 0).read_text()
 
@@ -184,13 +161,6 @@ while waits or step < last:
 """
 
 
-def wait_until(condition, timeout_s=60.0):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true in time"
-        time.sleep(0.05)
-
-
 def recorded_steps(run: RunDir, attempt: int, rank: int) -> list[int]:
     with suppress(FileNotFoundError):
         return [int(line) for line in (run.path / f"steps-{attempt}-{rank}").read_text().split()]
@@ -198,21 +168,15 @@ def recorded_steps(run: RunDir, attempt: int, rank: int) -> list[int]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "program",
-    [["train.py"], pytest.param(["--", "sh", "train.sh"], marks=pytest.mark.long)],
-    ids=["script", "shell script"],
-)
-def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir, program):
+def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir):
     (workdir / "train.py").write_text(STOPPED)
     run = RunDir(workdir / "run")
-    options = ["--backend=local", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
     hpctrain = [sys.executable, "-m", "hpctrain"]
-    arguments = ["Adam", "until stopped"]
-    run_command([*hpctrain, "submit", *options, *program, *arguments], cwd=workdir)
-    wait_until(lambda: len(recorded_steps(run, 0, 0)) > 25)
+    command = [*hpctrain, "submit", *OPTIONS, "train.py", "Adam", "until stopped"]
+    run_command(command, cwd=workdir)
+    wait_for(lambda: len(recorded_steps(run, 0, 0)) > 25, 60, "25 steps")
     run_command([*hpctrain, "requeue", "run"], cwd=workdir)
-    wait_until(lambda: any(event["kind"] == "finished" for event in run.read_events()))
+    run_command([*hpctrain, "wait", "run"], cwd=workdir)
     first, second = (recorded_steps(run, 0, rank) for rank in (0, 1))
     assert first == second
     message = f"received SIGTERM (requeue); all ranks exit after step {first[-1]} of this attempt."
@@ -228,59 +192,29 @@ def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir, program)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "launcher", [["torchrun", "--standalone", "--nproc-per-node=2"], ["accelerate", "launch", "--cpu"]]
-)
-def test_steps_of_processes_that_a_launcher_starts_are_recorded(workdir, launcher):
+def test_steps_of_processes_that_a_launcher_starts_are_recorded(workdir):
     (workdir / "train.py").write_text(STOPPED)
-    command = str(Path(sys.executable).with_name(launcher[0]))
-    run, code, printed = submit(
-        workdir, "--ntasks-per-node=1", "--", command, *launcher[1:], "train.py", "SGD"
-    )
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2"]
+    run, code, printed = submit(workdir, "--ntasks-per-node=1", "--", *torchrun, "train.py", "SGD")
     assert code == 0, printed
     assert json.loads(run.metrics.read_text().splitlines()[-1])["step"] == 30
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("program", "arguments", "code"),
-    [
-        (["train.py"], ["SGD", "alone"], 1),
-        pytest.param(["--", "sh", "train.sh"], ["SGD", "alone"], 1, marks=pytest.mark.long),
-        pytest.param(["--independent-ranks", "train.py"], ["SGD", "alone"], 0, marks=pytest.mark.long),
-        pytest.param(["train.py"], ["SGD"], 0, marks=pytest.mark.long),
-    ],
-    ids=["alone", "alone in a shell script", "independent", "together"],
+    "options",
+    [[], pytest.param(["--independent-ranks"], marks=pytest.mark.long)],
+    ids=["alone", "independent"],
 )
-def test_ranks_that_train_alone_fail_the_run(workdir, program, arguments, code):
+def test_ranks_that_train_alone_fail_the_run_unless_they_are_independent(workdir, options):
     (workdir / "train.py").write_text(STOPPED)
-    run, done, printed = submit(workdir, *program, *arguments)
-    assert (done != 0) == (code != 0), printed
-    if code:
+    run, code, printed = submit(workdir, *options, "train.py", "SGD", "alone")
+    assert (code == 0) == bool(options), printed
+    if not options:
         (failure,) = (event for event in run.read_events() if event["kind"] == "failure")
         assert failure["class"] == "user-error"
         assert "completed 20 optimizer steps without a process group, so each rank trains alone" in printed
         assert "--independent-ranks" in printed
-
-
-#: Two ranks that meet through a file, and never use the store of the run.
-OWN_STORE = """
-import os, torch, torch.distributed as dist
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-url = "file://" + os.path.abspath("meeting")
-dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
-dist.all_reduce(torch.ones(1))
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.extended
-def test_ranks_with_their_own_store_are_not_said_to_be_alone(workdir):
-    (workdir / "train.py").write_text(OWN_STORE)
-    run, code, printed = submit(workdir, "train.py")
-    assert code == 0, printed
-    (finished,) = (event for event in run.read_events() if event["kind"] == "finished")
-    assert "note" not in finished
 
 
 #: A script for torch.distributed.launch, which passed --local_rank.
@@ -306,19 +240,7 @@ def test_argument_local_rank_is_part_of_the_advice(workdir):
     assert "Read the environment variable LOCAL_RANK instead" in printed
 
 
-@pytest.mark.long
-def test_step_hook_can_be_turned_off(workdir):
-    (workdir / "train.py").write_text(STOPPED)
-    run, code, printed = submit(workdir, "--env", "HPCTRAIN_STEP_HOOK=0", "train.py", "SGD", "alone")
-    assert code == 0, printed
-    assert not run.metrics.exists()
-    assert (
-        "reports no steps"
-        in run_command([sys.executable, "-m", "hpctrain", "status", "run"], cwd=workdir).stdout
-    )
-
-
-#: Two ranks that train for 25 seconds. Rank 1 loads data or computes more slowly.
+#: Two ranks that train for 25 seconds. Rank 1 loads data more slowly.
 SLOW = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -328,7 +250,7 @@ class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 10**6
     def __getitem__(self, index):
-        time.sleep(0.05 if slow and sys.argv[1] == "data" else 0.001)
+        time.sleep(0.05 if slow else 0.001)
         return torch.ones(1)
 layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -340,8 +262,6 @@ while True:
     if not until:
         break
     batch = next(batches)
-    if slow and sys.argv[1] == "compute":
-        time.sleep(0.05)
     layer(batch).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -349,16 +269,12 @@ while True:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", ["compute", "data"])
-@pytest.mark.parametrize("program", [["slow.py"], ["--", "sh", "slow.sh"]], ids=["script", "shell script"])
-def test_straggler_of_a_plain_script_is_reported(workdir, program, part):
-    (workdir / "slow.py").write_text(SLOW)
-    (workdir / "slow.sh").write_text(f'{sys.executable} slow.py "$@" || exit $?\n')
-    run, code, printed = submit(workdir, *program, part)
+def test_straggler_of_a_plain_script_is_reported(workdir):
+    (workdir / "train.py").write_text(SLOW)
+    run, code, printed = submit(workdir, "--", "sh", "train.sh")
     assert code == 0, printed
-    found = [event for event in run.read_events() if event["kind"] == "straggler"]
-    assert [(event["rank"], event["part"]) for event in found] == [(1, part)]
-    assert found[0]["ratio"] > 2
+    (straggler,) = (event for event in run.read_events() if event["kind"] == "straggler")
+    assert (straggler["rank"], straggler["part"], straggler["ratio"] > 2) == (1, "data", True)
 
 
 #: A rank that writes the same checkpoint in each attempt, and is killed four times.
@@ -424,7 +340,6 @@ for step in range(40):
     ("failure", "attempts", "cause"),
     [
         ("raise", 2, "ValueError: bad sample"),
-        pytest.param("kill", 3, "SIGKILL", marks=pytest.mark.long),
         ("refuse", 2, "attempt 1 trained no step and exited with code 0"),
     ],
 )
@@ -438,3 +353,16 @@ def test_script_that_always_fails_and_saves_nothing_ends(workdir, failure, attem
     # Each attempt counts its steps from 1.
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
     assert max(steps) <= 15
+
+
+def test_script_under_srun_and_exec(slurm, tmp_path):
+    """Without a supervisor, the ranks agree on a port themselves."""
+    step = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "hpctrain", "exec", "--"]
+    script = [sys.executable, REPOSITORY / "examples" / "plain_ddp.py", "--save-every=100", "--max-steps=200"]
+    env = {**slurm.env, "OMP_NUM_THREADS": "1"}
+    result = run_command([*step, *script], env, cwd=tmp_path, timeout=200, check=False)
+    # exec has become the script, and torch may abort it at interpreter exit (see runtime/gloo_shutdown.py).
+    aborted = "terminate called without an active exception" in result.stderr
+    assert result.returncode == (134 if aborted else 0), result.stderr
+    assert result.stdout.count("step 200: loss") == 1
+    assert (tmp_path / "checkpoints" / "plain_ddp.pt").exists()

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import RUN_LIMIT_S, Run, preempt, submit
-from helpers.waiting import wait_for
+from helpers.training_runs import Run, preempt, submit
 
 from hpctrain import sandbox
 
@@ -64,7 +63,7 @@ def test_run_cancelled_without_grace_saves_and_continues_in_a_successor(site, tm
 def test_run_without_successor_resumes_when_resubmitted(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, options=["--resume-mode", "requeue"], step_s=0.2)
     _preempt(run)
-    wait_for(lambda: run.status()["state"] == "FAILED", RUN_LIMIT_S, "the run's end", 0.5)
+    assert run.wait() == 4
     stop = run.events("signal")[0]
     assert (run.events("requeue"), stop["saved"]) == ([], True)
     submit(run.path, site.env, SHAPE, step_s=0.0)

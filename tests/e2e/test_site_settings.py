@@ -12,7 +12,7 @@ from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
 from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version, up_with_version
 from helpers.training_runs import check_preempted_run_continues, submit
-from helpers.unprivileged_user import UnprivilegedUser, UserRun
+from helpers.unprivileged_user import UnprivilegedUser
 from helpers.waiting import wait_for
 
 from hpctrain import sandbox
@@ -59,8 +59,7 @@ def test_rate_limit_of_a_user(version):
     """The controller postpones the RPCs of a user beyond a rate (since 23.02). Root is exempt."""
     rates = "rl_enable,rl_bucket_size=8,rl_refill_rate=2,rl_refill_period=1"
     with UnprivilegedUser() as user, cluster_of(version, [f"SlurmctldParameters={rates}"]) as cluster:
-        run = UserRun("run", user, cluster.env)
-        run.submit()
+        run = submit(user.home / "run", cluster.env, SHAPE, step_s=0.1, call=user.call_hpctrain)
         check_preempted_run_continues(run, cluster)
         assert "cannot" not in run.dir.supervisor_log.read_text()
         burst = "for i in $(seq 20); do scontrol show config >/dev/null || echo refused & done; wait"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from helpers.commands import run_command
 from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version, up_with_version
-from helpers.training_runs import LAST_STEP, Run, check_preempted_run_continues, submit
+from helpers.training_runs import LAST_STEP, check_preempted_run_continues, submit
 from helpers.waiting import wait_for
 
 from hpctrain import sandbox
@@ -67,16 +67,3 @@ def test_lost_batch_host_delays_no_expedited_run(expediting: sandbox.Sandbox, tm
     expediting.start_node(host)
     assert run.wait() == 0
     assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
-
-
-@pytest.mark.long
-def test_failed_expedited_run_is_not_held(expediting: sandbox.Sandbox, tmp_path) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text("raise SystemExit(3)")
-    run = Run(tmp_path / "run", expediting.env)
-    run.hpctrain("submit", "--run-dir", str(run.path), str(script))
-    assert run.wait() == 4
-    (job,) = (event["job_id"] for event in run.events("submitted"))
-    record = run_command(["scontrol", "show", "job", job], expediting.env).stdout
-    assert "JobState=FAILED" in record
-    assert "ExpeditedRequeue=Yes" in record

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import assert_no_process_left, run_processes
-from helpers.training_runs import Run
+from helpers.training_runs import Run, submit_script
 from helpers.waiting import wait_for
 
 LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1"]
@@ -47,13 +47,9 @@ CHANGING = {
 }
 
 
-def submit(folder: Path, env: dict[str, str], shape: list[str], source: str = SCRIPT, *options: str) -> Run:
-    script = folder / "train.py"
-    script.write_text(source.replace("__CHANGING__", repr(CHANGING)))
-    run = Run(folder / "run", env)
-    command = ["--standby-workers", "1", *options, "--run-dir", str(run.path), str(script), str(folder)]
-    run.hpctrain("submit", *shape, *command)
-    return run
+def submit(folder: Path, env: dict[str, str], shape: list[str], source: str = SCRIPT) -> Run:
+    source = source.replace("__CHANGING__", repr(CHANGING))
+    return submit_script(folder, source, str(folder), options=[*shape, "--standby-workers=1"], env=env)
 
 
 def wait_for_standby(run: Run) -> None:
@@ -117,29 +113,8 @@ def test_requeue_signals_ranks_but_not_standby_workers(slurm, tmp_path):
 def test_no_standby_workers_when_the_script_sets_variables_before_imports(tmp_path):
     source = "import os\nos.environ['OMP_NUM_THREADS'] = '3'\n" + SCRIPT
     run = submit(tmp_path, {}, LOCAL, source)
-    log = run.dir.supervisor_log
-    wait_for(
-        lambda: log.exists() and "imports may read (OMP_NUM_THREADS)" in log.read_text(),
-        60,
-        "the reason why nobody waits",
-    )
+    log, reason = run.dir.supervisor_log, "imports may read (OMP_NUM_THREADS)"
+    wait_for(lambda: log.exists() and reason in log.read_text(), 60, "the reason why nobody waits")
     run.kill_rank(0)
     assert run.wait() == 0
     assert "using " not in log.read_text()
-
-
-@pytest.mark.long
-def test_killed_standby_worker_is_not_used(tmp_path):
-    run = submit(tmp_path, {}, LOCAL)
-    wait_for_standby(run)
-    waiting = [
-        process
-        for process in run_processes(run.path)
-        if process.environ.get("HPCTRAIN_ATTEMPT") == "1" and "hpctrain.runtime.worker" in process.argv
-    ]
-    assert len(waiting) == 2
-    waiting[0].kill()
-    run.kill_rank(1)
-    assert run.wait() == 0
-    assert "using " not in run.dir.supervisor_log.read_text()
-    assert_no_process_left(run.path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import SCRIPTS
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import Run, preempt, samples_by_epoch
+from helpers.training_runs import Run, preempt, samples_by_epoch, submit_script
 from helpers.waiting import wait_for
 from pause_in_phase import NUM_EPOCHS, NUM_SAMPLES
 
@@ -24,7 +24,7 @@ SHAPES = {
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.long)])
+@pytest.fixture(params=["local", "slurm"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -35,9 +35,7 @@ def env(backend: str, request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 def submit(folder: Path, phase: str, backend: str, env: dict[str, str]) -> Run:
-    run = Run(folder / "run", env)
-    run.hpctrain("submit", *SHAPES[backend], "--run-dir", str(run.path), str(SCRIPT), phase, str(folder))
-    return run
+    return submit_script(folder, SCRIPT, phase, str(folder), options=SHAPES[backend], env=env)
 
 
 def send_stop(run: Run) -> None:
@@ -125,10 +123,7 @@ for step in range(10_000 if os.environ["HPCTRAIN_ATTEMPT"] == "0" else 5):
 
 @pytest.mark.extended
 def test_abort_after_a_preemption_is_part_of_the_stop(slurm, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(ABORTING)
-    run = Run(tmp_path / "run", slurm.env)
-    run.hpctrain("submit", "--nodes=2", "--ntasks-per-node=1", "--run-dir", str(run.path), str(script))
+    run = submit_script(tmp_path, ABORTING, options=["--nodes=2", "--ntasks-per-node=1"], env=slurm.env)
     wait_for(run.dir.metrics.exists, 150, "a step")
     preempt(slurm.env, seconds=1)
     assert run.wait() == 0, run.describe()

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from helpers.processes import assert_no_process_left, run_processes
+from helpers.processes import assert_no_process_left
 from helpers.training_runs import Run, assert_undisturbed, submit
 from helpers.waiting import wait_for
-
-from hpctrain.cluster.processes import ProcessInfo
 
 TWO = ["--nodes", "2", "--gpus-per-node", "1"]
 LOCAL = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "1"]
@@ -24,20 +22,6 @@ STOPPED_S = 15.0
 pytestmark = [pytest.mark.long, pytest.mark.timeout(500)]
 
 
-@pytest.fixture(scope="module")
-def reference(slurm, tmp_path_factory) -> Run:
-    run = submit(tmp_path_factory.mktemp("reference") / "run", slurm.env, TWO, step_s=0.0)
-    assert run.wait() == 0
-    return run
-
-
-def supervisors(run: Run) -> list[ProcessInfo]:
-    """Return the watchdog, if any, and then the supervisors."""
-    matching = [process for process in run_processes(run.path) if "hpctrain.supervisor" in process.argv]
-    pids = {process.pid for process in matching}
-    return sorted(matching, key=lambda process: process.parent in pids)
-
-
 @contextmanager
 def assert_single_supervisor(run: Run) -> Iterator[None]:
     """Fail if two supervisors of the run are active at once inside the block."""
@@ -45,7 +29,7 @@ def assert_single_supervisor(run: Run) -> Iterator[None]:
 
     def sample() -> None:
         while not finished.wait(0.1):
-            matching = supervisors(run)
+            matching = run.supervisors()
             parents = {process.parent for process in matching}
             max_supervisors[0] = max(
                 max_supervisors[0], sum(process.pid not in parents for process in matching)
@@ -69,19 +53,12 @@ def run(slurm, reference, tmp_path) -> Iterator[Run]:
     with assert_single_supervisor(run):
         yield run
         assert run.wait() == 0
-    assert_undisturbed(run, reference)
-    assert_no_process_left(run.path)
+    assert_undisturbed(run, reference(2))
     assert [event["state"] for event in run.events("finished")] == ["COMPLETED"]
 
 
-def send(run: Run, index: int, *numbers: signal.Signals) -> None:
-    pid = supervisors(run)[index].pid
-    for number in numbers:
-        os.kill(pid, number)
-
-
 def test_stopped_watchdog_does_not_disturb_the_run(run):
-    watchdog = supervisors(run)[0].pid
+    watchdog = run.supervisors()[0].pid
     os.kill(watchdog, signal.SIGSTOP)
     try:
         wait_for(lambda: run.events("finished"), 120, "the end of the run")
@@ -91,7 +68,7 @@ def test_stopped_watchdog_does_not_disturb_the_run(run):
 
 
 def test_supervisor_killed_under_a_stopped_watchdog_is_replaced_later(run):
-    watchdog, supervisor = (process.pid for process in supervisors(run))
+    watchdog, supervisor = (process.pid for process in run.supervisors())
     os.kill(watchdog, signal.SIGSTOP)
     os.kill(supervisor, signal.SIGKILL)
     time.sleep(STOPPED_S)
@@ -101,42 +78,25 @@ def test_supervisor_killed_under_a_stopped_watchdog_is_replaced_later(run):
     assert [event["cause"] for event in run.events("failure")] == ["the supervisor was killed"]
 
 
-def test_watchdog_is_stopped_and_killed(run):
-    send(run, 0, signal.SIGSTOP)
-    time.sleep(2)
-    send(run, 0, signal.SIGKILL)
-
-
-def test_stopped_supervisor_is_continued(run):
-    send(run, 1, signal.SIGSTOP)
+def test_stopped_supervisor_is_killed(run):
+    supervisor = run.supervisors()[1].pid
+    os.kill(supervisor, signal.SIGSTOP)
     time.sleep(STOPPED_S)
     assert run.status()["state"] == "RUNNING"
-    send(run, 1, signal.SIGCONT)
-
-
-def test_stopped_supervisor_is_killed(run):
-    send(run, 1, signal.SIGSTOP)
-    time.sleep(STOPPED_S)
-    send(run, 1, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
     wait_for(lambda: run.events("restart"), 60, "the next supervisor")
-
-
-def test_watchdog_of_a_stopped_supervisor_is_killed(run):
-    send(run, 1, signal.SIGSTOP)
-    time.sleep(1)
-    send(run, 0, signal.SIGKILL)
 
 
 @contextmanager
 def stopped_local(tmp_path) -> Iterator[tuple[Run, int]]:
     run = submit(tmp_path / "run", {}, LOCAL, step_s=0.2)
     run.wait_for_step(8)
-    (supervisor,) = supervisors(run)
+    (supervisor,) = run.supervisors()
     os.kill(supervisor.pid, signal.SIGSTOP)
     try:
         yield run, supervisor.pid
     finally:
-        if supervisor.pid in [process.pid for process in supervisors(run)]:
+        if supervisor.pid in [process.pid for process in run.supervisors()]:
             os.kill(supervisor.pid, signal.SIGCONT)
         assert_no_process_left(run.path, 60)
 
@@ -150,7 +110,7 @@ def test_stopped_local_supervisor_keeps_the_run_folder(tmp_path):
         assert "still active" in refused.stderr
         assert run.hpctrain("cancel", str(run.path), check=False).returncode == 0
         os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED")
+        run.wait_for_state("CANCELLED")
         assert run.events("signal")[-1]["saved"] is True
 
 

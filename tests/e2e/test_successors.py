@@ -13,14 +13,14 @@ import pytest
 from helpers import SCRIPTS
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import RUN_LIMIT_S, Run, assert_undisturbed, preempt, submit
+from helpers.training_runs import Run, assert_undisturbed, preempt, submit
 from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 
 SHAPE = ["--nodes", "2", "--gpus-per-node", "1"]
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,6 @@ def site() -> Iterator[sandbox.Sandbox]:
         yield sandbox.up(name, nodes=2, gpus_per_node=1, settings=["JobRequeue=0"])
     finally:
         sandbox.down(name)
-
-
-@pytest.fixture(scope="module")
-def reference(site, tmp_path_factory) -> Run:
-    run = submit(tmp_path_factory.mktemp("reference") / "run", site.env, SHAPE, step_s=0.0)
-    assert run.wait() == 0
-    return run
 
 
 def list_jobs(run: Run) -> list[str]:
@@ -68,7 +61,6 @@ def wrapped(site: sandbox.Sandbox, folder: Path, command: str, script: str) -> d
     return {**site.env, "PATH": f"{wrapper.parent}:{search_path}"}
 
 
-@pytest.mark.long
 def test_preemption_by_an_urgent_job(site, reference, tmp_path):
     run = Run(tmp_path / "run", site.env)
     result = run.hpctrain("submit", "--dry-run", *SHAPE, "--run-dir", str(run.path), str(Path(__file__)))
@@ -81,43 +73,13 @@ def test_preemption_by_an_urgent_job(site, reference, tmp_path):
     assert run.wait() == 0
     assert [event["by"] for event in run.events("requeue")] == ["successor"]
     assert run.events("resumed")[0]["step"] == run.events("signal")[0]["step"]
-    assert_undisturbed(run, reference)
+    assert_undisturbed(run, reference(2))
     assert_chained(run, 2)
     # Its successor waited for no second start of the first job.
     first = run.events("submitted")[0]["job_id"]
     assert " Restarts=0 " in run_command(["scontrol", "show", "job", first], run.env).stdout
 
 
-@pytest.mark.long
-def test_time_limit(site, reference, tmp_path):
-    limit = ["--time", "1", "--stop-before-limit", "25"]
-    run = submit(tmp_path / "run", site.env, SHAPE, options=limit, step_s=0.7)
-    assert run.wait() == 0
-    assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
-    assert_undisturbed(run, reference)
-    assert_chained(run, 1 + len(run.events("requeue")))
-
-
-@pytest.mark.long
-def test_successor_by_option_on_a_site_that_requeues(slurm, reference, tmp_path):
-    run = submit(tmp_path / "run", slurm.env, SHAPE, options=["--resume-mode", "successor"], step_s=0.2)
-    run.wait_for_step(5)
-    run.hpctrain("requeue", str(run.path))
-    run.hpctrain("wait", str(run.path), timeout=RUN_LIMIT_S)
-    assert_undisturbed(run, reference)
-    assert_chained(run, 2)
-
-
-@pytest.mark.long
-def test_cancelled_run_has_no_successor(site, tmp_path):
-    run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.5)
-    run.wait_for_step(2)
-    run.hpctrain("cancel", str(run.path))
-    wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED", 0.5)
-    assert_chained(run, 1)
-
-
-@pytest.mark.long
 def test_pending_successor_can_be_cancelled(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
     run.wait_for_step(2)
@@ -125,15 +87,14 @@ def test_pending_successor_can_be_cancelled(site, tmp_path):
     blocker = run_command([*blocking, "--parsable"], run.env).stdout.strip()
     try:
         wait_for(lambda: len(run.events("submitted")) == 2, 60, "the successor")
-        wait_for(lambda: run.status()["state"] == "PENDING", 60, "the state PENDING", 0.5)
+        run.wait_for_state("PENDING")
         run.hpctrain("cancel", str(run.path))
-        wait_for(lambda: run.status()["state"] == "CANCELLED", 60, "the state CANCELLED", 0.5)
+        run.wait_for_state("CANCELLED")
     finally:
         run_command(["scancel", blocker], run.env)
     assert_chained(run, 2)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("fault", ["killed after", "killed before", "answer lost", "never answered"])
 def test_exactly_one_successor_for_every_submission_fault(site, reference, tmp_path, fault):
     env = wrapped(site, tmp_path, "sbatch", SBATCH.replace("FAULT", fault))
@@ -142,7 +103,7 @@ def test_exactly_one_successor_for_every_submission_fault(site, reference, tmp_p
     preempt(run.env, nodes=2, seconds=1)
     assert run.wait() == 0
     assert (tmp_path / "note").read_text().split() == ["once"]
-    assert_undisturbed(run, reference)
+    assert_undisturbed(run, reference(2))
     assert_chained(run, 2)
 
 
@@ -168,7 +129,6 @@ exec REAL "$@"
 """
 
 
-@pytest.mark.long
 def test_refused_requeue_continues_in_a_successor(slurm, reference, tmp_path):
     env = wrapped(slurm, tmp_path, "scontrol", SCONTROL)
     run = submit(tmp_path / "run", env, SHAPE, step_s=0.2)
@@ -176,11 +136,10 @@ def test_refused_requeue_continues_in_a_successor(slurm, reference, tmp_path):
     run.hpctrain("requeue", str(run.path))
     assert run.wait() == 0
     assert (tmp_path / "note").read_text().split() == ["once"]
-    assert_undisturbed(run, reference)
+    assert_undisturbed(run, reference(2))
     assert_chained(run, 2)
 
 
-@pytest.mark.long
 def test_start_options_apply_to_the_first_job_only(site, tmp_path):
     """Evaluated again, a relative time would delay the successor, and move the deadline."""
 
@@ -203,7 +162,6 @@ def test_start_options_apply_to_the_first_job_only(site, tmp_path):
     assert "--deadline=now+1day" in resumed
 
 
-@pytest.mark.long
 def test_dependent_job_waits_for_the_successor(site, tmp_path):
     run = submit(tmp_path / "run", site.env, SHAPE, step_s=0.2)
     run.wait_for_step(2)
@@ -217,7 +175,6 @@ def test_dependent_job_waits_for_the_successor(site, tmp_path):
     assert json.loads(out.read_text())["kind"] == "finished"
 
 
-@pytest.mark.long
 def test_successor_of_an_array_task_leaves_other_tasks_alone(site, tmp_path):
     run = Run(tmp_path / "run", site.env)
     script = SCRIPTS / "train_classifier.py"

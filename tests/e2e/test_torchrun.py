@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from helpers.processes import assert_no_process_left, run_processes
-from helpers.training_runs import RUN_LIMIT_S, Run
+from helpers.training_runs import RUN_LIMIT_S, Run, submit_script
 from helpers.waiting import wait_for
 
 #: Each attempt follows the first argument; the last one sums over the ranks.
@@ -38,12 +38,8 @@ print(json.dumps({"sum": total.item(), "cwd": os.getcwd(), "threads": os.environ
 
 
 def submit(tmp_path, env, shape, plan) -> Run:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    run = Run(tmp_path / "run", env)
-    command = ["--launcher", "torchrun", *shape, "--run-dir", str(run.path), str(script), json.dumps(plan)]
-    run.hpctrain("submit", *command)
-    return run
+    options = ["--launcher=torchrun", *shape]
+    return submit_script(tmp_path, SCRIPT, json.dumps(plan), options=options, env=env)
 
 
 def wait_until_ready(run: Run, attempt: int, ranks: int = 4) -> None:

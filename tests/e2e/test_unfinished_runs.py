@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import SCRIPTS
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import Run, preempt
+from helpers.training_runs import Run, preempt, submit_script
 
 SCRIPT = SCRIPTS / "end_early.py"
 
@@ -15,9 +15,7 @@ pytestmark = pytest.mark.timeout(200)
 
 
 def run_to_end(path: Path, mode: str, tasks: int = 1) -> Run:
-    run = Run(path / "run", {})
-    shape = ["--backend", "local", "--no-code-snapshot", "--ntasks-per-node", str(tasks)]
-    run.hpctrain("submit", *shape, "--run-dir", str(run.path), str(SCRIPT), mode)
+    run = submit_script(path, SCRIPT, mode, options=["--backend=local", f"--ntasks-per-node={tasks}"])
     run.wait()
     assert_no_process_left(run.path)
     return run
@@ -26,15 +24,6 @@ def run_to_end(path: Path, mode: str, tasks: int = 1) -> Run:
 def state_and_cause(run: Run) -> tuple[str, str | None]:
     (event,) = run.events("finished")
     return event["state"], event["cause"]
-
-
-@pytest.mark.long
-def test_script_that_swallows_the_stop_is_continued(tmp_path):
-    run = run_to_end(tmp_path, "swallowed", tasks=2)
-    assert state_and_cause(run) == ("COMPLETED", None)
-    assert [stop["saved"] for stop in run.events("signal")] == [True]
-    assert len(run.events("requeue")) == 1
-    assert sorted(run.losses()) == list(range(1, 11))
 
 
 @pytest.mark.extended
@@ -76,35 +65,17 @@ def test_run_is_complete_when_training_returns_or_never_began(tmp_path, mode):
     assert state_and_cause(run) == ("COMPLETED", None)
     if mode != "validate":
         # Nothing is left to train.
-        run.hpctrain(
-            *("submit", "--backend", "local", "--no-code-snapshot", "--ntasks-per-node", "1"),
-            *("--run-dir", str(run.path), str(SCRIPT), mode),
-        )
-        run.wait()
+        run_to_end(tmp_path, mode)
         assert [event["state"] for event in run.events("finished")] == ["COMPLETED"] * 2
 
 
 @pytest.mark.long
 def test_script_that_swallows_a_slurm_preemption_is_continued(slurm, tmp_path):
-    run = Run(tmp_path / "run", slurm.env)
-    run.hpctrain(
-        *("submit", "--nodes", "2", "--ntasks-per-node", "1", "--no-code-snapshot", "--time", "30"),
-        *("--run-dir", str(run.path), str(SCRIPT), "slow and swallowed"),
-    )
+    options = ["--nodes=2", "--ntasks-per-node=1", "--time=30"]
+    run = submit_script(tmp_path, SCRIPT, "swallowed", options=options, env=slurm.env)
     run.wait_for_step(3)
     preempt(run.env)
     assert run.wait() == 0
     assert state_and_cause(run) == ("COMPLETED", None)
     assert run.events("signal")
     assert sorted(run.losses()) == list(range(1, 11))
-
-
-@pytest.mark.long
-def test_script_that_calls_os_exit_on_slurm_has_failed(slurm, tmp_path):
-    run = Run(tmp_path / "run", slurm.env)
-    run.hpctrain(
-        *("submit", "--nodes", "2", "--ntasks-per-node", "1", "--no-code-snapshot", "--time", "30"),
-        *("--run-dir", str(run.path), str(SCRIPT), "os._exit"),
-    )
-    assert run.wait() == 4
-    assert "code 0 before Trainer.fit() finished (after step " in state_and_cause(run)[1]

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import click
 import pytest
-from helpers.fuzzing import FOLDER, encode, write_file
+from fuzzing import FOLDER, encode, write_file
 
 from hpctrain.checkpoint.format.manifest import Manifest, _tail
 from hpctrain.cli.verify import _parse_steps

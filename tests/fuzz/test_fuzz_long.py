@@ -1,24 +1,24 @@
-"""All parsers: the complete table, and the long fuzzing."""
+"""Fuzzing of all parsers, and the completeness of their tables."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 from pathlib import Path
 
+import cluster_parsers
 import pytest
-from helpers.fuzzing import LONG_S, Parser, check_long
+import record_parsers
+import slurm_parsers
+import spec_parsers
+import text_parsers
+from fuzzing import LONG_S, Parser, check_errors, check_long, check_time
 
 import hpctrain
 
 PACKAGE = Path(hpctrain.__file__).parent
-MODULES = [
-    importlib.import_module(path.stem)
-    for path in sorted(Path(__file__).parent.glob("test_fuzz_*.py"))
-    if path != Path(__file__)
-]
-PARSERS: list[Parser] = [parser for module in MODULES for parser in getattr(module, "PARSERS", ())]
+MODULES = (cluster_parsers, record_parsers, slurm_parsers, spec_parsers, text_parsers)
+PARSERS: list[Parser] = [parser for module in MODULES for parser in module.PARSERS]
 
 PARSER_NAME = re.compile(r"_?(parse|read|from|decode|expand|detect)(_\w+)?|load_spec")
 #: Functions with such a name that need no entry in a table, by reason.
@@ -132,21 +132,28 @@ EXEMPT = {
 
 def find_functions() -> set[str]:
     """Return the functions of the package whose name suggests a parser."""
-    found = set()
+    names = set()
     for path in PACKAGE.rglob("*.py"):
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        scopes = [
-            (module, tree),
-            *((f"{module}.{one.name}", one) for one in tree.body if isinstance(one, ast.ClassDef)),
-        ]
-        for scope, node in scopes:
-            found |= {
-                f"{scope}.{each.name}".removeprefix("hpctrain.")
-                for each in node.body
-                if isinstance(each, ast.FunctionDef) and PARSER_NAME.fullmatch(each.name)
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        for scope, body in ((module, tree.body), *((f"{module}.{node.name}", node.body) for node in classes)):
+            names |= {
+                f"{scope}.{node.name}".removeprefix("hpctrain.")
+                for node in body
+                if isinstance(node, ast.FunctionDef) and PARSER_NAME.fullmatch(node.name)
             }
-    return found
+    return names
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=str)
+def test_parser_raises_only_documented_errors(parser):
+    check_errors(parser)
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=str)
+def test_parser_takes_linear_time(parser):
+    check_time(parser)
 
 
 def test_every_parser_is_fuzzed_or_exempt():

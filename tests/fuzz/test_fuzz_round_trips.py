@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.fuzzing import FOLDER
+from fuzzing import FOLDER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,10 +8,20 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 from helpers import REPOSITORY
 from helpers.waiting import scaled
 
 _SCHEDULER_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "HPCTRAIN_")
+
+
+def skip_or_fail(problem: str | None) -> None:
+    """Skip the test because of a problem of this machine, if there is one; with CI=true, fail."""
+    if problem and os.environ.get("CI") == "true":
+        pytest.fail(f"CI=true, so this has to work here: {problem}", pytrace=False)
+    if problem:
+        pytest.skip(problem)
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

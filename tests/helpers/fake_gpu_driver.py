@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pynvml
 import pytest
@@ -12,16 +12,21 @@ import pytest
 class FakeDriver:
     """NVML's answers for one GPU in two parts, one whole GPU, and one that belongs to another job."""
 
+    #: The answer to a function with these arguments after the handle; other functions are not supported.
+    answers: ClassVar[dict[tuple[object, ...], Any]] = {
+        ("nvmlInit",): None,
+        ("nvmlShutdown",): None,
+        ("nvmlDeviceGetCount",): 3,
+        ("nvmlDeviceGetMaxMigDeviceCount",): 7,
+    }
+
     def __getattr__(self, name: str) -> Any:
-        def fail(*args: object) -> None:
+        def answer(*args: object) -> Any:
+            if (name, *args[1:]) in self.answers:
+                return self.answers[name, *args[1:]]
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-        return fail
-
-    def nvmlInit(self) -> None: ...  # noqa: N802
-    def nvmlShutdown(self) -> None: ...  # noqa: N802
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 3
+        return answer
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
         if index == 2:
@@ -47,9 +52,6 @@ class FakeDriver:
     def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:  # noqa: N802
         return [int(handle == "GPU-a")] * 2
 
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: str) -> int:  # noqa: N802
-        return 7
-
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: str, index: int) -> str:  # noqa: N802
         if index >= 2:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
@@ -68,6 +70,20 @@ class DetailedFakeDriver(FakeDriver):
     lost = False
     energy, allocated = 7_000_000, 0
     """Energy in millijoules, and number of samples that were not freed."""
+    answers: ClassVar[dict[tuple[object, ...], Any]] = FakeDriver.answers | {
+        ("nvmlDeviceGetCount",): 1,
+        ("nvmlDeviceGetName",): "H100",
+        ("nvmlGpmQueryDeviceSupport",): SimpleNamespace(isSupportedDevice=1),
+        ("nvmlDeviceGetUtilizationRates",): SimpleNamespace(gpu=83, memory=20),
+        ("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU): 71,
+        ("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM): 1410,
+        # The name of old drivers; the new name is refused.
+        ("nvmlDeviceGetCurrentClocksThrottleReasons",): pynvml.nvmlClocksEventReasonSwPowerCap
+        | pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+        ("nvmlDeviceGetComputeRunningProcesses",): [SimpleNamespace(pid=1), SimpleNamespace(pid=2)],
+        ("nvmlDeviceGetPcieThroughput", pynvml.NVML_PCIE_UTIL_RX_BYTES): 7,
+        ("nvmlDeviceGetPcieThroughput", pynvml.NVML_PCIE_UTIL_TX_BYTES): 3,
+    }
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("nvmlDeviceGet") and super().__getattribute__("lost"):
@@ -77,22 +93,17 @@ class DetailedFakeDriver(FakeDriver):
     def fall_off_the_bus(self, *args: object) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 1
-
     def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:  # noqa: N802
         return [0, 0]
-
-    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
-        return "H100"
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:  # noqa: N802
         """Return millijoules: 500 J between two calls."""
         self.energy += 500_000
         return self.energy
 
-    def nvmlGpmQueryDeviceSupport(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(isSupportedDevice=1)
+    def nvmlDeviceGetTotalEccErrors(self, handle: str, kind: int, since: int) -> int:  # noqa: N802
+        assert kind == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+        return 2
 
     def nvmlGpmSampleAlloc(self) -> pynvml.c_nvmlGpmSample_t:  # noqa: N802
         self.allocated += 1
@@ -113,41 +124,13 @@ class DetailedFakeDriver(FakeDriver):
             metric.value = values.get(metric.metricId, -1.0)
         return request
 
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(gpu=83, memory=20)
-
-    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:  # noqa: N802
-        assert sensor == pynvml.NVML_TEMPERATURE_GPU
-        return 71
-
-    def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:  # noqa: N802
-        assert clock == pynvml.NVML_CLOCK_SM
-        return 1410
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:  # noqa: N802
-        """Answers under the name of old drivers; the new name is refused."""
-        return pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksEventReasonHwThermalSlowdown
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: str, kind: int, since: int) -> int:  # noqa: N802
-        assert kind == pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        return 2
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
-        return [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
-
-    def nvmlDeviceGetPcieThroughput(self, handle: str, kind: int) -> int:  # noqa: N802
-        return {pynvml.NVML_PCIE_UTIL_RX_BYTES: 7, pynvml.NVML_PCIE_UTIL_TX_BYTES: 3}[kind]
-
     def nvmlDeviceGetFieldValues(self, handle: str, fields: list[Any]) -> list[SimpleNamespace]:  # noqa: N802
         numbers = {
-            pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX: 5,
-            pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX: 9,
+            (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, 0xFFFFFFFF): 5,
+            (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, 0xFFFFFFFF): 9,
         }
-        return [
-            SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=SimpleNamespace(ullVal=numbers[field]))
-            for field, scope in fields
-            if scope == 0xFFFFFFFF
-        ]
+        values = [SimpleNamespace(ullVal=numbers[field]) for field in fields if field in numbers]
+        return [SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=value) for value in values]
 
 
 def install_fake_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:

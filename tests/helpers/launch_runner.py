@@ -7,23 +7,20 @@ task's output, with the parent of the process (one slurmstepd per node) and the 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
-import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from helpers import REPOSITORY, SCRIPTS
 from helpers.commands import run_command
+from helpers.fork_server import free_port
 from helpers.waiting import wait_for
 from hpctrain.cluster import detect
-from hpctrain.cluster.ports import rendezvous_port
 from hpctrain.errors import EnvironmentMismatch
 
 PROBE = SCRIPTS / "record_rank.py"
@@ -97,10 +94,7 @@ class Launch:
 
     @property
     def needs_slurm(self) -> bool:
-        return any(
-            placeholder in self.command
-            for placeholder in ("srun", "salloc", "sbatch", "node0", "SUBMITIT slurm")
-        )
+        return re.search("srun|salloc|sbatch|node0|SUBMITIT slurm", self.command) is not None
 
 
 def run(
@@ -110,16 +104,13 @@ def run(
     nodes: list[str],
     placeholders: Mapping[str, str] | None = None,
 ) -> list[Process]:
-    """Run a launch in the empty `folder` on the cluster of `env`; return its processes by rank.
-
-    `words` maps further placeholders to their replacements.
-    """
+    """Run a launch in the empty `folder` on the cluster of `env`; return its processes by rank."""
     command = launch.command
     for placeholder, text in {
         **(placeholders or {}),
         **_PLACEHOLDERS,
         "FOLDER": str(folder),
-        "PORT": str(_free_port(folder)),
+        "PORT": str(free_port()),
         **{f"node{i}": node for i, node in enumerate(nodes)},
     }.items():
         command = re.sub(rf"\b{placeholder}\b", lambda _, text=text: text, command)
@@ -130,9 +121,13 @@ def run(
     output = result.stdout + logs
     records = [Record(**json.loads(path.read_text())) for path in folder.glob("*.json")]
     assert records, f"{command}\nstarted nothing:\n{output}\n{result.stderr}"
-    ranks = _RANKS[launch.truth](records, output)
     if launch.truth == "alone":
         return [Process(record.variables, None) for record in records]
+    if launch.truth in ("mpi", "horovod"):
+        ranks = {record.pid: record.told["rank"] for record in records}
+    else:
+        ranks = {int(pid): int(rank) for rank, pid in _LABELLED.findall(output)}
+        assert ranks.keys() >= {record.pid for record in records}, output
     processes = []
     for step in sorted({record.step for record in records}) if launch.truth == "label" else [None]:
         of_step = [record for record in records if step in (None, record.step)]
@@ -143,7 +138,8 @@ def run(
 def load_recording(name: str) -> list[Process]:
     """Return the recorded processes of a launch, from `scripts/record_launches.py`."""
     document = json.loads((RECORDINGS / f"{name}.json").read_text(encoding="utf-8"))
-    return [Process({**document["common"], **each["own"]}, each["truth"]) for each in document["processes"]]
+    common, processes = document["common"], document["processes"]
+    return [Process({**common, **process["own"]}, process["truth"]) for process in processes]
 
 
 def check_detection(launch: Launch, processes: list[Process]) -> None:
@@ -217,37 +213,9 @@ def _hosts(job: str, env: Mapping[str, str]) -> list[str]:
     _wait_for_end(job, env)
     lines = run_command(["scontrol", "show", "job", "--oneliner", job], env).stdout.splitlines()
     lines.sort(key=lambda line: int(match[1]) if (match := _OFFSET.search(line)) else 0)
-    lists = [match[1] for line in lines if (match := _NODE_LIST.search(line))]
     return [
         host
-        for names in lists
+        for line in lines
+        for names in _NODE_LIST.findall(line)
         for host in run_command(["scontrol", "show", "hostnames", names], env).stdout.split()
     ]
-
-
-def _by_label(records: list[Record], output: str) -> dict[int, int]:
-    labels = {int(pid): int(rank) for rank, pid in _LABELLED.findall(output)}
-    assert labels.keys() >= {record.pid for record in records}, output
-    return labels
-
-
-def _by_reported_rank(records: list[Record], output: str) -> dict[int, int]:
-    return {record.pid: record.told["rank"] for record in records}
-
-
-_RANKS: dict[str, Callable[[list[Record], str], dict[int, int]]] = {
-    "label": _by_label,
-    "torchrun": _by_label,
-    "mpi": _by_reported_rank,
-    "horovod": _by_reported_rank,
-    "alone": lambda records, output: {},
-}
-
-
-def _free_port(folder: Path) -> int:
-    """Return a port outside the kernel's ephemeral range, free until the launch binds it."""
-    for number in count():
-        port = rendezvous_port(f"{folder}#{number}")
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError

@@ -15,7 +15,6 @@ SLURM = [
     Launch("srun-uneven", "srun -N3 -n11 -c2 --label PROBE"),  # 4(x2),3
     Launch("srun-one-task", "srun -n1 --label PROBE"),
     Launch("srun-cyclic", "srun -N3 -n8 --distribution=cyclic --label PROBE"),
-    Launch("srun-plane", "srun -N3 -n8 --ntasks-per-node=4 --distribution=plane=2 --label PROBE"),
     Launch(
         "srun-arbitrary",
         "printf '%s\\n' node2 node0 node2 node1 >FOLDER/hosts; "
@@ -105,13 +104,6 @@ OTHERS = [
         truth="mpi",
     ),
     Launch(
-        "openmpi-hosts-left-idle",
-        f"unshare --uts sh -c 'hostname ha; {_OPENMPI} --mca plm_rsh_agent PRETEND_SSH -H ha:2,hb:2,hc:1 "
-        f"-n 3 {_OPENMPI_PROBE}'",
-        truth="mpi",
-        refused="do not determine the rank of this node",
-    ),
-    Launch(
         "openmpi-told-the-nodes",
         f"unshare --uts sh -c 'hostname hx; {_OPENMPI} --mca plm_rsh_agent PRETEND_SSH -H ha:1,hb:1 "
         f"-n 1 -x MASTER_ADDR=ha -x GROUP_WORLD_SIZE=2 -x NODE_RANK=0 {_OPENMPI_PROBE} "
@@ -122,11 +114,6 @@ OTHERS = [
     Launch(
         "openmpi-in-sbatch-by-node",
         f"sbatch -o FOLDER/%j.log -N3 -n6 --wrap '{_OPENMPI} --map-by node -n 4 {_OPENMPI_PROBE}'",
-        truth="mpi",
-    ),
-    Launch(
-        "openmpi-on-one-node-of-several",
-        f"salloc -Q -N3 -n6 {_OPENMPI} -n 2 {_OPENMPI_PROBE}",
         truth="mpi",
     ),
     Launch("mpich", f"mpiexec.mpich -n 3 {_MPICH_PROBE}", truth="mpi"),
@@ -145,11 +132,6 @@ OTHERS = [
         truth="mpi",
     ),
     Launch("mpich-in-salloc", f"salloc -Q -N3 -n5 mpiexec.mpich {_MPICH_PROBE}", truth="mpi"),
-    Launch(
-        "mpich-in-sbatch-by-node",
-        f"sbatch -o FOLDER/%j.log -N3 -n6 --wrap 'mpiexec.mpich -ppn 1 -n 4 {_MPICH_PROBE}'",
-        truth="mpi",
-    ),
     Launch("submitit-local", "SUBMITIT local FOLDER"),
     Launch("submitit-slurm", "SUBMITIT slurm FOLDER"),
 ]
@@ -168,13 +150,6 @@ RECORDED_ONLY = [
         "HOROVODRUN --gloo -np 4 -H localhost:2,127.0.0.1:2 HOROVOD_PROBE FOLDER horovod",
         truth="horovod",
         env={"MASTER_ADDR": "localhost"},
-    ),
-    Launch(
-        "horovodrun-uneven-hosts",
-        "HOROVODRUN --gloo -np 3 -H localhost:2,127.0.0.1:1 HOROVOD_PROBE FOLDER horovod",
-        truth="horovod",
-        env={"MASTER_ADDR": "localhost"},
-        refused="same number of slots",
     ),
     Launch(
         # A session with the batch script's variables, as an IDE or a notebook may have.

@@ -6,14 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from helpers.commands import run_command
 from helpers.separate_hosts import SeparateHosts
-from helpers.training_runs import Run
 from helpers.waiting import scaled, wait_for
 from hpctrain.sandbox.cluster import create_folder, remove
 from hpctrain.sandbox.daemons import Daemon, daemons
@@ -26,12 +24,7 @@ class SeparateSlurm:
     """Host n1 runs the controller, and each other host is a node. Use as a context manager."""
 
     def __init__(self, nodes: int, settings: Sequence[str] = ()) -> None:
-        """Describe the cluster.
-
-        Args:
-            nodes: number of nodes.
-            settings: lines of slurm.conf that replace the sandbox's.
-        """
+        """Describe a cluster with these lines of slurm.conf instead of the sandbox's."""
         self._hosts = SeparateHosts(1 + nodes)
         self._shape = SandboxSize(nodes=nodes, gpus_per_node=0, cpus_per_node=4, settings=tuple(settings))
         # The name by which a later session removes it if this one is killed.
@@ -50,23 +43,24 @@ class SeparateSlurm:
                 self._start(daemon)
             wait_for(lambda: set(self.states().values()) == {"idle"}, _START_LIMIT_S, "idle nodes")
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with sandbox_lock(ROOT):
             # Its controller cannot be reached from here.
             remove(self._folder, came_up=False)
-        self._hosts.__exit__(kind, error, trace)
+        self._hosts.__exit__()
 
     def run(
         self, argv: Sequence[str | Path], timeout: float = 60.0, *, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the controller's host. See `helpers.commands.run_command`."""
         return run_command(self._hosts.words("n1", argv), self.env, timeout=timeout, check=check)
+
+    def call_hpctrain(self, args: Sequence[str], _env: Mapping[str, str], **options: Any) -> Any:
+        return self.run([sys.executable, "-m", "hpctrain", *args], **options)
 
     def states(self) -> dict[str, str]:
         """Return Slurm's state of each node; an empty dict while the controller does not answer."""
@@ -110,14 +104,3 @@ class SeparateSlurm:
         self._plan.conf.write_text(text)
         # It would need a mounted file system that nothing here uses.
         self._plan.conf.with_name("cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-
-
-class RemoteRun(Run):
-    """A run on such a cluster, seen from its controller's host."""
-
-    def __init__(self, path: Path, cluster: SeparateSlurm) -> None:
-        super().__init__(path, cluster.env)
-        object.__setattr__(self, "_cluster", cluster)
-
-    def hpctrain(self, *args: str, timeout: float = 60.0, check: bool = True) -> Any:
-        return self._cluster.run([sys.executable, "-m", "hpctrain", *args], timeout, check=check)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
-import pytest
-
+from helpers.commands import skip_or_fail
 from helpers.download_slurm import download_slurm, link_commands, matches_version
 from hpctrain.errors import UserError
 from hpctrain.sandbox import Sandbox, installed_version, up
@@ -21,9 +19,7 @@ def need_slurm_version(version: str) -> None:
     try:
         download_slurm(version)
     except UserError as error:
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"CI=true, so Slurm {version} must be available: {error}", pytrace=False)
-        pytest.skip(f"Slurm {version} is not available: {error}")
+        skip_or_fail(f"Slurm {version} is not available: {error}")
 
 
 def up_with_version(name: str, *, slurm: str = "", **options: Any) -> Sandbox:

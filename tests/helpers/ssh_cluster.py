@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
-
 from helpers import REPOSITORY
-from helpers.commands import run_command
+from helpers.commands import run_command, skip_or_fail
+from helpers.fork_server import free_port
 from helpers.terminal import Terminal
 from helpers.waiting import wait_for
 from hpctrain.remote.ssh_connection import SshConnection
@@ -39,10 +38,7 @@ def need_ssh() -> None:
         problem = f"needs {', '.join(missing)} (Debian: apt-get install openssh-server rsync util-linux)"
     elif run_command(["unshare", "--mount", "true"], {"PATH": _PATH}, check=False).returncode:
         problem = "needs mount namespaces, which this machine does not let us make"
-    if problem and os.environ.get("CI") == "true":
-        pytest.fail(f"CI=true, so this has to work here: {problem}", pytrace=False)
-    if problem:
-        pytest.skip(problem)
+    skip_or_fail(problem)
 
 
 class Laptop:
@@ -94,15 +90,7 @@ class SshCluster:
     def __init__(
         self, laptop: Laptop, name: str, *, key: bool = True, password: str = "", code: str = ""
     ) -> None:
-        """Describe the host.
-
-        Args:
-            laptop: the machine that logs in.
-            name: the host.
-            key: the laptop's key is accepted.
-            password: password of the user; empty disables it.
-            code: second factor after the key; empty disables it.
-        """
+        """Describe a host that accepts the laptop's `key`, a password, or also a code after the key."""
         self.laptop, self.name = laptop, name
         self.folder = laptop.home.parent / name
         self.home = self.folder / "home"
@@ -111,11 +99,11 @@ class SshCluster:
         if key:
             shutil.copy(f"{laptop.key}.pub", self.home / ".ssh" / "authorized_keys")
         self._write_etc(password, code)
+        self._uses_pam = "yes" if code else "no"
         run_command(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / "host_key"])
         self.write_profile(PATH=f"{Path(sys.executable).parent}:$PATH", PYTHONPATH=str(REPOSITORY))
         self._methods = "publickey,keyboard-interactive" if code else "any"
-        self.port = _free_port()
-        self._process: subprocess.Popen[bytes] | None = None
+        self.port = free_port()
 
     def write_profile(self, **variables: str) -> None:
         """Set what a login shell exports. It also prints, as many sites do."""
@@ -124,47 +112,36 @@ class SshCluster:
         (self.home / ".bash_profile").write_text("\n".join(profile) + "\n")
 
     def _write_etc(self, password: str, code: str) -> None:
-        hashed = "*"
-        if password:
-            hashed = run_command(["openssl", "passwd", "-6", password]).stdout.strip()
+        hashed = run_command(["openssl", "passwd", "-6", password]).stdout.strip() if password else "*"
         users = {"passwd": f"root:x:0:0:root:{self.home}:/bin/bash", "shadow": f"root:{hashed}:1::::::"}
-        for name, first in users.items():
+        for name, line_of_root in users.items():
             lines = Path("/etc", name).read_text().splitlines()
-            rest = [line for line in lines if not line.startswith("root:")]
-            (self.folder / name).write_text("\n".join([first, *rest]) + "\n")
+            others = [line for line in lines if not line.startswith("root:")]
+            (self.folder / name).write_text("\n".join([line_of_root, *others]) + "\n")
         check = self.folder / "check_code"
         check.write_text(f'#!/bin/sh\nread -r code\n[ "$code" = "{code}" ]\n')
         check.chmod(0o755)
         (self.folder / "pam.d").mkdir()
         auth = f"pam_exec.so expose_authtok quiet {check}" if code else "pam_deny.so"
         # pam_exec ignores setcred, which must not fail.
-        rules = [
-            f"auth requisite {auth}",
-            "auth required pam_permit.so",
-            "account required pam_permit.so",
-            "session required pam_permit.so",
-        ]
+        kinds = ("auth", "account", "session")
+        rules = [f"auth requisite {auth}", *(f"{kind} required pam_permit.so" for kind in kinds)]
         (self.folder / "pam.d" / "sshd").write_text("\n".join(rules) + "\n")
-        self._uses_pam = bool(code)
 
     def start(self, *, tmpfs: str = "") -> None:
         """Start sshd; the home folder is a file system of that size if `tmpfs` is set."""
         config = self.folder / "sshd_config"
         config.write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.folder / 'host_key'}\nPidFile none\n"
-            f"PermitRootLogin yes\nStrictModes no\nUsePAM {'yes' if self._uses_pam else 'no'}\n"
-            f"AuthenticationMethods {self._methods}\n"
-            f"KbdInteractiveAuthentication {'yes' if self._uses_pam else 'no'}\n"
+            f"PermitRootLogin yes\nStrictModes no\nUsePAM {self._uses_pam}\n"
+            f"AuthenticationMethods {self._methods}\nKbdInteractiveAuthentication {self._uses_pam}\n"
             f"AuthorizedKeysFile {self.home}/.ssh/authorized_keys\nMaxStartups 100\n"
         )
         mounts = [f"mount --bind {self.folder / name} /etc/{name}" for name in ("passwd", "shadow", "pam.d")]
         if tmpfs:
             saved = self.folder / "saved"
-            mounts += [
-                f"cp -a {self.home} {saved}",
-                f"mount -t tmpfs -o size={tmpfs} tmpfs {self.home}",
-                f"cp -a {saved}/. {self.home}",
-            ]
+            mounts += [f"cp -a {self.home} {saved}", f"mount -t tmpfs -o size={tmpfs} tmpfs {self.home}"]
+            mounts += [f"cp -a {saved}/. {self.home}"]
         sshd = shutil.which("sshd", path=_PATH)
         script = " && ".join(["mkdir -p /run/sshd", *mounts, f"exec {sshd} -D -e -f {config}"])
         with open(self.folder / "sshd.log", "ab") as log:
@@ -198,9 +175,8 @@ class SshCluster:
     def stop(self) -> None:
         """End sshd and all connections."""
         self.close_connection()
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(10)
+        self._process.terminate()
+        self._process.wait(10)
 
 
 class CuttingProxy:
@@ -218,15 +194,10 @@ class CuttingProxy:
         with suppress(OSError):
             while True:
                 client, _ = self._server.accept()
-                try:
-                    upstream = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:
-                    client.close()
-                    continue
+                upstream = socket.create_connection(("127.0.0.1", self._target))
                 self._pairs.add((client, upstream))
-                threading.Thread(target=self._copy, args=(client, upstream, None), daemon=True).start()
-                limit = self._limit_bytes
-                threading.Thread(target=self._copy, args=(upstream, client, limit), daemon=True).start()
+                for ends in ((client, upstream, None), (upstream, client, self._limit_bytes)):
+                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
 
     def _copy(self, source: socket.socket, target: socket.socket, left: int | None) -> None:
         with suppress(OSError):
@@ -236,16 +207,11 @@ class CuttingProxy:
                 if left is not None and (left := left - len(data)) < 0:
                     break
                 target.sendall(data)
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        _shut_down(source, target)
 
     def cut(self) -> None:
         """Cut all connections now."""
-        for pair in list(self._pairs):
-            for end in pair:
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+        _shut_down(*(end for pair in self._pairs for end in pair))
 
     def silence(self) -> None:
         """Drop all data of the open connections, as for a laptop that was asleep."""
@@ -256,19 +222,20 @@ class CuttingProxy:
         self.cut()
 
 
+def _shut_down(*ends: socket.socket) -> None:
+    for end in ends:
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
 def started(cluster: SshCluster, *, tmpfs: str = "") -> Iterator[SshCluster]:
-    """Start a cluster, and stop it afterwards."""
+    """Start a cluster, and stop it afterwards. The home folder is a file system of the size `tmpfs`."""
     cluster.start(tmpfs=tmpfs)
     try:
         yield cluster
     finally:
         cluster.stop()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def _answers(port: int) -> bool:

@@ -15,7 +15,6 @@ import pytest
 
 from helpers import REPOSITORY
 from helpers.commands import run_command
-from helpers.training_runs import JOB, Run
 
 _PREFIX = "hpctrain-"
 
@@ -48,9 +47,12 @@ class UnprivilegedUser:
     def run(self, argv: Sequence[str | Path], env: Mapping[str, str] | None = None, **options: Any) -> Any:
         """Run a command as the user. See `helpers.commands.run_command`."""
         ids = [f"--reuid={self.name}", f"--regid={self.name}", "--clear-groups"]
-        own = {"HOME": str(self.home), "USER": self.name, "LOGNAME": self.name}
+        variables = {**(env or {}), "HOME": str(self.home), "USER": self.name, "LOGNAME": self.name}
         # setpriv may execute files that the user may not, env may not.
-        return run_command(["setpriv", *ids, "env", *argv], {**(env or {}), **own}, cwd=self.home, **options)
+        return run_command(["setpriv", *ids, "env", *argv], variables, cwd=self.home, **options)
+
+    def call_hpctrain(self, args: Sequence[str], env: Mapping[str, str], **options: Any) -> Any:
+        return self.run([self.python, "-m", "hpctrain", *args], env, **options)
 
     def _make_venv(self) -> Path:
         """Return an interpreter that the user can run, with our packages."""
@@ -59,34 +61,13 @@ class UnprivilegedUser:
         python = self.home / "venv/bin/python"
         paths = [str(REPOSITORY), *(path for path in sys.path if path.endswith("site-packages"))]
         for base in bases:
-            if not self._succeeds(base, "-m", "venv", "--without-pip", "venv"):
+            if self.run([base, "-m", "venv", "--without-pip", "venv"], check=False).returncode:
                 continue
             (site,) = self.home.glob("venv/lib/*/site-packages")
-            (site / "own.pth").write_text("\n".join(paths))
-            if self._succeeds(python, "-c", "import torch, hpctrain"):
+            (site / "paths.pth").write_text("\n".join(paths))
+            if self.run([python, "-c", "import torch, hpctrain"], check=False).returncode == 0:
                 return python
         pytest.skip(f"other users can run none of {', '.join(map(str, bases))} with PyTorch")
-
-    def _succeeds(self, *argv: str | Path) -> bool:
-        return self.run(argv, check=False).returncode == 0
-
-
-class UserRun(Run):
-    """A run of an unprivileged user."""
-
-    def __init__(self, name: str, user: UnprivilegedUser, env: Mapping[str, str]) -> None:
-        super().__init__(user.home / name, env)
-        object.__setattr__(self, "_user", user)
-
-    def hpctrain(self, *args: str, timeout: float = 60.0, check: bool = True, **options: Any) -> Any:
-        command = [self._user.python, "-m", "hpctrain", *args]
-        return self._user.run(command, self.env, timeout=timeout, check=check, **options)
-
-    def submit(self, *options: str, step_s: float = 0.1, check: bool = True) -> Any:
-        """Submit `train_classifier.py` on one node."""
-        shape = ["--nodes=1", "--gpus-per-node=1", f"--run-dir={self.path}", *options]
-        arguments = ["--step-s", str(step_s), "--checkpoint-every", "6", "--slow-attempts", "1"]
-        return self.hpctrain("submit", *shape, str(JOB), *arguments, check=check)
 
 
 def _remove(name: str) -> None:

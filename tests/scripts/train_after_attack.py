@@ -1,7 +1,4 @@
-"""`train_classifier.py` whose ranks read what others wrote after the file of this attempt exists.
-
-ATTACKED names the file, without the number of the attempt.
-"""
+"""`train_classifier.py` whose ranks read the answers of others after the file ATTACKED exists."""
 
 from __future__ import annotations
 
@@ -12,17 +9,12 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore
 
-from hpctrain.rundir import ATTEMPT_VARIABLE
-
-LIMIT_S = 60.0
-ATTACKED_KEYS = os.environ["ATTACKED_KEYS"]
 get = PrefixStore.get
 
 
 def get_after_attack(store: PrefixStore, key: str) -> bytes:
-    deadline = time.monotonic() + LIMIT_S
-    attacked = Path(os.environ["ATTACKED"] + os.environ[ATTEMPT_VARIABLE])
-    while ATTACKED_KEYS in key and not attacked.exists() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while "answers/" in key and not os.path.exists(os.environ["ATTACKED"]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return get(store, key)
 

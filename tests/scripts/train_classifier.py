@@ -8,15 +8,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import time
 
 import torch
 from bit_flips import BitFlip
-from hang import never_return
 from torch import nn
 from torch.nn import functional as F
 
 import hpctrain
+
+
+def never_return(mode: str) -> None:
+    """Hang in a way that the mode names."""
+    if mode == "loop":
+        while True:
+            pass
+    if mode == "frozen":
+        # Native code that holds Python's lock: no thread of this process can respond.
+        re.match("(a+)+b", "a" * 60)
+    if mode == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
 
 
 class Small(hpctrain.Module):
@@ -40,8 +54,7 @@ class Small(hpctrain.Module):
         if (
             self.hang
             and batch_idx == 7
-            and os.environ["RANK"] == "1"
-            and os.environ["HPCTRAIN_ATTEMPT"] == "0"
+            and (os.environ["RANK"], os.environ["HPCTRAIN_ATTEMPT"]) == ("1", "0")
         ):
             never_return(self.hang)
         x, y = batch

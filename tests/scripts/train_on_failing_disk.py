@@ -1,9 +1,8 @@
 """Train while the disk fails: `train_on_failing_disk.py LAST_STEP '{"10": "fill", "30": "free"}'`.
 
-fill: the run's file system is full; free: it has space again. hide: the checkpoints are gone. wreck: a file
-is in their place; repair: it is gone. protect: new files are on a read-only mount; unprotect: they are not.
-crash: the first attempt ends by SIGKILL of rank 0. stop: rank 0 gets SIGTERM, and the disk has space a second
-later.
+fill: the run's file system is full; free: it has space again. hide: the checkpoints are gone. protect: new
+files are on a read-only mount; unprotect: they are not. crash: the first attempt ends by SIGKILL of rank 0.
+stop: rank 0 gets SIGTERM, and the disk has space a second later.
 """
 
 from __future__ import annotations
@@ -99,13 +98,6 @@ class Line(hpctrain.Module):
 
     def unprotect(self) -> None:
         subprocess.run(["umount", "--lazy", str(self.run.path.parent)], check=True)
-
-    def wreck(self) -> None:
-        self.hide()
-        self.run.checkpoints.write_text("in the way")
-
-    def repair(self) -> None:
-        self.run.checkpoints.unlink()
 
 
 if __name__ == "__main__":

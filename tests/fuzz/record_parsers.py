@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
-from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, encode, write_file
+from fuzzing import FOLDER, Parser, encode, write_file
 from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 
 from hpctrain import files, messages, rundir
@@ -367,13 +366,3 @@ PARSERS = [
         call=with_file(FOLDER / "sandbox.json", lambda: SandboxLayout.load(FOLDER)),
     ),
 ]
-
-
-@pytest.mark.parametrize("parser", PARSERS, ids=str)
-def test_run_folder_readers_raise_only_documented_errors(parser):
-    check_errors(parser)
-
-
-@pytest.mark.parametrize("parser", PARSERS, ids=str)
-def test_run_folder_readers_take_linear_time(parser):
-    check_time(parser)

@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable
 
 import click
-import pytest
 import yaml
-from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, write_file
+from fuzzing import FOLDER, Parser, write_file
 
 from hpctrain.cli import resubmit_command, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
@@ -227,13 +226,3 @@ PARSERS = [
     ),
     Parser(verify._parse_steps, ["1:100", "101:"], (click.UsageError,)),
 ]
-
-
-@pytest.mark.parametrize("parser", PARSERS, ids=str)
-def test_spec_parsers_raise_only_documented_errors(parser):
-    check_errors(parser)
-
-
-@pytest.mark.parametrize("parser", PARSERS, ids=str)
-def test_spec_parsers_take_linear_time(parser):
-    check_time(parser)

@@ -20,12 +20,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+
+import pytest
+from helpers import fork_server
+from helpers.waiting import deadline_in
 
 _BLOCK_BYTES = 512
 
@@ -34,6 +41,18 @@ Tree = dict[str, bytes | None]
 #: A successful system call: its name, arguments (paths and strings as bytes), and result.
 Call = tuple[str, list, int]
 _Entry = tuple[int, str]
+
+
+_TRACED = (
+    "openat,open,creat,write,pwrite64,writev,pwritev,pwritev2,ftruncate,truncate,fallocate,fsync,fdatasync,"
+    "mkdir,mkdirat,rename,renameat,renameat2,link,linkat,symlink,symlinkat,unlink,unlinkat,rmdir,sendfile,"
+    "copy_file_range,splice,mmap"
+)
+_CALL = re.compile(r"(\d+) +(\w+)\((.*)\) += (-?\d+)")
+_UNFINISHED = re.compile(r"(\d+) +(\w+\(.*) <unfinished \.\.\.>")
+_RESUMED = re.compile(r"(\d+) +<\.\.\. \w+ resumed>(.*)")
+#: A file descriptor with its path, a string, or a number or name.
+_ARGUMENT = re.compile(r'(?:AT_FDCWD|\d+)<([^>]*)>|"([^"]*)"|([^,<>"]+)')
 
 
 @dataclass
@@ -107,34 +126,39 @@ class Disk:
         return any(map(self.contains, paths))
 
     def replay(self, recorded: Call) -> None:
-        """Apply a call."""
+        """Apply a call. Paths outside of the folder are ignored."""
         call, arguments, result = recorded
 
         def path(at: int, base: int | None = None) -> Path:
-            first = os.fsdecode(arguments[base]) if base is not None else "/"
-            return Path(first, os.fsdecode(arguments[at]))
+            parent = os.fsdecode(arguments[base]) if base is not None else "/"
+            return Path(parent, os.fsdecode(arguments[at]))
 
         match call:
             case "openat" if "O_CREAT" in arguments[2] or "O_TRUNC" in arguments[2]:
-                self.open(path(1, 0), truncates="O_TRUNC" in arguments[2])
-            case "write":
-                self.append(path(0), arguments[1][:result])
+                self._open(path(1, 0), truncates="O_TRUNC" in arguments[2])
+            case "write":  # at the end: no product code writes elsewhere without an offset
+                self._write(path(0), None, arguments[1][:result])
             case "pwrite64":
-                self.write(path(0), int(arguments[-1]), arguments[1][:result])
+                self._write(path(0), int(arguments[-1]), arguments[1][:result])
             case "ftruncate":
-                self.truncate(path(0), int(arguments[1]))
+                if (number := self._find(path(0))) is not None:
+                    size = int(arguments[1])
+                    self._put(number, self._files[number].newest[:size].ljust(size, b"\0"))
             case "fsync" | "fdatasync":
-                self.sync(path(0))
+                self._sync(path(0))
             case "mkdir":
-                self.mkdir(path(0))
-            case "rename":
-                self.rename(path(0), path(1))
-            case "link":
-                self.link(path(0), path(1))
-            case "unlink" | "rmdir":
-                self.remove(path(0))
-            case "unlinkat":
-                self.remove(path(1, 0))
+                if self.contains(path(0)):
+                    number = next(self._numbers)
+                    self._folders.add(number)
+                    self._change({self._entry(path(0)): number})
+            case "rename" | "link":
+                if self.contains(path(1)):
+                    removed = {self._entry(path(0)): None} if call == "rename" else {}
+                    self._change({self._entry(path(1)): self._find(path(0)), **removed})
+            case "unlink" | "rmdir" | "unlinkat":
+                name = path(1, 0) if call == "unlinkat" else path(0)
+                if self.contains(name):
+                    self._change({self._entry(name): None})
             case "openat":
                 pass
             case "mmap" if "MAP_SHARED" not in str(arguments) or "PROT_WRITE" not in str(arguments):
@@ -142,61 +166,33 @@ class Disk:
             case _:
                 assert not self.is_changed_by(recorded), recorded
 
-    # The calls. Each ignores paths outside of the folder.
-
-    def open(self, path: Path, *, truncates: bool) -> None:
+    def _open(self, path: Path, *, truncates: bool) -> None:
         """Create the file unless it exists; if it exists, truncate it on request."""
-        if not self.contains(path):
-            return
-        if (number := self._find(path)) is not None:
-            if truncates:
-                self._put(number, b"")
-            return
-        number = next(self._numbers)
-        self._files[number] = _File()
-        self._change({self._entry(path): number})
-
-    def append(self, path: Path, data: bytes) -> None:
-        """Write at the end: no product code writes elsewhere without an offset."""
-        if (number := self._find(path)) is not None:
-            self._put(number, self._files[number].newest + data)
-
-    def write(self, path: Path, offset: int, data: bytes) -> None:
-        if (number := self._find(path)) is not None:
-            old = self._files[number].newest.ljust(offset, b"\0")
-            self._put(number, old[:offset] + data + old[offset + len(data) :])
-
-    def truncate(self, path: Path, size: int) -> None:
-        if (number := self._find(path)) is not None:
-            self._put(number, self._files[number].newest[:size].ljust(size, b"\0"))
-
-    def mkdir(self, path: Path) -> None:
-        if self.contains(path):
+        number = self._find(path)
+        if number is not None and truncates:
+            self._put(number, b"")
+        elif number is None and self.contains(path):
             number = next(self._numbers)
-            self._folders.add(number)
+            self._files[number] = _File()
             self._change({self._entry(path): number})
 
-    def link(self, old: Path, new: Path) -> None:
-        if self.contains(new):
-            self._change({self._entry(new): self._find(old)})
+    def _write(self, path: Path, offset: int | None, data: bytes) -> None:
+        if (number := self._find(path)) is not None:
+            old = self._files[number].newest
+            offset = len(old) if offset is None else offset
+            self._put(number, old[:offset].ljust(offset, b"\0") + data + old[offset + len(data) :])
 
-    def remove(self, path: Path) -> None:
-        if self.contains(path):
-            self._change({self._entry(path): None})
-
-    def rename(self, old: Path, new: Path) -> None:
-        if self.contains(new):
-            self._change({self._entry(new): self._find(old), self._entry(old): None})
-
-    def sync(self, path: Path) -> None:
+    def _sync(self, path: Path) -> None:
         number = 0 if path == self.root else self._find(path)
         if number in self._files:
-            file = self._files[number]
-            self._files[number] = _File(file.newest)
+            self._files[number] = _File(self._files[number].newest)
         elif number is not None:
-            self._persist(
-                {one for one, each in self._changes.items() if any(at == number for at, _ in each.entries)}
-            )
+            inside = [
+                change
+                for change, entries in self._changes.items()
+                if any(folder == number for folder, _ in entries.entries)
+            ]
+            self._persist(set(inside))
 
     # The states.
 
@@ -227,15 +223,14 @@ class Disk:
 
     def check_equals_real_folder(self) -> None:
         """Fail unless the recorded calls explain the present content of the folder."""
-        found: Tree = {
+        tree: Tree = {
             str(path.relative_to(self.root)): None if path.is_dir() else path.read_bytes()
             for path in self.root.rglob("*")
         }
         expected = self.newest()
-        different = {
-            path for path in found.keys() | expected.keys() if found.get(path, 0) != expected.get(path, 0)
-        }
-        assert not different, f"not recorded completely: {sorted(different)}"
+        paths = tree.keys() | expected.keys()
+        different = sorted(path for path in paths if tree.get(path, 0) != expected.get(path, 0))
+        assert not different, f"not recorded completely: {different}"
 
     def _entry(self, path: Path) -> _Entry:
         parent = 0 if path.parent == self.root else self._find(path.parent)
@@ -303,12 +298,10 @@ class Disk:
         yield from extend(list(self._changes), frozenset(), self._durable)
 
     def _reachable(self, names: dict[_Entry, int]) -> list[int]:
-        found, folders = set(), {0}
-        for (_, _), number in self._walk(names):
-            (folders if number in self._folders else found).add(number)
-        return sorted(found)
+        return sorted({number for _, number in self._walk(names)} - self._folders)
 
-    def _walk(self, names: dict[_Entry, int]) -> Iterator[tuple[tuple[str, int], int]]:
+    def _walk(self, names: dict[_Entry, int]) -> Iterator[tuple[str, int]]:
+        """Yield the paths and numbers of all files and folders."""
         below: dict[int, list[tuple[str, int]]] = {}
         for (parent, name), number in names.items():
             below.setdefault(parent, []).append((name, number))
@@ -316,14 +309,14 @@ class Disk:
         while waiting:
             path, folder = waiting.pop()
             for name, number in below.get(folder, []):
-                yield (f"{path}{name}", folder), number
+                yield f"{path}{name}", number
                 if number in self._folders:
                     waiting.append((f"{path}{name}/", number))
 
     def _tree(self, names: dict[_Entry, int], contents: dict[int, bytes]) -> Tree:
         return {
             path: None if number in self._folders else contents.get(number, self._files[number].synced)
-            for (path, _), number in self._walk(names)
+            for path, number in self._walk(names)
         }
 
 
@@ -332,12 +325,7 @@ def crash_states(
 ) -> Iterator[tuple[Tree, Tree]]:
     """Yield the different states after a crash, each with the state without it.
 
-    Args:
-        before: the folder before the calls.
-        calls: the recorded calls.
-        random: the source of random states.
-        at_most: after a call with at most this many states, all are tried.
-        drawn: number of random states after any other call.
+    All states after a call are tried if there are at most `at_most`; otherwise, `drawn` random ones.
     """
     disk, seen = deepcopy(before), set()
     for call in calls:
@@ -367,3 +355,61 @@ def write_tree(tree: Tree, root: Path) -> None:
             os.mkdir(root / path, 0o700)  # as a local tier must have
         else:
             (root / path).write_bytes(content)
+
+
+def record(folder: Path, processes: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> list[Call]:
+    """Run functions in new processes with strace; return their calls, which must explain the folder."""
+    disk = Disk(folder)
+    started = [fork_server.start_process(_call_traced, process) for process in processes]
+    log = folder.with_name(f"{folder.name}.strace")
+    # -y prints the paths of file descriptors, and -xx all strings in hexadecimal digits.
+    command = ["strace", "-f", "-y", "-xx", "-s", str(1 << 20), "-o", str(log), "-e", f"trace={_TRACED}"]
+    command += [word for process in started for word in ("-p", str(process.pid))]
+    try:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
+            for process in started:
+                process.join(120)
+            _, errors = strace.communicate(timeout=120)
+    finally:
+        for process in started:
+            process.kill()
+    if not log.exists() or "Operation not permitted" in errors:
+        pytest.skip(f"strace may not attach here: {errors.strip()}")
+    assert [process.exitcode for process in started] == [0] * len(started), errors
+    calls = list(_calls(log))
+    for call in calls:
+        disk.replay(call)
+    disk.check_equals_real_folder()
+    log.unlink()
+    return [call for call in calls if disk.is_changed_by(call)]
+
+
+def _call_traced(function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    status, deadline = Path("/proc/self/status"), deadline_in(60)
+    while "TracerPid:\t0\n" in status.read_text() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    function(*arguments)
+
+
+def _calls(log: Path) -> Iterator[Call]:
+    """Yield the calls that succeeded, in the order of their ends."""
+    unfinished: dict[str, str] = {}
+    with open(log) as file:
+        for line in file:
+            if match := _UNFINISHED.match(line):
+                unfinished[match[1]] = match[2]
+                continue
+            if match := _RESUMED.match(line):
+                line = f"{match[1]} {unfinished.pop(match[1])}{match[2]}"
+            if (match := _CALL.match(line)) is None or int(match[4]) < 0:
+                continue
+            # A descriptor counts as a path, and `AT_FDCWD` without one does not occur with -y.
+            arguments = [
+                _decode(fd) if fd else text.strip() if text else _decode(string)
+                for fd, string, text in _ARGUMENT.findall(match[3])
+            ]
+            yield match[2], [argument for argument in arguments if argument != ""], int(match[4])
+
+
+def _decode(text: str) -> bytes:
+    return text.encode("latin-1").decode("unicode_escape").encode("latin-1")
