@@ -16,8 +16,6 @@ from hpctrain.rundir import checkpoint_folder_name
 
 @dataclass(frozen=True)
 class CommittedSave:
-    """A committed checkpoint."""
-
     step: int
     path: Path
     total_bytes: int
@@ -33,8 +31,6 @@ class CommittedSave:
 
 @dataclass
 class PendingSave:
-    """A save in flight."""
-
     step: int
     score: float | None
     started_at: float
@@ -54,14 +50,6 @@ class PendingSave:
 def describe_save(
     directory: CheckpointDir, manifest: Manifest, begun: float, notes: list[str]
 ) -> CommittedSave:
-    """Return the record of a newly committed checkpoint.
-
-    Args:
-        directory: the folder that contains the checkpoint.
-        manifest: manifest of the checkpoint.
-        begun: start of the save, on the monotonic clock.
-        notes: problems that did not prevent the checkpoint.
-    """
     return CommittedSave(
         step=manifest.step,
         path=directory.folder / checkpoint_folder_name(manifest.step),

@@ -25,11 +25,7 @@ from hpctrain.errors import CheckpointError
 
 
 class MetadataCache:
-    """Tables of a checkpoint, rebuilt only after a change of a layout.
-
-    For each save: `news` on every rank, `tables` on rank 0 with all news, and `mark_received` after the save
-    has succeeded.
-    """
+    """Tables of a checkpoint, rebuilt only after a change of a layout."""
 
     def __init__(self) -> None:
         self._sent_layout: tuple[WriteItem, ...] | None = None
@@ -44,15 +40,9 @@ class MetadataCache:
         return None if is_known else stored_chunks(staged_file, rank)
 
     def mark_received(self, staged_file: StagedFile) -> None:
-        """Record that rank 0 has received the layout of this rank's file."""
         self._sent_layout = staged_file.items
 
     def tables(self, changed_layouts: Sequence[list[StoredChunk] | None]) -> dict[str, bytes]:
-        """Return the tables, by file name.
-
-        Args:
-            changed_layouts: the result of `changed_layouts` of each rank, by rank.
-        """
         changed = {rank: layout for rank, layout in enumerate(changed_layouts) if layout is not None}
         if changed:
             self._layouts_by_rank.update(changed)
@@ -67,13 +57,6 @@ _Contribution = tuple[list[FileEntry], tuple[list[tuple[Any, ...]] | None, bool]
 
 
 class Saver:
-    """Writer of saves, one at a time, in threads of the store.
-
-    Attributes:
-        local_tier: the local tier, if any, to set before the first save.
-        notes: messages to report with the next checkpoint.
-    """
-
     def __init__(
         self, target: CommitTarget, retention: Retention, checked: Callable[[str], bool] | None
     ) -> None:
@@ -92,7 +75,7 @@ class Saver:
         return None if self._writer is None or self._writer.ended.is_set() else self._writer
 
     def run(self, save: PendingSave) -> None:
-        """Write and commit `save`; store the outcome for `collect_outcomes`. All ranks must call this."""
+        """Write and commit `save`; store the outcome for `collect_outcomes` (collective)."""
         try:
             save.outcome = self._save(save)
         except CheckpointError as error:
@@ -105,7 +88,6 @@ class Saver:
         self._report(save.outcome)
 
     def collect_outcomes(self) -> list[CommittedSave | CheckpointError]:
-        """Return the outcomes of saves and copies since the last call. Never waits."""
         with self._lock:
             ended, self._outcomes = self._outcomes, []
         return ended
@@ -116,11 +98,9 @@ class Saver:
             self._outcomes = [each for each in self._outcomes if each is not outcome]
 
     def on_copied(self, manifest: Manifest, begun: float) -> None:
-        """Report a checkpoint that was copied from the local tier."""
         self._report(describe_save(self._target.directory, manifest, begun, self._prune(manifest.step)))
 
     def on_copy_failed(self, error: TierCopyFailed) -> None:
-        """Report a checkpoint that could not be copied."""
         self._report(error)
 
     def _report(self, outcome: CommittedSave | CheckpointError) -> None:

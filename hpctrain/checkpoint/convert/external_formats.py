@@ -32,8 +32,6 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class ExternalState:
-    """A training state from the file of another program."""
-
     origin: str
     """The program that probably wrote the file."""
     weights: dict[str, Any]
@@ -46,7 +44,6 @@ class ExternalState:
     remarks: tuple[str, ...] = field(default=())
 
     def weights_alone(self) -> ExternalState:
-        """Return a copy without optimizers and schedulers."""
         names = [name for name in ("optimizers", "schedulers") if getattr(self, name)]
         return replace(self, optimizers=None, schedulers=None, omitted=(*self.omitted, *names))
 
@@ -66,11 +63,6 @@ class ExternalState:
 
 
 def parse_external_state(content: Any, origin: str) -> ExternalState:
-    """Return the training state in `content`, which was read from a file.
-
-    Raises:
-        UserError: the content has no weights.
-    """
     if not isinstance(content, Mapping):
         raise UserError(
             f"{origin} contains an object of type {type(content).__name__}, not a state_dict or a dict that "
@@ -131,7 +123,6 @@ def match_names(weights: Mapping[str, Any], names: Iterable[str]) -> Mapping[str
 
 
 def _without_wrappers(name: str, segments: Iterable[str] = (_DDP_PREFIX, *_WRAPPERS)) -> str:
-    """Return the name without all occurrences of the segments."""
     name = f".{name}"
     for segment in segments:
         name = name.replace(f".{segment}", ".")

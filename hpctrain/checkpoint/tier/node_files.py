@@ -31,8 +31,6 @@ class NodeFiles:
 
 @dataclass(frozen=True)
 class NodeCheckpoint:
-    """A checkpoint whose files exist on the nodes and are verified."""
-
     manifest: Manifest
     small: dict[str, bytes]
     """Content of all files except the large ones."""
@@ -43,11 +41,7 @@ class NodeCheckpoint:
 
 
 def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]:
-    """Return the files in the node folders of all ranks, by step. All ranks must call this.
-
-    Raises:
-        CheckpointError: on all ranks: a rank cannot read its folder.
-    """
+    """Return the files in the node folders of all ranks, by step (collective)."""
     coordinator, folder = target.coordinator, target.directory.folder
     own = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
     told = coordinator.all_gather(
@@ -63,17 +57,7 @@ def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]
 
 
 def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | None]) -> NodeCheckpoint:
-    """Verify the parts of a step. All ranks must call this.
-
-    Args:
-        target: the target of saves on the nodes.
-        step: the step.
-        node_files: the files of the step that each rank sees.
-
-    Raises:
-        CorruptCheckpoint: on all ranks: a part is missing or changed.
-        CheckpointError: on all ranks: a part cannot be checked at the moment.
-    """
+    """Verify the parts of a step (collective)."""
     coordinator, path = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
     # If two attempts saved this step, use the version that more ranks see.
     kinds = [each.manifest for each in node_files if each is not None]

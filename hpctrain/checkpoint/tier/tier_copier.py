@@ -22,10 +22,7 @@ class TierCopyFailed(CheckpointError):
 
 
 class TierCopier:
-    """Copier of steps, one at a time, by all ranks together.
-
-    Rank 0 has the list of steps to copy and sends each step to the others.
-    """
+    """Copier of steps, one at a time, by all ranks together; rank 0 has the list."""
 
     def __init__(
         self,
@@ -36,7 +33,6 @@ class TierCopier:
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> None:
-        """Prepare to copy from `nodes` to `shared`. The saves use a separate `coordinator`."""
         self._nodes, self._shared = nodes, replace(shared, coordinator=coordinator)
         self._coordinator = coordinator
         self._on_copied, self._on_failure = on_copied, on_failure
@@ -49,7 +45,6 @@ class TierCopier:
 
     @property
     def stop_reason(self) -> str | None:
-        """Reason if copying has stopped permanently, otherwise None."""
         return self._coordinator.lost_reason
 
     @property
@@ -59,12 +54,7 @@ class TierCopier:
             return self._in_use | {step for step, _ in self._pending}
 
     def request(self, step: int, *, may_skip: bool) -> bool:
-        """Queue a step for copying, on rank 0; return True if all ranks must call `start`.
-
-        Args:
-            step: the step.
-            may_skip: if copying is slow, a newer step may replace this step.
-        """
+        """Queue a step on rank 0; return True if all ranks must `start`."""
         with self._lock:
             if not self._is_copying:
                 self._is_copying, self._in_use = True, {step}
@@ -75,7 +65,7 @@ class TierCopier:
             return False
 
     def start(self, step: int) -> None:
-        """Copy this step and steps requested during the copy. All ranks must call this."""
+        """Copy this step and steps requested during the copy (collective)."""
         if self._thread is not None:
             self._thread.join()  # the end has already been requested
         self._thread = threading.Thread(
@@ -84,11 +74,7 @@ class TierCopier:
         self._thread.start()
 
     def finish(self, deadline: float | None) -> None:
-        """Wait until all copies have ended.
-
-        Args:
-            deadline: on the monotonic clock; all ranks then abort.
-        """
+        """Wait until all copies have ended; at the deadline, all ranks abort."""
         if self._thread is None:
             return
         self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -97,16 +83,7 @@ class TierCopier:
             self._thread.join()
 
     def copy(self, step: int, large: Iterable[str], small: Mapping[str, bytes] | None) -> Manifest:
-        """Copy a step to the shared folder. All ranks must call this.
-
-        Args:
-            step: the step.
-            large: the files that this rank copies.
-            small: the content of other files; None reads them on rank 0.
-
-        Raises:
-            CheckpointError: on all ranks.
-        """
+        """Copy a step, with this rank's `large` files; without `small`, rank 0 reads them (collective)."""
         path = self._nodes.directory.folder / checkpoint_folder_name(step)
 
         def seal(everything: list[tuple[list[FileEntry], None]]) -> Mapping[str, bytes]:
@@ -138,7 +115,7 @@ class TierCopier:
                 return  # The next save reports the error.
 
     def _copy_shares(self, step: int) -> Manifest:
-        """Copy a step, and divide its large files among the ranks that see them. All ranks must call this."""
+        """Copy a step, and divide its large files among the ranks that see them (collective)."""
         failure = f"step {step} was not copied from {self._nodes.directory.folder}"
         own = self._coordinator.run_on_all(lambda: self._large_files(step), failure)
         seen = self._coordinator.all_gather(own, failure)
@@ -151,7 +128,6 @@ class TierCopier:
         return self.copy(step, large, None)
 
     def _large_files(self, step: int) -> list[str]:
-        """Return the names of the large files on the node of this rank."""
         path = self._nodes.directory.folder / checkpoint_folder_name(step)
         return [each.name for each in path.glob(f"*{LARGE_SUFFIX}")]
 

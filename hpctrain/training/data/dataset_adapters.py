@@ -30,7 +30,7 @@ def make_step_source(
     until: StopCondition,
     strategy: str = "auto",
 ) -> StepSource:
-    """Return the step source for a training set, map-style or stream. All ranks must call this."""
+    """Collective."""
     name = "train_dataset"
     parts, unpacked = unpack_dataloader(dataset, loading, name)
     source: StepSource
@@ -89,7 +89,7 @@ def make_validation_set(
     context: DistributedContext,
     name: str = "val_dataset",
 ) -> _ValidationMap | _ValidationStream:
-    """Return the adapter for a validation set, map-style or stream. All ranks must call this."""
+    """Collective."""
     loading = replace(loading, global_batch_size_is_set=False, accumulate_grad_batches=1)
     parts, loading = unpack_dataloader(dataset, loading, name)
     if is_stream(parts.dataset):

@@ -21,8 +21,6 @@ _BLOCK_BATCHES, _BLOCK_BYTES = 32, 1 << 18
 
 
 class Fetcher(Protocol):
-    """Producer of batches from the samples of a data set."""
-
     num_samples: int
     refuses_none: bool
 
@@ -34,7 +32,6 @@ class Fetcher(Protocol):
 
 
 def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, name: str) -> Fetcher:
-    """Return the fetcher for `dataset`: by columns, by `__getitems__`, or sample by sample."""
     subset, inner = _without_subset(dataset)
     columns = _columns(inner, name, strict=collate_fn is None)
     if columns is not None and collate_fn is not None:
@@ -76,7 +73,7 @@ class _Rows:
 
 
 class ColumnFetcher:
-    """Fetcher that indexes tensors by batches. It runs no user code, so nothing is random."""
+    """Fetcher that indexes tensors by batches; it runs no user code, so nothing is random."""
 
     refuses_none = False
 
@@ -126,11 +123,7 @@ def _index_rows(column: Any, indices: torch.Tensor) -> torch.Tensor:
 
 
 class _SampleFetcherBase:
-    """Base of the fetchers that run user code and collate the samples.
-
-    Attributes:
-        refuses_none: true to refuse None as a sample, which a `collate_fn` usually removes.
-    """
+    """Base of the fetchers that run user code and collate the samples."""
 
     refuses_none = False
 
@@ -177,8 +170,6 @@ class _SampleFetcherBase:
 
 
 class ItemsFetcher(_SampleFetcherBase):
-    """Fetcher that reads all samples of a batch in one call of torch's `__getitems__`."""
-
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
         inner = self._inner(indices)
         try:
@@ -191,8 +182,6 @@ class ItemsFetcher(_SampleFetcherBase):
 
 
 class SampleFetcher(_SampleFetcherBase):
-    """Fetcher that reads samples one by one, each with separate random generators."""
-
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
         inner = self._inner(indices)
         if self._is_plain:
@@ -221,10 +210,7 @@ def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
 
 
 def _columns(dataset: Any, name: str, *, strict: bool) -> list[Any] | None:
-    """Return the tensors and arrays of equal length in `dataset`; None for other data sets.
-
-    Unless `strict`, a dict of samples and a tuple of samples of different lengths are other data sets.
-    """
+    """Return the tensors and arrays of equal length in `dataset`; None for other data sets."""
     parts: list[Any]
     if type(dataset) is TensorDataset:
         parts = list(dataset.tensors)

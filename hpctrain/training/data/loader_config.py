@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """Data settings of the user; see `TrainerConfig`."""
-
     seed: int = 0
     global_batch_size: int = 32
     num_workers: int = 0
@@ -63,7 +61,6 @@ class LoaderConfig:
         return self
 
     def check_accumulation(self, problem: str, remedy: str) -> None:
-        """Raise an error if several batches of a DataLoader would form a step."""
         if self.accumulate_grad_batches > 1:
             raise UserError(
                 f"accumulate_grad_batches is {self.accumulate_grad_batches}, but {problem}, so the batches "
@@ -91,7 +88,6 @@ class LoaderConfig:
     def batches(
         self, fetcher: Fetcher, orders: Iterable[BatchOrder], name: str
     ) -> Generator[Any, None, None]:
-        """Yield the batch for each order. Data workers load batches in advance."""
         if not self.num_workers:
             batches = fetcher.batches(orders)
             yield from map(pin_batch, batches) if self.pin_memory else batches
@@ -102,7 +98,6 @@ class LoaderConfig:
             yield from workers
 
     def workers(self, dataset: Any, orders: Any, name: str, num_workers: int) -> LoaderWorkers:
-        """Start data workers on a data set whose elements are batches."""
         return LoaderWorkers(
             dataset,
             orders,
@@ -116,7 +111,6 @@ class LoaderConfig:
 
 
 def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> LoaderConfig:
-    """Return the data settings for a rank."""
     return LoaderConfig(
         seed=settings.seed,
         global_batch_size=settings.global_batch_size,
@@ -132,12 +126,10 @@ def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> 
 
 
 def needs_transfer(device: torch.device) -> bool:
-    """Return true if `to_device` has to copy."""
     return device.type != "cpu"
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor in its tuples, lists and dicts on `device`."""
     if not needs_transfer(device):
         return batch
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
@@ -160,8 +152,6 @@ class _BatchDataset:
 
 
 class _OrderSampler:
-    """Sampler for a DataLoader that wraps a generator."""
-
     def __init__(self, orders: Iterator[Any]) -> None:
         self._orders = orders
 
@@ -171,8 +161,6 @@ class _OrderSampler:
 
 @dataclass(frozen=True)
 class DataLoaderParts:
-    """A data set, and the order in which a DataLoader reads it."""
-
     dataset: Any
     shuffle: bool = True
     """True for an order that depends on seed and epoch. Only for training, and without `sampler`."""
@@ -185,12 +173,7 @@ class DataLoaderParts:
 
 
 def unpack_dataloader(data: Any, loading: LoaderConfig, name: str) -> tuple[DataLoaderParts, LoaderConfig]:
-    """Return the parts of a DataLoader, and `loading` with its settings. The loader itself is never iterated.
-
-    A batch of the DataLoader is divided among all ranks: its `batch_size` becomes the global batch size,
-    unless `loading` has one that the user set. Settings with torch's default value do not replace those of
-    `loading`. Other data is returned unchanged, as the data set.
-    """
+    """Return the parts of a DataLoader, which is never iterated, and `loading` with its settings."""
     if not isinstance(data, DataLoader):
         return DataLoaderParts(data), loading
     _check_supported(data, name)

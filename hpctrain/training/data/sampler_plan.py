@@ -35,8 +35,6 @@ _CONSTANT_SAMPLERS = RandomSampler, SubsetRandomSampler, WeightedRandomSampler, 
 
 @dataclass(frozen=True)
 class DrawnEpoch:
-    """Order of the samples in an epoch."""
-
     indices: torch.Tensor
     """All samples in order, as int64 of shape [n]."""
     ends: list[int]
@@ -53,7 +51,7 @@ class DrawnEpoch:
 
 
 class SamplerPlan:
-    """Order in which a run consumes its data set: a pure function of the step, for any number of ranks."""
+    """Order of a run's samples by a sampler of the user, a pure function of the step."""
 
     def __init__(
         self, parts: DataLoaderParts, batch_size: int, num_samples: int, seed: int, name: str
@@ -80,7 +78,6 @@ class SamplerPlan:
         return {"seed": self._seed, "num_samples": self._num_samples, **size, **self._identity}
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the known epochs until `step`."""
         ends = [end for end in self._epoch_ends if end <= step]
         return {"epoch_ends": ends, "order": self.draw(len(ends)).digest if step not in ends else None}
 
@@ -100,7 +97,6 @@ class SamplerPlan:
         return len(self.draw(0).ends) * epochs if is_constant else None
 
     def epochs_completed(self, step: int) -> int:
-        """Return the number of epochs that end at or before `step`, which was planned before."""
         return bisect_right(self._epoch_ends, step)
 
     def seed_round(self, rank_batch: RankBatch) -> int:

@@ -39,8 +39,6 @@ class ReaderCheckpoint:
 
 @dataclass(frozen=True)
 class ShardChunk:
-    """Consecutive samples of a shard."""
-
     epoch: int
     shard: int
     checkpoint: ReaderCheckpoint | None
@@ -70,15 +68,12 @@ class ShardedStream:
             raise UserError(f"{name} has {self.num_shards} shards, but must have at least one.")
 
     def shard(self, index: int) -> Any:
-        """Return a shard as an iterable, positioned at its beginning."""
         if self.num_shards == 1:
             return self._dataset
         return self._dataset.shard(num_shards=self.num_shards, index=index)
 
 
 class _ShardReader:
-    """Reader of one shard in one epoch."""
-
     def __init__(self, stream: ShardedStream, shard: int, epoch: int, checkpoint: ReaderCheckpoint) -> None:
         self._epoch, self._shard, self._number = epoch, shard, checkpoint.number
         self._opened_at = checkpoint
@@ -172,7 +167,6 @@ class InterleavedReader(IterableDataset[ShardChunk]):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return true if `dataset` has no index and is read from its beginning."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
@@ -183,7 +177,6 @@ def _keeps_state(thing: Any) -> bool:
 
 
 def dump_checkpoints(checkpoints: list[ReaderCheckpoint | None], name: str) -> torch.Tensor:
-    """Serialize checkpoints to a uint8 tensor."""
     buffer = io.BytesIO()
     plain = [
         None if checkpoint is None else (checkpoint.number, checkpoint.state, checkpoint.resumable)
@@ -203,14 +196,11 @@ def dump_checkpoints(checkpoints: list[ReaderCheckpoint | None], name: str) -> t
 
 
 def load_checkpoints(dumped: torch.Tensor) -> list[ReaderCheckpoint | None]:
-    """Return the checkpoints from a tensor of `dump_checkpoints`."""
     plain = torch.load(io.BytesIO(bytes(dumped.tolist())), weights_only=True)
     return [None if pair is None else ReaderCheckpoint(*pair) for pair in plain]
 
 
 class ShardReaders:
-    """Chunks of a rank's shards. Close the object to stop the data workers."""
-
     def __init__(
         self,
         stream: ShardedStream,
@@ -224,7 +214,6 @@ class ShardReaders:
         trained: Sequence[int] | None = None,
         checkpoints: Mapping[int, ReaderCheckpoint | None] | None = None,
     ) -> None:
-        """Distribute the shards to the data workers."""
         num_shards = stream.num_shards
         own = list_rank_shards(data_rank.rank, num_shards, data_rank.world_size)
         num_workers = min(loading.num_workers, len(own))

@@ -38,8 +38,6 @@ class StreamCursor:
 
 @dataclass(frozen=True, eq=False)
 class StreamBatch:
-    """Global batch of a stream."""
-
     epoch: int
     batch_idx: int
     picks: torch.Tensor
@@ -72,10 +70,7 @@ def next_batch(lengths: torch.Tensor, cursor: StreamCursor, count: int) -> Strea
 
 
 def owner_rank(shard: Number, number: Number, num_shards: int, world_size: int) -> Number:
-    """Return the rank that trains sample `number` of `shard`; for integers, or for int64 tensors.
-
-    If there are fewer shards than ranks, several ranks read the same shard and take turns.
-    """
+    """Return the rank that trains a sample; several ranks that read the same shard take turns."""
     if num_shards >= world_size:
         return shard % world_size
     ranks_of_shard = (world_size - 1 - shard) // num_shards + 1
@@ -83,5 +78,4 @@ def owner_rank(shard: Number, number: Number, num_shards: int, world_size: int) 
 
 
 def list_rank_shards(rank: int, num_shards: int, world_size: int) -> list[int]:
-    """Return the shards with samples for `rank`."""
     return list(range(rank, num_shards, world_size)) if num_shards >= world_size else [rank % num_shards]

@@ -42,8 +42,6 @@ _MAX_CHUNK = 64
 
 
 class StreamStepSource(StepSource):
-    """Step source for an `IterableDataset` or a similar object."""
-
     exchanges_ends = True
 
     def __init__(
@@ -75,7 +73,7 @@ class StreamStepSource(StepSource):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last yielded step. All ranks must call this."""
+        """Collective."""
         cursor, coming = self._plan.cursor, self._plan.upcoming
         if coming and coming[0].epoch > cursor.epoch:
             cursor = StreamCursor(coming[0].epoch)
@@ -135,7 +133,7 @@ class StreamStepSource(StepSource):
     # Training loop.
 
     def begin(self, after: int) -> None:
-        """Open the shards and agree on the first steps. All ranks must call this."""
+        """Open the shards and agree on the first steps (collective)."""
         self._step = after
         self._buffers.reset(self._plan.cursor.epoch, self._checkpoints)
         self._plan.plan(after)
@@ -216,7 +214,7 @@ class StreamStepSource(StepSource):
         return ends
 
     def _agree_on_ends(self) -> None:
-        """Plan until all ranks have exchanged all ends of shards. All ranks must call this."""
+        """Plan until all ranks have exchanged all ends of shards (collective)."""
         while True:
             ends: dict[tuple[int, int], int] = {}
             for ends_of_rank in self._context.all_gather(self._unplanned_ends()):
@@ -276,8 +274,6 @@ class _ShardBuffer:
 
 
 class ShardBuffers:
-    """Buffers of this rank's shards: a buffer for each shard and epoch."""
-
     def __init__(
         self,
         own: Sequence[int],
@@ -344,12 +340,7 @@ _AHEAD = 2
 
 
 class StreamPlan:
-    """Plan of the next steps, equal on all ranks: only shard ends received by all ranks are used.
-
-    Attributes:
-        cursor: position after the last step taken.
-        upcoming: batches of the next steps.
-    """
+    """Plan of the next steps, equal on all ranks: only shard ends received by all ranks are used."""
 
     def __init__(self, num_shards: int, global_batch_size: int, until: StopCondition) -> None:
         self._num_shards, self._global_batch_size, self._until = num_shards, global_batch_size, until
@@ -358,13 +349,11 @@ class StreamPlan:
         self.upcoming: deque[StreamBatch] = deque()
 
     def lengths_in(self, epoch: int) -> torch.Tensor:
-        """Return the length of each shard in an epoch; `UNKNOWN_LENGTH` if its end has not been reached."""
         if epoch not in self._lengths:
             self._lengths[epoch] = torch.full((self._num_shards,), UNKNOWN_LENGTH)
         return self._lengths[epoch]
 
     def reset(self, cursor: StreamCursor, lengths: torch.Tensor | None = None) -> None:
-        """Start at a position, with the available shard lengths of its epoch."""
         self.cursor = cursor
         self.upcoming.clear()
         self._lengths = {} if lengths is None else {cursor.epoch: lengths}

@@ -17,7 +17,7 @@ _PACE_AFTER_S = 1.0
 
 
 class Progress:
-    """Base class of progress displays, which shows nothing. Use as a context manager."""
+    """Progress display that shows nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -27,15 +27,12 @@ class Progress:
     ) -> None:
         pass
 
-    def show(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Show a trained step."""
+    def show(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
-    def print_message(self, text: str) -> None:
-        """Print a message for the user."""
+    def print_message(self, text: str) -> None: ...
 
 
 def make_progress(last_step: int | None, is_main: bool, batch_size: int) -> Progress:
-    """Return a bar if rank 0 has a terminal, plain lines if not, and no output on other ranks."""
     if not is_main:
         return Progress()
     pace = SampleRate(batch_size)
@@ -43,8 +40,6 @@ def make_progress(last_step: int | None, is_main: bool, batch_size: int) -> Prog
 
 
 class SampleRate:
-    """Rate of trained samples per second."""
-
     def __init__(self, batch_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._batch_size, self._clock = batch_size, clock
         self._since: tuple[float, int] | None = None
@@ -111,5 +106,4 @@ class _Bar(Progress):
 
 
 def format_scalars(scalars: Mapping[str, float]) -> str:
-    """Return names and values as one line."""
     return "  ".join(f"{name} {format_number(value)}" for name, value in scalars.items())

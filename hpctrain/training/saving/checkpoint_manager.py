@@ -32,25 +32,13 @@ _WAIT_IN_TROUBLE_S = 5.0
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A save that is being written."""
-
     step: int
     since: float
     stall_s: float
 
 
 class CheckpointManager:
-    """Writer of a run's checkpoints; reports and records the outcome of each save.
-
-    Only one save is in flight at a time, to limit memory. All ranks must call `prepare`, `async_save`,
-    `save_result`, `load` and `close`; `prepare` reads the state, which may communicate.
-
-    Attributes:
-        store: the checkpoints.
-        folder: the folder of checkpoints in the run folder.
-        write_s: seconds until the latest checkpoint was in the run folder; None before the first save.
-        found_disk_full: True if the latest save did not fit on the disk.
-    """
+    """Writer of a run's checkpoints, one at a time to limit memory; records the outcomes (collective)."""
 
     def __init__(
         self,
@@ -74,11 +62,7 @@ class CheckpointManager:
         return None if self._in_flight is None else time.monotonic() - self._in_flight.since
 
     def check(self) -> None:
-        """Check that the state can be saved, to detect errors before the first save.
-
-        Raises:
-            CheckpointError: it contains unsupported values; the message contains the path.
-        """
+        """Check that the state can be saved, to detect errors before the first save."""
         split_tree(self._state.tree(), "state")
 
     def prepare(self) -> None:
@@ -87,10 +71,7 @@ class CheckpointManager:
             self.store.prepare(self._state.tree(), rng.capture_rng_state())
 
     def can_begin(self) -> bool:
-        """Wait for the save in flight, within a limit; return true if another save can begin. Rank 0 only.
-
-        The limit keeps the training running if a disk hangs.
-        """
+        """Wait for the save in flight, within a limit; return true if another save can begin (rank 0)."""
         if self._schedule.in_backoff:
             return False
         if self._in_flight is None:
@@ -114,7 +95,7 @@ class CheckpointManager:
         return False
 
     def async_save(self, *, direct: bool = False) -> None:
-        """Copy the current state, and write it in the background. All ranks must call this."""
+        """Collective."""
         begun = time.monotonic()
         self.store.wait(MAX_SAVE_S)
         self.collect_finished()
@@ -132,11 +113,7 @@ class CheckpointManager:
         self._schedule.on_save_started(stall_s)
 
     def save_result(self) -> None:
-        """Save the state of the last step, and wait until it is written.
-
-        Raises:
-            CheckpointError: the save failed; raised on all ranks. `DiskFull` is not recorded.
-        """
+        """Save the state of the last step, and wait; errors except `DiskFull` are recorded (collective)."""
         self.store.wait(MAX_SAVE_S)
         self.collect_finished()
         self._report_missing_folder()
@@ -172,7 +149,6 @@ class CheckpointManager:
         return self.store.wait(max(0.0, timeout_s))
 
     def abandon(self) -> None:
-        """Abort the save in flight, unless its commit has begun. Does not wait."""
         if not self._closed:
             self.store.abandon()
 

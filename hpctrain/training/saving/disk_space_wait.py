@@ -23,7 +23,7 @@ _TRY_INTERVAL_S = 60.0
 
 
 class DiskSpaceWait:
-    """Wait before the next try after a save failed on a full disk. All ranks must call each method."""
+    """Wait before the next try after a save failed on a full disk (collective)."""
 
     def __init__(self, parts: Components, folder: Path, state_bytes: int) -> None:
         self._context, self._log, self._progress = parts.context, parts.log, parts.progress
@@ -68,7 +68,6 @@ class DiskSpaceWait:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the free bytes on the disk of `folder`; the folder may not exist."""
     for place in (folder, *folder.parents):
         try:
             return shutil.disk_usage(place).free
