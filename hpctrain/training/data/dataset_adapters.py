@@ -184,7 +184,7 @@ class _ValidationStream:
             self._stream,
             self._loading,
             self._data_rank,
-            self._loading.seeds("validation"),
+            "validation",
             chunk_size=size,
             num_epochs=1,
         )
