@@ -21,12 +21,7 @@ from hpctrain.rundir import RunDir
 
 
 def import_checkpoint(
-    file: Path,
-    run: RunDir,
-    *,
-    step: int | None = None,
-    weights_only: bool = False,
-    allow: Sequence[str] = (),
+    file: Path, run: RunDir, *, step: int | None = None, weights_only: bool = False, allow: Sequence[str] = ()
 ) -> list[str]:
     """Create the checkpoint of `step`, or of the step in the file, from `file`; return messages."""
     external = parse_external_state(_read(file, allow), str(file))

@@ -19,14 +19,7 @@ from pathlib import Path
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
-from hpctrain.files import (
-    fsync_path,
-    is_locked,
-    lock_folder,
-    make_folder,
-    own_file,
-    write_atomic,
-)
+from hpctrain.files import fsync_path, is_locked, lock_folder, make_folder, own_file, write_atomic
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 _SAVING, _DELETING = ".saving-", ".deleting-"

@@ -313,10 +313,7 @@ def _read_markers(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _commit(
-    target: CommitTarget,
-    own: Mapping[Path, dict[str, Any]],
-    step: int,
-    checked: Callable[[str], bool] | None,
+    target: CommitTarget, own: Mapping[Path, dict[str, Any]], step: int, checked: Callable[[str], bool] | None
 ) -> None:
     writes = []
     for path, marker in own.items():

@@ -181,12 +181,7 @@ class _ValidationStream:
     def batches(self) -> Generator[tuple[int, Any], None, None]:
         size = min(self._batch_size, self.max_batch_size or self._batch_size)
         readers = ShardReaders(
-            self._stream,
-            self._loading,
-            self._data_rank,
-            "validation",
-            chunk_size=size,
-            num_epochs=1,
+            self._stream, self._loading, self._data_rank, "validation", chunk_size=size, num_epochs=1
         )
         waiting: list[Any] = []
         with closing(readers):

@@ -80,10 +80,7 @@ class GradientBucket:
     """Numbers that are sent together; with sharded parameters, one row for each rank."""
 
     def __init__(
-        self,
-        tensors: list[SummedTensor],
-        context: DistributedContext,
-        group: dist.ProcessGroup | None,
+        self, tensors: list[SummedTensor], context: DistributedContext, group: dist.ProcessGroup | None
     ) -> None:
         self._tensors, self._context, self._is_sharded = tensors, context, tensors[0].is_sharded
         self._group = group

@@ -34,11 +34,7 @@ class Witness:
         return first + derive_seed(self.seed, "witness", rank_batch.step) % count if count else None
 
     def compare(
-        self,
-        rank_batch: RankBatch,
-        own_hash: int | None,
-        recompute: Callable[[int], int],
-        verified_step: int,
+        self, rank_batch: RankBatch, own_hash: int | None, recompute: Callable[[int], int], verified_step: int
     ) -> None:
         """Raise SilentCorruption on all ranks if gradients of the same grain differ (collective)."""
         ranks = self.context.ranks

@@ -35,10 +35,7 @@ def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
 
 
 def find_micro_batch_size(
-    module: nn.Module,
-    context: DistributedContext,
-    share: int,
-    forward_backward: Callable[[int], object],
+    module: nn.Module, context: DistributedContext, share: int, forward_backward: Callable[[int], object]
 ) -> int:
     """Return the largest size that fits on every rank; trials must not wait for other ranks (collective)."""
     if context.device.type != "cuda":

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format.state_tree import split_tree
-from hpctrain.checkpoint.store import (
-    IO_TIMEOUT_S,
-    CheckpointStore,
-    CommittedSave,
-    TierCopyFailed,
-)
+from hpctrain.checkpoint.store import IO_TIMEOUT_S, CheckpointStore, CommittedSave, TierCopyFailed
 from hpctrain.errors import CheckpointError, DiskFull, UserError
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
@@ -41,11 +36,7 @@ class CheckpointManager:
     """Writer of a run's checkpoints, one at a time to limit memory; records the outcomes (collective)."""
 
     def __init__(
-        self,
-        parts: Components,
-        store: CheckpointStore,
-        schedule: CheckpointSchedule,
-        folder: Path,
+        self, parts: Components, store: CheckpointStore, schedule: CheckpointSchedule, folder: Path
     ) -> None:
         self.store, self._schedule, self.folder = store, schedule, folder
         self._state, self._settings = parts.state, parts.settings
@@ -208,11 +199,7 @@ class CheckpointManager:
                 "optimizer state."
             )
         if saved.score is not None:
-            fields |= {
-                "score": saved.score,
-                "metric": self._settings.monitor,
-                "mode": self._settings.mode,
-            }
+            fields |= {"score": saved.score, "metric": self._settings.monitor, "mode": self._settings.mode}
         self._log.write_checkpoint(
             saved.step,
             saved.path,
