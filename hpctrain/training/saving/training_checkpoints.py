@@ -18,7 +18,7 @@ from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.interval import NODE_MTBF_S, SAVE_MARGIN_S, InterruptionHistory, longest_save_s
 from hpctrain.checkpoint.io.retention import KEEP_ALL
 from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint
-from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, SilentCorruption, UserError
+from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, SilentCorruption, UserError
 from hpctrain.rundir import (
     NODE_MTBF_VARIABLE,
     REQUEUE_GRACE_KEY,
@@ -33,7 +33,6 @@ from hpctrain.training.components import Components
 from hpctrain.training.observe.loss_guard import read_excluded_steps
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule, VerificationSteps
-from hpctrain.training.saving.disk_space_wait import DiskSpaceWait
 from hpctrain.training.saving.state_copies import StateCopies
 
 
@@ -126,31 +125,19 @@ class TrainingCheckpoints:
         if self._manager is None:
             return
         if self._state.finished:
-            self._save_result(self._manager)
+            self._manager.save_result(self._left_to_begin_s)
         elif self._verification is not None and self._state.step == self._verification.last:
-            self._save_result(self._manager)
+            self._manager.save_result(self._left_to_begin_s)
             self._manager.close()
             assert self._log.run is not None
             self._verification.end_run(self._log.run, self._context)
         elif self._verification is None or self._state.step in self._verification.saved:
-            self._begin_save(self._manager)
-
-    def _begin_save(self, manager: CheckpointManager) -> None:
-        if self._context.broadcast_from_main(self._context.ranks.is_main and manager.can_begin()):
-            manager.async_save()
-            if not self._settings.checkpoint_async:
-                manager.wait()
-                manager.collect_finished()
-
-    def _save_result(self, manager: CheckpointManager) -> None:
-        disk_wait: DiskSpaceWait | None = None
-        while True:
-            try:
-                return manager.save_result()
-            except DiskFull:
-                disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.store.state_bytes)
-                if not disk_wait.wait(self._left_to_begin_s):
-                    raise disk_wait.timeout_error() from None
+            is_main = self._context.ranks.is_main
+            if self._context.broadcast_from_main(is_main and self._manager.can_begin()):
+                self._manager.async_save()
+                if not self._settings.checkpoint_async:
+                    self._manager.wait()
+                    self._manager.collect_finished()
 
     def _left_to_begin_s(self) -> float:
         """Return the seconds until a save must begin in order to complete before this rank is killed."""
@@ -181,7 +168,7 @@ class TrainingCheckpoints:
             self._restore(loaded, begun, [*aside, *broken])
         self.copies.restart()
 
-    def _restore(self, loaded: LoadedCheckpoint, begun: float, broken: Sequence[str] = ()) -> None:
+    def _restore(self, loaded: LoadedCheckpoint, begun: float, broken: Sequence[str]) -> None:
         self._state.load(loaded)
         # Imported checkpoints have no random state.
         new_seed = (self._settings.seed, "rank", self._context.ranks.rank, "step", loaded.step)
@@ -245,7 +232,7 @@ class TrainingCheckpoints:
         finished = manager.wait(ends_at - time.monotonic())
         saved, disk_wait = manager.collect_finished(), None
         while self._context.all_reduce_min(float(manager.found_disk_full)):
-            disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.store.state_bytes)
+            disk_wait = disk_wait or manager.make_disk_wait()
             if not disk_wait.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
                 break
             manager.async_save(direct=True)
