@@ -21,13 +21,10 @@ class CheckpointInfo:
     tier: TierName
     """"shared" for the run folder, "local" for a local tier folder of this host."""
     manifest: Manifest | None
-    """None if the manifest cannot be read."""
     problems: tuple[str, ...]
-    """One message per damaged file."""
     newest: bool = False
     """True if a run would resume from this checkpoint: the newest valid one, preferably finite."""
     best: bool = False
-    """True if this checkpoint has the best score."""
 
 
 @dataclass(frozen=True)

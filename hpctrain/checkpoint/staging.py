@@ -23,7 +23,6 @@ class StagedState:
     ready: Any
     """Object to `synchronize()` with before the image is read."""
     plain: Any
-    """The state tree, with references in place of its tensors."""
     fingerprint: str
     """Hash that is equal on ranks whose states have the same names, types and shapes."""
 

@@ -30,8 +30,7 @@ from hpctrain.checkpoint.io.loading import (
     load,
 )
 from hpctrain.checkpoint.io.retention import Retention
-from hpctrain.checkpoint.save_types import CommittedSave, PendingSave
-from hpctrain.checkpoint.saver import Saver
+from hpctrain.checkpoint.saver import CommittedSave, PendingSave, Saver
 from hpctrain.checkpoint.staging import StateStager
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.checkpoint.tier.memory_copies import commit_newest_copy

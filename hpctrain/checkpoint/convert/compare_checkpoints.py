@@ -30,16 +30,13 @@ UNREADABLE = "(unreadable)"
 @dataclass(frozen=True)
 class StateDifference:
     name: str
-    """Path in the state, such as `module/net.0.weight`."""
     recorded: Any
-    """The value; of a tensor, that of the first differing element."""
     here: Any
     index: tuple[int, ...] | None = None
     """Index of the first differing element of a tensor."""
     num_different: int = 0
     num_elements: int = 0
     rank: int | None = None
-    """Rank that stored this element."""
     bit: int | None = None
     """The only differing bit of the tensor, counted from the least significant bit of the element."""
 

@@ -33,14 +33,12 @@ _WRAPPERS = {
 @dataclass(frozen=True)
 class ExternalState:
     origin: str
-    """The program that probably wrote the file."""
     weights: dict[str, Any]
     optimizers: list[Any] | None = None
     """A state_dict each; None if the file has none."""
     schedulers: list[Any] | None = None
     step: int | None = None
     omitted: tuple[str, ...] = ()
-    """Names of the other entries of the file."""
     remarks: tuple[str, ...] = field(default=())
 
     def weights_alone(self) -> ExternalState:

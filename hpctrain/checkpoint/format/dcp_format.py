@@ -34,9 +34,7 @@ METADATA_NAME = ".metadata"
 class StoredChunk:
     key: str
     dtype: str
-    """Name of the element type in torch, without `torch.`."""
     tensor_shape: tuple[int, ...]
-    """Shape of the complete tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str

@@ -27,7 +27,6 @@ class FileEntry:
     name: str
     bytes: int
     xxh3_128: str
-    """Checksum, as 32 hexadecimal digits."""
 
     def verify(self, folder: Path, on_read: Callable[[], object] = lambda: None) -> None:
         """Raise CorruptCheckpoint if the file differs, CheckpointError if it cannot be read at the moment."""
@@ -51,20 +50,15 @@ class FileEntry:
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    """Completed optimizer steps."""
     world_size: int
-    """Number of ranks that wrote the checkpoint."""
     time: float
-    """Time of the snapshot, in seconds since the epoch."""
     score: float | None
-    """Value of the metric that selects the best checkpoints."""
     files: tuple[FileEntry, ...]
     finite: bool | None = None
     """True if all parameters and optimizer states are finite; None if not checked."""
     verified_step: int | None = None
     """Step up to which training was verified; None if it was not verified."""
     metric: str | None = None
-    """Name of the metric of the score; None if it was not recorded."""
 
     def score_by(self, metric: str | None) -> float | None:
         """Return the score if it is of `metric`, or if one of the names is not known; otherwise None."""

@@ -12,8 +12,8 @@ import math
 import mmap
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any, cast
@@ -121,7 +121,7 @@ def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
     # as of a data worker, the next save would copy every page.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
-    with _suppress_os_error():
+    with suppress(OSError):  # a kernel without huge pages rejects the hint
         memory.madvise(mmap.MADV_HUGEPAGE)
     torch.frombuffer(memory, dtype=torch.uint8).zero_()
     if gpu is not None:
@@ -137,15 +137,6 @@ def pin_memory(memory: mmap.mmap, gpu: torch.device) -> None:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(memory), _PORTABLE)))
     weakref.finalize(memory, runtime.cudaHostUnregister, address)
-
-
-@contextmanager
-def _suppress_os_error() -> Iterator[None]:
-    """Suppress OSError: a kernel without huge pages rejects the hint, which is harmless."""
-    try:
-        yield
-    except OSError:
-        return
 
 
 class _Envelope:

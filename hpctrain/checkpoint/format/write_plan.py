@@ -27,7 +27,6 @@ class WriteItem(NamedTuple):
     key: str
     dtype: torch.dtype
     tensor_shape: tuple[int, ...]
-    """Shape of the complete tensor."""
     offsets: tuple[int, ...]
     """Position of the piece in the complete tensor."""
     sizes: tuple[int, ...]

@@ -36,7 +36,6 @@ class CommitTarget:
     io_timeout_s: float = 300.0
     """Maximum time without disk progress, in seconds."""
     io_thread: IoThread = field(default_factory=IoThread)
-    """Queue of operations of this rank in the folder."""
 
     def run_on_leaders(self, work: Callable[[], T], failure: str, abort: threading.Event) -> T | None:
         """Run `work` on the leading ranks; return None on others, and raise errors on all (collective)."""

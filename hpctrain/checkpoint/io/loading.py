@@ -35,11 +35,9 @@ class LoadedCheckpoint:
     step: int
     path: Path
     state: Any
-    """The saved `state`."""
     rank_state: dict[str, torch.Tensor] | None
     """The saved `rank_state` of this rank; None if the checkpoint is from another number of ranks."""
     verified_step: int | None = None
-    """See `Manifest`."""
 
 
 @dataclass(frozen=True)

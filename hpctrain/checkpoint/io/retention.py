@@ -15,7 +15,6 @@ class Retention:
     """Retention rules; a checkpoint is kept if any rule applies."""
 
     last: int = 3
-    """Number of newest checkpoints to keep, at least 1."""
     every: int | None = None
     """Keep the checkpoints whose step is a multiple of this number; None keeps none by this rule."""
     best: int = 0

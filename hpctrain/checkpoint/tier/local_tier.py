@@ -22,8 +22,14 @@ from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, boot_identity
 from hpctrain.checkpoint.io.commit import CommitTarget
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
 from hpctrain.checkpoint.io.loading import VerifiedCheckpoint
-from hpctrain.checkpoint.tier.node_files import LARGE_SUFFIX, NodeFiles, find_complete, gather_node_files
-from hpctrain.checkpoint.tier.tier_copier import TierCopier, TierCopyFailed
+from hpctrain.checkpoint.tier.tier_copier import (
+    LARGE_SUFFIX,
+    NodeFiles,
+    TierCopier,
+    TierCopyFailed,
+    find_complete,
+    gather_node_files,
+)
 from hpctrain.errors import CheckpointError
 from hpctrain.files import make_private_folder
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps

@@ -32,11 +32,8 @@ class DataRank:
 
 class RankBatch(NamedTuple):
     step: int
-    """Optimizer step of this batch, counted from 1."""
     epoch: int
-    """Epoch of the batch, counted from 0."""
     batch_idx: int
-    """Number of the batch in its epoch, counted from 0."""
     batch_size: int
     """Total number of samples of all ranks."""
     largest: int
@@ -68,7 +65,6 @@ class BatchPlan:
     order: SampleOrder
     global_batch_size: int
     drop_last: bool = False
-    """True to omit the last batch of each epoch if it is incomplete."""
 
     @cached_property
     def steps_per_epoch(self) -> int:

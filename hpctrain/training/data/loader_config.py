@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,6 @@ class LoaderConfig:
     global_batch_size_is_set: bool = False
     """True if the user set `global_batch_size`, so that a DataLoader cannot replace it."""
     accumulate_grad_batches: int = 1
-    """Batches of a DataLoader per optimizer step."""
 
     def with_loader_batch_size(self, batch_size: int, name: str) -> LoaderConfig:
         """Return these settings with the `batch_size` of a DataLoader, unless the user set another."""
@@ -93,7 +92,7 @@ class LoaderConfig:
             yield from map(pin_batch, batches) if self.pin_memory else batches
             return
         # A list is sent within a message; a tensor would need a file descriptor.
-        lists = _OrderSampler((epoch, indices.tolist()) for epoch, indices in orders)
+        lists = ((epoch, indices.tolist()) for epoch, indices in orders)
         with closing(self.workers(_BatchDataset(fetcher), lists, name, self.num_workers)) as workers:
             yield from workers
 
@@ -151,14 +150,6 @@ class _BatchDataset:
         return self._fetcher.fetch(epoch, torch.tensor(indices, dtype=torch.int64))
 
 
-class _OrderSampler:
-    def __init__(self, orders: Iterator[Any]) -> None:
-        self._orders = orders
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._orders
-
-
 @dataclass(frozen=True)
 class DataLoaderParts:
     dataset: Any
@@ -167,9 +158,7 @@ class DataLoaderParts:
     drop_last: bool = False
     """True to omit the last batch of each epoch if it is incomplete."""
     sampler: Iterable[Any] | None = None
-    """Sampler that determines the order, or None."""
     yields_batches: bool = False
-    """True if `sampler` is a batch sampler."""
 
 
 def unpack_dataloader(data: Any, loading: LoaderConfig, name: str) -> tuple[DataLoaderParts, LoaderConfig]:

@@ -55,9 +55,7 @@ class ShardChunk(NamedTuple):
     samples: dict[int, Any]
     """Samples of this rank that are not yet trained, by their numbers in the shard."""
     stop: int
-    """Number of the sample after the chunk."""
     ended: bool
-    """True if the shard ends with this chunk."""
 
 
 class ShardedStream:
@@ -113,7 +111,7 @@ class _ShardReader:
         if self._holder is dataset:
             self._samples = iter(dataset)
 
-    def read(self, seeds: SampleSeeds) -> Any:
+    def next_sample(self, seeds: SampleSeeds) -> Any:
         """Return the next sample; raise StopIteration at the end of the shard."""
         seeds.enter(self.epoch, self.shard, self.number)
         try:
@@ -169,20 +167,20 @@ class InterleavedReader(IterableDataset[ShardChunk]):
             )
             while reading:
                 reader = reading.popleft()
-                chunk = self._read_chunk(reader)
+                chunk = self._next_chunk(reader)
                 if not chunk.ended:
                     reading.append(reader)
                 yield chunk
             epoch, checkpoints = epoch + 1, {}
 
-    def _read_chunk(self, reader: _ShardReader) -> ShardChunk:
+    def _next_chunk(self, reader: _ShardReader) -> ShardChunk:
         checkpoint, stop = reader.checkpoint(), reader.number + self.chunk_size
         samples: dict[int, Any] = {}
         ended = False
         with self.seeds.fetching():
             while reader.number < stop and not ended:
                 try:
-                    sample = reader.read(self.seeds)
+                    sample = reader.next_sample(self.seeds)
                 except StopIteration:
                     ended = True
                 else:

@@ -38,7 +38,6 @@ class StepData(NamedTuple):
     num_micro_batches: int
     """Number of micro-batches, equal on all ranks, so that collectives in forward passes match."""
     micro_batches: Iterable[MicroBatch]
-    """Iterable to be consumed once."""
 
 
 class StepSource:
@@ -53,9 +52,7 @@ class StepSource:
     exchanges_ends = False
     """True if the ranks must exchange `local_ends` after every step."""
     loading: LoaderConfig
-    """Data settings in use."""
     remarks: Sequence[str] = ()
-    """Remarks shown to the user at the start, as sentences."""
 
     def identity(self) -> dict[str, Any]:
         """Return all values that determine the order of samples."""

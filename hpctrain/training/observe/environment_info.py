@@ -98,22 +98,18 @@ def count_rank_cpus(ranks_here: int) -> int:
     return own if own < all_here else max(1, all_here // max(1, ranks_here))
 
 
-def can_request_cpus() -> bool:
-    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
-
-
-def warn_too_few_workers(
-    waited_s: float, all_s: float, num_workers: int, cpus: int, *, can_request: bool
-) -> str | None:
-    """Return a hint during or after training; None if it is too early, or if waits for data were short."""
+def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: int) -> str | None:
+    """Return a hint during training; None if it is too early, or if waits for data were short."""
     if all_s < _SEEN_S or waited_s < _SHARE * all_s:
         return None
-    share = f"{waited_s / all_s:.0%}"
-    said = (
-        f"Training spent {share} of the first {all_s:.0f} s waiting for data with num_workers={num_workers}"
+    finding = (
+        f"Training spent {waited_s / all_s:.0%} of the first {all_s:.0f} s waiting for data with "
+        f"num_workers={num_workers}"
     )
     more = min(max(2 * num_workers, 1), cpus)
     if more > num_workers:
-        return f"{said}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={more}."
-    remedy = "Request more CPUs with --cpus-per-task, or make" if can_request else "Make"
-    return f"{said}, and each rank has only {pluralize(cpus, 'CPU')}. {remedy} data loading faster."
+        return f"{finding}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={more}."
+    return (
+        f"{finding}, and each rank has only {pluralize(cpus, 'CPU')}. Request more CPUs with "
+        "--cpus-per-task, or make data loading faster."
+    )

@@ -35,7 +35,6 @@ class StepResult:
     scalars: dict[str, float]
     """Means over the global batch, including `loss`. `num_tokens`, if present, is a sum."""
     timing: TimingSample | None
-    """Time sample of the step, if this rank logs it."""
 
 
 class RunWriter:

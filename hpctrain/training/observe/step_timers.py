@@ -22,7 +22,6 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class TimingSample:
     time: float
-    """Wall-clock time."""
     spent: dict[str, float]
     """Seconds by name; `all` is the total since the previous sample."""
 

@@ -30,9 +30,7 @@ class IgnoredValue(NamedTuple):
     owner: str
     """Optimizer or scheduler, such as "CosineAnnealingLR"; empty for the only optimizer."""
     applied: Any
-    """Value in the checkpoint."""
     script_value: Any
-    """Value in the script."""
 
     @property
     def record(self) -> tuple[str, Any, Any]:

@@ -97,7 +97,6 @@ class VerificationSteps:
     synced: frozenset[int]
     """Steps that the verified run saved. Some algorithms change the state of the ranks before a save."""
     last: int
-    """Step after which training ends."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self | None:
