@@ -53,7 +53,7 @@ EXEMPT = {
     },
     "returns the content without interpreting it": {
         "authentication.read_secret",
-        "checkpoint.tier.node_files.read_small_files",
+        "checkpoint.tier.tier_copier.read_small_files",
         "cluster.env_variables._read",
         "files.read_regular",
         "jobs.executor.function_runs.read_stdout",
