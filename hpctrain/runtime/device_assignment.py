@@ -39,11 +39,7 @@ class DeviceAssignment:
 
 
 def choose_device(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool = True) -> torch.device:
-    """Select the device of this rank from `plan_device`, without communication; the CPU if not `use_gpus`.
-
-    Raises:
-        EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
-    """
+    """Select the device of this rank from `plan_device`, without communication; the CPU if not `use_gpus`."""
     return _select_gpu(_plan(ranks, environ, len(visible_uuids(environ)) if use_gpus else 0))
 
 
@@ -54,19 +50,6 @@ def assign_device(
 
     Every rank sends rank 0 its placement, its visible GPUs and its preferred GPU. Rank 0 checks for
     contradictions and answers: one message per rank in each direction.
-
-    Args:
-        ranks: the ranks of this process.
-        environ: the variables from which `ranks` was created.
-        store: a store of this job only.
-        use_gpus: false to use only CPUs.
-        problem: an error of rank 0 that ends all ranks.
-
-    Raises:
-        HpctrainError: two processes have the same rank or placement, or would share a GPU. Raised on all
-            ranks; the message names both.
-        RendezvousError: a rank did not arrive within the store's timeout, or another program changed an entry
-            of the store. Raised on all ranks.
     """
     placement = _own_placement(ranks, environ, use_gpus=use_gpus)
     if duplicate := _publish_placement(placement, store):

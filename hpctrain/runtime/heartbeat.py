@@ -41,11 +41,7 @@ _has_reported, _has_reported_group = threading.Event(), threading.Event()
 
 
 def heartbeat_message(started_with: Mapping[str, str]) -> Message:
-    """Return the content of a heartbeat.
-
-    Args:
-        started_with: the environment before the script started.
-    """
+    """Return the content of a heartbeat."""
     stop = {"stop": True} if agreed_stop.signal else {}
     startup = startup_times.report()
     group = {"group": True} if has_process_group() else {}
@@ -82,11 +78,7 @@ def wait_until_group_is_reported() -> None:
 
 
 def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, message: Message) -> None:
-    """Handle a message of the supervisor.
-
-    Raises:
-        OSError: the supervisor is gone.
-    """
+    """Handle a message of the supervisor."""
     if "tell" in message:
         report_diagnostics(run, attempt, ranks, connection)
     elif "prepare_stop" in message:
@@ -103,9 +95,6 @@ def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Conn
     """Report the position of the main thread, then write the stacks and other diagnostics to files.
 
     The report comes first, because the file system may be the part that hangs.
-
-    Raises:
-        OSError: the supervisor has exited.
     """
     rendezvous = _rendezvous()
     position = {

@@ -31,20 +31,12 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def connect_to_worker(name: str) -> Connection:
-    """Return a connection of a process of the command to the worker.
-
-    Raises:
-        OSError: no worker of this user listens at this name.
-    """
+    """Return a connection of a process of the command to the worker."""
     return Connection(connect_to_own_process(name))
 
 
 def connect_to_own_process(name: str) -> socket.socket:
-    """Return a connection to a process of this user that listens at an abstract address.
-
-    Raises:
-        OSError: no process of this user listens at this name.
-    """
+    """Return a connection to a process of this user that listens at an abstract address."""
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(f"\0{name}")
     if not is_own_process(connected):
@@ -68,13 +60,7 @@ class ChildRelay:
         heartbeat_message: Callable[[], Message],
         on_message: Callable[[Connection, Message], None],
     ) -> None:
-        """Start to listen.
-
-        Args:
-            ranks: the ranks of the worker.
-            heartbeat_message: returns the worker's own heartbeat.
-            on_message: handles a message of the supervisor in the worker.
-        """
+        """Start to listen."""
         self._ranks, self._own_heartbeat, self._handle = ranks, heartbeat_message, on_message
         self._changed = threading.Condition()
         #: The last heartbeat of each connected process; empty before the first.
@@ -102,11 +88,7 @@ class ChildRelay:
         return {**heartbeat, "modules": []} if heartbeat else self._own_heartbeat()
 
     def on_message(self, connection: Connection, message: Message) -> None:
-        """Pass a message of the supervisor to the observed process, or handle it in the worker.
-
-        Raises:
-            OSError: the supervisor is gone.
-        """
+        """Pass a message of the supervisor to the observed process, or handle it in the worker."""
         self._supervisor = connection
         child, _ = self._observed()
         if child is None:

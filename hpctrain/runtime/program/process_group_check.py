@@ -40,22 +40,13 @@ class ProcessGroupCheck:
         self._is_settled = self._world_size == 1 or environ.get(INDEPENDENT_RANKS_VARIABLE) == "1"
 
     def after_step(self) -> None:
-        """Check after an optimizer step.
-
-        Raises:
-            EnvironmentMismatch: the rank has completed `MAX_STEPS_ALONE` steps without a process group.
-        """
         if not self._is_settled:
             self._is_settled = has_process_group()
             if not self._is_settled and activity.optimizer_steps >= MAX_STEPS_ALONE:
                 self.check_end()
 
     def check_end(self) -> None:
-        """Check at the end of the program. A program without optimizer steps passes.
-
-        Raises:
-            EnvironmentMismatch: the rank trained without a process group.
-        """
+        """Check at the end of the program. A program without optimizer steps passes."""
         if self._is_settled or activity.is_managed or not activity.optimizer_steps:
             return
         self._is_settled = True
@@ -100,12 +91,7 @@ def _takes_local_rank() -> bool:
 
 
 def find_rendezvous(frame: FrameType | None, environ: Mapping[str, str]) -> str | None:
-    """Return the address at which a thread waits for the process group; None if it does not wait for it.
-
-    Args:
-        frame: the innermost frame of the thread.
-        environ: the variables for `env://`.
-    """
+    """Return the address at which a thread waits for the process group; None if it does not wait for it."""
     while frame is not None:
         module = frame.f_globals.get("__name__")
         if frame.f_code.co_name == "init_process_group" and module == "torch.distributed.distributed_c10d":

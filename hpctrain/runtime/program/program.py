@@ -66,15 +66,7 @@ class Program:
         return copied_path(os.getcwd(), os.environ)
 
     def run(self, relay: ChildRelay | None = None) -> None:
-        """Run the program as `__main__`, or as a child process.
-
-        Args:
-            relay: observes the Python processes of a command.
-
-        Raises:
-            SystemExit: the program exited with a code.
-            CommandFailed: a child process exited with a code other than 0.
-        """
+        """Run the program as `__main__`, or as a child process."""
         if self.kind == "command":
             _run_command([self.entry, *self.args], relay)
         # As in `python SCRIPT`; this interpreter was started with -P, so no other folder precedes it.

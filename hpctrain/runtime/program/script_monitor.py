@@ -36,12 +36,7 @@ class ScriptMonitor:
     """Samples the main thread, or the processes of a command, and updates `activity`."""
 
     def __init__(self, pid: int | None = None, step_log: StepLog | None = None) -> None:
-        """Prepare without starting.
-
-        Args:
-            pid: process of a command started by this process; None for the script in this process.
-            step_log: log of the steps.
-        """
+        """Prepare without starting."""
         self._step_log = step_log
         self._pid = pid
         self._main = threading.main_thread()

@@ -43,11 +43,7 @@ class SignedBackend(RendezvousBackend):
         return f"hpctrain-{self._backend.name}"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """See base class.
-
-        Raises:
-            ForgedState: the state was written by a process without the secret.
-        """
+        """See base class."""
         found = self._backend.get_state()
         return None if found is None else (self._unseal(found[0]), found[1])
 

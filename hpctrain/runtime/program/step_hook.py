@@ -30,12 +30,7 @@ AfterStep = Callable[[], None]
 
 
 def install_step_hook(after_step: AfterStep = lambda: None, *, is_restart: bool = False) -> None:
-    """Count optimizer steps of this process, starting now or at the import of torch.
-
-    Args:
-        after_step: called after each step.
-        is_restart: True if the script may load weights of an earlier attempt, not only pretrained ones.
-    """
+    """Count optimizer steps of this process, starting now or at the import of torch."""
     hook = _StepHook(after_step, is_restart)
     step_profiler.counts_steps = True
     if _OPTIMIZER_MODULE in sys.modules:
@@ -57,7 +52,6 @@ class _StepHook:
         self._has_loaded_weights = False
 
     def register(self, module: ModuleType) -> None:
-        """Register the hooks in torch's module."""
         self._first_step_handle = module.register_optimizer_step_pre_hook(self._before_first_step)
         module.register_optimizer_step_post_hook(self)
         load = module.Optimizer.load_state_dict
@@ -104,11 +98,7 @@ class _StepHook:
 
 
 def restored_steps(optimizer: Any) -> int | None:
-    """Return the number of steps in the state of an optimizer, as stored by Adam and most others.
-
-    Returns:
-        0 for a new optimizer; None for a state without a number of steps.
-    """
+    """Return the number of steps in the state of an optimizer, as stored by Adam and most others."""
     if not optimizer.state:
         return 0
     steps = [state["step"] for state in optimizer.state.values() if "step" in state]

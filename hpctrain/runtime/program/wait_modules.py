@@ -23,7 +23,6 @@ def waits_for_ranks(module: str) -> bool:
 
 
 def waits_for_data(module: str) -> bool:
-    """Return true if code of this module waits for data."""
     return _is_in(module, _DATA)
 
 

@@ -61,10 +61,6 @@ def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
     """List a file or folder, without folders whose name is in `skipped`.
 
     A link to a file outside counts as that file.
-
-    Raises:
-        OSError: a file cannot be accessed.
-        StagingError: an entry is neither a regular file, nor a folder, nor a link.
     """
 
     def fail(error: OSError) -> None:
@@ -113,13 +109,6 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
     """Copy a file or folder to `target`, or unpack an archive; reuse an unchanged copy.
 
     The target appears only when the copy is complete and `finish` has made the last changes.
-
-    Returns:
-        `bytes` and `seconds` of the copy, fingerprints of `source` and `copy`, `reused`, and `saved_s`.
-
-    Raises:
-        OSError: a file cannot be read or written.
-        StagingError: the source changed, the archive is damaged, or the disk is too small.
     """
     begun = time.monotonic()
     record_path, temporary = (target.with_name(f".{target.name}.{kind}") for kind in ("json", "part"))
@@ -157,10 +146,6 @@ def copy_contents(contents: Contents, target: Path) -> None:
     """Copy the listed files, or unpack an archive.
 
     A link to a file outside the source becomes a file; a link to a folder outside stays a link.
-
-    Raises:
-        OSError: a file cannot be read or written.
-        StagingError: the source changed, or the archive is damaged.
     """
     source = contents.path
     if is_archive := not source.is_dir() and ARCHIVE_SUFFIX.search(source.name):
@@ -208,11 +193,7 @@ def _unpack(archive: Path, target: Path) -> None:
 
 
 def run_program(command: Sequence[str], task: str) -> None:
-    """Run a program that ends with this process.
-
-    Raises:
-        StagingError: it failed.
-    """
+    """Run a program that ends with this process."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

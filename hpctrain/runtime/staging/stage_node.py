@@ -84,10 +84,6 @@ def pack_environment(packs: Path, folder: Path) -> Path:
 
     The pack is created in the shared folder `packs` if the environment has changed; temporary files are in
     the local `folder`.
-
-    Raises:
-        OSError: a file cannot be read or written, or another user owns `packs`.
-        StagingError: the environment changed, or tar failed.
     """
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     environment = {"venv": list_contents(prefix)}

@@ -55,7 +55,6 @@ class _SignalRecord:
         self._report: Callable[[signal.Signals], None] | None = None
 
     def first_stop_signal(self) -> signal.Signals | None:
-        """Return the first stop signal that is not handled."""
         with self._lock:
             with contextlib.suppress(BlockingIOError):
                 numbers = os.read(self._reading, 4096)

@@ -9,11 +9,7 @@ from hpctrain.rundir import STOP_GRACE_VARIABLE
 
 
 def read_stop_grace(environ: Mapping[str, str]) -> dict[str, float]:
-    """Return the seconds per signal name; the variable is, for example, `SIGTERM=30,SIGUSR2=120`.
-
-    Raises:
-        UserError: the variable is malformed.
-    """
+    """Return the seconds per signal name; the variable is, for example, `SIGTERM=30,SIGUSR2=120`."""
     text = environ.get(STOP_GRACE_VARIABLE, "")
     try:
         pairs = [word.partition("=") for word in text.split(",") if word.strip()]

@@ -168,11 +168,7 @@ def _is_importing_torch() -> bool:
 
 
 def exit_after_step() -> None:
-    """Exit and request a continuation if all ranks stop after the step that this rank has completed.
-
-    Raises:
-        StoppedBeforeTraining: all ranks stop after this step.
-    """
+    """Exit and request a continuation if all ranks stop after the step that this rank has completed."""
     if agreed_stop.after_step():
         _exit(agreed_stop.signal or signal.SIGTERM, activity.step)
 
@@ -273,13 +269,7 @@ def _exit_on_signal_of(parent: int) -> None:
 
 
 def exit_message(number: signal.Signals, environ: Mapping[str, str], step: int | None = None) -> str:
-    """Return a message with the signal, its cause and the lost work, for the log of rank 0.
-
-    Args:
-        number: the signal.
-        environ: variables of this process.
-        step: the optimizer step of this attempt after which all ranks exit; None for an immediate exit.
-    """
+    """Return a message with the signal, its cause and the lost work, for the log of rank 0."""
     exiting = "exiting" if step is None else f"all ranks exit after step {step} of this attempt"
     run = RunDir(Path(environ[RUN_DIR_VARIABLE])) if RUN_DIR_VARIABLE in environ else None
     try:
