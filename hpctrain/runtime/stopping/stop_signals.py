@@ -240,7 +240,7 @@ def _exit_on_signal_of(rank: int) -> None:
 
 
 def exit_message(number: signal.Signals, environ: Mapping[str, str], step: int | None = None) -> str:
-    """Return the signal, its cause and the lost work; `step` is the last step of all ranks, if they agreed."""
+    """Describe the signal and the lost work; `step` is the last step of all ranks, if they agreed."""
     exiting = "exiting" if step is None else f"all ranks exit after step {step} of this attempt"
     run = RunDir(Path(environ[RUN_DIR_VARIABLE])) if RUN_DIR_VARIABLE in environ else None
     try:
