@@ -42,14 +42,14 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.heartbeat import (
+from hpctrain.runtime.log_index import start_log_index
+from hpctrain.runtime.program.child_relay import ChildRelay
+from hpctrain.runtime.program.heartbeat import (
     heartbeat_message,
     on_heartbeat_sent,
     on_message,
     wait_until_group_is_reported,
 )
-from hpctrain.runtime.log_index import start_log_index
-from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.script_monitor import ScriptMonitor

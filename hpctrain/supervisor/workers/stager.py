@@ -110,7 +110,7 @@ class Stager:
             OSError: a process cannot be started.
         """
         begun = system.monotonic()
-        command = [*module_command(self.plan.host_spec, "staging.stage_node"), self.plan.arguments]
+        command = [*module_command(self.plan.host_spec, "stage_node"), self.plan.arguments]
         variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
         log.info("attempt %d: staging on %s, in %s", attempt, pluralize(len(hosts), "node"), self.plan.folder)
         self.launcher.hosts = hosts

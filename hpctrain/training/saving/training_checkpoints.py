@@ -26,7 +26,7 @@ from hpctrain.rundir import (
     checkpoint_folder_name,
 )
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.runtime.stopping.stop_grace import read_stop_grace
+from hpctrain.runtime.stopping.signal_recorder import read_stop_grace
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
