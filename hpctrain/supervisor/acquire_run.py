@@ -31,11 +31,7 @@ class NotInJob(SpecError):
 
 
 def check_in_job(run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
-    """Check that the script of a Slurm job runs in a Slurm job, and that of an array in one of its tasks.
-
-    Raises:
-        NotInJob: it does not.
-    """
+    """Check that the script of a Slurm job runs in a Slurm job, and that of an array in one of its tasks."""
     is_in_job = "SLURM_JOB_ID" in environ and "SLURM_JOB_NODELIST" in environ and spec.array is None
     if spec.backend == "slurm" and not is_in_job:
         raise _not_submitted(run.array or run, "This process")
@@ -56,15 +52,6 @@ def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
 
 def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
     """Decide whether this job must train. If so, record this job as the newest job of the run.
-
-    Args:
-        run: the run.
-        spec: its job specification.
-        job_control: control of this job. It holds the lease from now on if this job must train.
-        deaths: number of earlier supervisors of this job that were killed.
-
-    Returns:
-        `Exit` if this job has nothing to do: the run is over, or another job continues it.
 
     Raises:
         NotInJob: hpctrain did not start this job, or another job trains in the folder.

@@ -79,11 +79,7 @@ class BufferedStorage(RunStorage):
         self._start_retrying()
 
     def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
-        """Yield the JSON lines of a file, including buffered lines.
-
-        Raises:
-            OSError: the file cannot be read, even after retries.
-        """
+        """Yield the JSON lines of a file, including buffered lines."""
         if (lines := self._lines.get(path)) is None or not lines.has_pending:
             return iter(_retry_while_away(lambda: list(super(BufferedStorage, self).read(path, is_valid))))
         with lines.pending() as waiting:
@@ -103,12 +99,7 @@ class BufferedStorage(RunStorage):
             self._start_retrying()
 
     def make_folder(self, path: Path) -> None:
-        """Create a new folder, if possible.
-
-        Raises:
-            FileExistsError: the folder already exists.
-            HpctrainError: the run folder no longer exists.
-        """
+        """Create a new folder, if possible."""
         # Without the run folder, ranks would start over and write to the wrong place.
         if not _wait_until(lambda: os.path.exists(self._run.spec), _VANISHED_LIMIT_S):
             raise HpctrainError(

@@ -36,13 +36,6 @@ def drain_local_tier(
 
     Does nothing if the run has neither a local tier nor copies in memory. Failures are only logged: the run
     continues from the run folder.
-
-    Args:
-        run: the run.
-        spec: its job.
-        launcher: starts processes on the nodes.
-        attempt: the ended attempt.
-        lost: nodes on which no process can start.
     """
     folders = [str(folder) if folder else "-" for folder in node_folders(run)]
     names = " and ".join(folder for folder in folders if folder != "-")
@@ -63,14 +56,7 @@ def drain_local_tier(
 
 
 def remove_copies(run: RunDir, launcher: Launcher, attempt: int, lost: Container[str]) -> None:
-    """Remove the copies in memory of ranks that were killed during a stop; log failures.
-
-    Args:
-        run: the run.
-        launcher: starts processes on the nodes.
-        attempt: the ended attempt.
-        lost: nodes on which no process can start.
-    """
+    """Remove the copies in memory of ranks that were killed during a stop; log failures."""
     if (folder := node_folders(run)[1]) is not None:
         command, what = ["rm", "-rf", "--", str(folder)], f"the removal of {folder}"
         clean_nodes(run, launcher, command, attempt, lost, _REMOVAL_LIMIT_AFTER_STOP_S, what)

@@ -47,13 +47,7 @@ _CONNECTIONS_PER_RANK = 4
 
 
 def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int:
-    """Supervise the run in the folder `argv[0]`; in a job array, the task of this job.
-
-    Args:
-        argv: the run folder.
-        environ: variables of the job's script.
-        deaths: number of earlier supervisors of this job that were killed.
-    """
+    """Supervise the run in the folder `argv[0]`; in a job array, the task of this job."""
     path = run_of_this_job(RunDir(Path(argv[0])), environ).path
     storage = BufferedStorage(path)
     run = RunDir(path, storage)

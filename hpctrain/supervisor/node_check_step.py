@@ -24,12 +24,7 @@ _SUSPICIOUS = frozenset({EndKind.GPU, EndKind.COMMUNICATION, EndKind.HANG})
 
 
 def node_check_is_due(spec: JobSpec, last: EndKind | None) -> bool:
-    """Return true if the nodes must be checked before the next attempt.
-
-    Args:
-        spec: the job.
-        last: end of the previous attempt of this job; None for the first attempt.
-    """
+    """Return true if the nodes must be checked before the next attempt."""
     return spec.node_check == "always" or (spec.node_check == "auto" and last in _SUSPICIOUS)
 
 

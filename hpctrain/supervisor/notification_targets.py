@@ -138,11 +138,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def post_json(address: str, message: Mapping[str, Any]) -> None:
-    """POST a message as JSON, at most once: only a failed connection is tried again.
-
-    Raises:
-        OSError: the request failed. The error contains neither the URL nor output of the server.
-    """
+    """POST a message as JSON, at most once: only a failed connection is tried again."""
     opener = urllib.request.build_opener(_Connections, _NoRedirects)
     data = json.dumps(message).encode()
     for left in reversed(range(_TRIES)):
@@ -171,9 +167,6 @@ def run_notification_command(
 
     The command receives the message on standard input, and the main fields also in environment variables.
     `set_process` is called with the process immediately after the start.
-
-    Raises:
-        OSError: the command failed or took too long.
     """
     variables = {
         "HPCTRAIN_OCCASION": str(message["occasion"]),

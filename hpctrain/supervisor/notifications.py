@@ -28,12 +28,7 @@ _KILL_LIMIT_S = 3.0
 
 @contextmanager
 def send_notifications(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
-    """Notify the targets in the run's specification about events during the block.
-
-    Args:
-        run: the run folder.
-        environ: environment variables for commands.
-    """
+    """Notify the targets in the run's specification about events during the block."""
     try:
         notify = load_spec(run.spec).notify
     except SpecError:
@@ -169,12 +164,7 @@ class StallDetector:
                 self._since = now
 
     def find_stall(self, now: float, logged_by: object) -> float | None:
-        """Return the seconds since the last step if this is an unreported stall.
-
-        Args:
-            now: time on a monotonic clock, in seconds.
-            logged_by: the attempt that has logged steps since the last call; None without steps.
-        """
+        """Return the seconds since the last step if this is an unreported stall."""
         is_ours = self._attempt is None or logged_by == self._attempt
         if logged_by is not None and is_ours and not self._ended:
             self._since, self._reported = now, False

@@ -59,15 +59,7 @@ class Requeuer:
     def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, changes: JobChanges
     ) -> Continue | Exit | RequeueRefused:
-        """Release the allocation and request a new allocation.
-
-        Args:
-            attempt: the attempt to continue.
-            intent: the intent for the job.
-            kind: kind of the end of the attempt.
-            changes: changes to the job.
-            seconds: duration of the attempt.
-        """
+        """Release the allocation and request a new allocation."""
         methods = self._methods(intent)
         memory = {"memory": changes.memory} if changes.memory else {}
         self.run.log_event(
@@ -120,11 +112,7 @@ class Requeuer:
         return RequeueRefused("; ".join(refusals), may_pass)
 
     def _requeue(self, changes: JobChanges) -> Continue | Exit:
-        """Requeue the job.
-
-        Raises:
-            SchedulerError: the scheduler refused.
-        """
+        """Requeue the job."""
         if not self.job_control.requeue():
             return Continue()
         return self._leave_requeued_job(changes)

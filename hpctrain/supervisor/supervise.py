@@ -107,11 +107,7 @@ class Supervisor:
         self._requeuer = Requeuer(run, spec, job_control, self._events)
 
     def run(self, deaths: int = 0) -> int:
-        """Start the workers as many times as needed. Returns the exit code of the job.
-
-        Args:
-            deaths: number of earlier supervisors of this job that were killed.
-        """
+        """Start the workers as many times as needed. Returns the exit code of the job."""
         for number in self._job_control.on_signal:
             system.handle_signal(number, self._on_signal)
         next_step = acquire_run(self._run, self._spec, self._job_control, deaths)

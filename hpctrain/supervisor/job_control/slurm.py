@@ -106,10 +106,6 @@ def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
     - A job with `--requeue=expedite` is not delayed. But if its script fails, Slurm 26.05 requeues the job
       and holds it until a user releases it.
     - Before 26.05, a job that was warned of a preemption is also requeued when its next start completes.
-
-    Args:
-        environ: environment variables of the job.
-        exit_code: exit code of this process.
     """
     earlier_restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     if not exit_code and not earlier_restarts:

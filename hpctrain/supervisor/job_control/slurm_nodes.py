@@ -54,9 +54,6 @@ class SlurmNodes:
     """Nodes of the job that are separate machines and may fail independently.
 
     Methods raise SchedulerError if Slurm refuses or does not answer.
-
-    Attributes:
-        own_host: node of the supervisor, without which the job cannot continue.
     """
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:

@@ -18,12 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class SlurmSuccessors:
-    """The predecessor and the successor of this job, of which only one holds the lease at a time.
-
-    Attributes:
-        predecessor: the predecessor of this job; None if the user submitted this job.
-        lease: the lease on the run folder, which the job that trains there holds.
-    """
+    """The predecessor and the successor of this job, of which only one holds the lease at a time."""
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self._run, self._spec, self._batch_environ = run, spec, environ

@@ -23,20 +23,7 @@ def run_auxiliary_step(
     what: str,
     uses_store: bool = True,
 ) -> StepEnded | None:
-    """Run a step with a separate rendezvous store, and wait for its end.
-
-    Args:
-        run: the run whose folder each process receives.
-        launcher: starts the step.
-        command: command of each process.
-        attempt: number of the attempt.
-        limit_s: time limit in seconds, after which the step is killed.
-        what: purpose of the step, for the log.
-        uses_store: False if the processes need no store.
-
-    Returns:
-        Result of the step; None if the step was killed.
-    """
+    """Run a step with a separate rendezvous store, and wait for its end."""
     deadline = system.monotonic() + limit_s
     events: system.SimpleQueue[StepEvent] = system.SimpleQueue()
     with RendezvousStore(launcher.address, hosted=uses_store) as rendezvous:

@@ -69,17 +69,7 @@ class ContainerCommand:
 def containerize(
     spec: JobSpec, command: list[str], names: Iterable[str], path: str | None
 ) -> ContainerCommand:
-    """Wrap a task's command in the container of the job; unchanged without a container.
-
-    Args:
-        spec: the job.
-        command: command to run in the container.
-        names: variables of the task, which override those of the image.
-        path: search path for the apptainer program.
-
-    Raises:
-        SpecError: the program is missing.
-    """
+    """Wrap a task's command in the container of the job; unchanged without a container."""
     container = spec.container
     if container is None:
         return ContainerCommand(command)

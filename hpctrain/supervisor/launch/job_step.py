@@ -136,11 +136,7 @@ class JobStep(Protocol):
         """Send a signal to every task."""
 
     def is_over(self) -> bool:
-        """Return true if the scheduler no longer lists the step, even without `StepEnded`.
-
-        Raises:
-            SchedulerError: the scheduler does not respond.
-        """
+        """Return true if the scheduler no longer lists the step, even without `StepEnded`."""
 
     def kill(self) -> None:
         """Kill every task immediately; `StepEnded` follows."""
@@ -162,11 +158,4 @@ class Launcher(Protocol):
     def start(
         self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
     ) -> JobStep:
-        """Start one task per rank, each running `command` with `variables` added to the environment.
-
-        Args:
-            command: command of each task.
-            variables: variables of each task, including the attempt number.
-            emit: receives the events of the step.
-            beside: True if the step shares the nodes with a running step.
-        """
+        """Start one task per rank, each running `command` with `variables` added to the environment."""

@@ -27,14 +27,7 @@ _POLL_INTERVAL_S = 60.0
 
 
 def should_scale_up(nodes: int, nodes_then: int, left_s: float, pause_s: float) -> bool:
-    """Return true if more nodes after a pause train more in the remaining time than the current nodes.
-
-    Args:
-        nodes: nodes that train now.
-        nodes_then: nodes after the pause.
-        left_s: remaining seconds of the job.
-        pause_s: seconds without training.
-    """
+    """Return true if more nodes after a pause train more in the remaining time than the current nodes."""
     return nodes_then * (left_s - pause_s) > _MARGIN * nodes * left_s
 
 

@@ -137,13 +137,7 @@ class Decision:
 
 
 def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
-    """Decide the next action after an attempt.
-
-    Args:
-        situation: the state of the run.
-        end: kind and cause of the end of the attempt.
-        now: current time, on the clock of `situation.ends_at`.
-    """
+    """Decide the next action after an attempt."""
     match end.kind, situation.intent:
         case EndKind.DONE, _:
             return Decision(Action.COMPLETE)

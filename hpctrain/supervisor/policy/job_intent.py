@@ -57,13 +57,7 @@ class ContinuationMethod(Enum):
 def continuation_methods(
     resume_mode: ResumeMode, intent: JobIntent, *, can_requeue: bool
 ) -> tuple[ContinuationMethod, ...]:
-    """Return the methods in the order in which to try them, until the scheduler accepts one.
-
-    Args:
-        resume_mode: the user's preference.
-        intent: the intent for the job.
-        can_requeue: true if the site requeues jobs, including this job.
-    """
+    """Return the methods in the order in which to try them, until the scheduler accepts one."""
     if intent is JobIntent.RELOCATE:
         return (ContinuationMethod.SUCCESSOR,)
     match resume_mode:

@@ -84,11 +84,7 @@ class AttemptMonitor:
     _is_leaving: bool = False
 
     def wait(self, step: JobStep) -> AttemptOutcome:
-        """Wait until `step` is over, and return its outcome.
-
-        Raises:
-            TimeoutError: the step was killed and did not end.
-        """
+        """Wait until `step` is over, and return its outcome."""
         while self.end is None:
             timeout_s, begun = self._time_left(), system.monotonic()
             if timeout_s is not None:

@@ -214,23 +214,12 @@ _STEPS_SEEN, _EVENTS_SEEN = 200, 1000
 
 
 def minimum_lead_s(step_s: float, save_s: float) -> float:
-    """Return the seconds that ranks need to save their state and exit.
-
-    Args:
-        step_s: the longest step, including a validation between two steps.
-        save_s: the longest save, including the commit.
-    """
+    """Return the seconds that ranks need to save their state and exit."""
     return _SIGNAL_S + _STEPS * step_s + longest_save_s(save_s)
 
 
 def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -> float:
-    """Return the lead before the time limit: the user's value, or more if the ranks need it.
-
-    Args:
-        run: the run.
-        asked_s: the user's value, in seconds.
-        limit_s: the time limit; half of it is reserved for training, regardless of the save time.
-    """
+    """Return the lead before the time limit: the user's value, or more if the ranks need it."""
     saves = [
         float(event["seconds"])
         for event in islice(read_last_records(run.events, is_event), _EVENTS_SEEN)

@@ -190,10 +190,6 @@ def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> 
 
     Returns the first non-empty group: ranks that do not respond, ranks that are steps behind, ranks that are
     not waiting while others wait, and ranks at a different position than most.
-
-    Args:
-        snapshots: reports of the ranks that responded.
-        silent: ranks that did not respond.
     """
     if silent and snapshots:
         return sorted(silent)

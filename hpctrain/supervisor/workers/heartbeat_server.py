@@ -73,15 +73,7 @@ class HeartbeatServer:
     """
 
     def __init__(self, address: str, handler: HeartbeatHandler) -> None:
-        """Bind a free port.
-
-        Args:
-            address: address of this host for the ranks.
-            handler: receiver of the messages.
-
-        Raises:
-            OSError: no port can be bound.
-        """
+        """Bind a free port."""
         self._address, self._handler = address, handler
         (self._secret,) = new_secret().values()
         self._socket = bind_socket(local_only=address == "127.0.0.1")

@@ -74,18 +74,7 @@ class RankMonitor:
         host_of: Callable[[int], str],
         world_size: int,
     ) -> None:
-        """Start the monitor.
-
-        Args:
-            run: the run.
-            attempt: number of the attempt.
-            step: the ranks' step.
-            send: sends a message to all ranks; returns the number of ranks reached.
-            emit: receives events.
-            limits: time limits of the phases, which adapt.
-            host_of: returns the host of a rank.
-            world_size: number of ranks.
-        """
+        """Start the monitor."""
         self._run, self._attempt, self._step = run, attempt, step
         self._send, self._emit, self._host_of, self._world_size = send, emit, host_of, world_size
         self._stop_agreement = StopAgreement(world_size, send)
@@ -185,13 +174,7 @@ class RankMonitor:
             self._discount(passed, now)
 
     def _on_rank_pause(self, rank: int, seconds: float, monotonic_s: float) -> None:
-        """Discount and record a pause of a rank, for which the others had to wait, unless already done.
-
-        Args:
-            rank: the rank.
-            seconds: duration by the system clock.
-            monotonic_s: duration by the monotonic clock, which stops while the machine sleeps.
-        """
+        """Discount and record a pause of a rank, for which the others had to wait, unless already done."""
         now, clock = system.monotonic(), system.time()
         if monotonic_s > _PAUSE_S and now - monotonic_s >= self._discounted_at:
             self._discount(monotonic_s, now)
@@ -339,12 +322,7 @@ class StopAgreement:
     """The supervisor's side of `runtime.stopping.agreed_stop`."""
 
     def __init__(self, world_size: int, send: Callable[[Mapping[str, Any]], object]) -> None:
-        """Wait for the request of a rank.
-
-        Args:
-            world_size: number of ranks.
-            send: sends a message to all ranks.
-        """
+        """Wait for the request of a rank."""
         self._world_size, self._send = world_size, send
         self._is_requested = False
         self._steps: dict[int, int | None] = {}

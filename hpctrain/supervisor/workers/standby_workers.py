@@ -33,19 +33,7 @@ class StandbyWorkers:
         modules: Sequence[str],
         world_size: int,
     ) -> None:
-        """Start the step.
-
-        Args:
-            launcher: starts the step.
-            server: connections for the command to begin.
-            command: command of each process.
-            variables: variables of the next attempt, as far as available.
-            modules: modules to import in advance.
-            world_size: number of ranks.
-
-        Raises:
-            OSError: the step cannot be started.
-        """
+        """Start the step."""
         self.attempt = int(variables[ATTEMPT_VARIABLE])
         self.hosts = list(launcher.hosts)
         self._server, self._world_size = server, world_size

@@ -67,11 +67,7 @@ class Straggler:
 
 
 def find_stragglers(spent: Mapping[int, StepTimes]) -> list[Straggler]:
-    """Return the slow ranks, slowest first.
-
-    Args:
-        spent: times of each rank over the same period.
-    """
+    """Return the slow ranks, slowest first."""
     steps = {rank: each.per_step() for rank, each in spent.items()}
     if len(steps) < 2:
         return []

@@ -75,14 +75,7 @@ class WorkerGroup:
         variables: Callable[[int], Mapping[str, str]],
         emit: EmitEvent,
     ) -> JobStep:
-        """Start the ranks of an attempt.
-
-        Args:
-            attempt: its number.
-            met_at: variables with the address of the store.
-            variables: returns all other variables of the attempt with the given number.
-            emit: receives events.
-        """
+        """Start the ranks of an attempt."""
         spec, hosts = self._spec, list(self._launcher.hosts)
         world_size = len(hosts) * spec.ntasks_per_node
 
@@ -258,15 +251,7 @@ class StartupRecord:
         host_of: Callable[[int], str],
         job_started_at: float | None,
     ) -> None:
-        """Start the clock.
-
-        Args:
-            run: the run.
-            attempt: number of the attempt.
-            world_size: number of ranks.
-            host_of: returns the host of a rank.
-            job_started_at: start of the job, in seconds since the epoch, if this is its first attempt.
-        """
+        """Start the clock."""
         self._run, self._attempt, self._world_size, self._host_of = run, attempt, world_size, host_of
         self._begun = system.time()
         self._job_s = None if job_started_at is None else round(max(0.0, self._begun - job_started_at), 3)
