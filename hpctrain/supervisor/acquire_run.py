@@ -14,10 +14,15 @@ from hpctrain.records.run_record import RunRecord, read_run_record, summarize_ev
 from hpctrain.records.successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.base import JobControl
-from hpctrain.supervisor.job_control.slurm_successors import SlurmSuccessors
-from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
-from hpctrain.supervisor.policy.outcome import Continue, Exit
+from hpctrain.supervisor.job_control.job_control import JobControl
+from hpctrain.supervisor.job_control.slurm import SlurmSuccessors
+from hpctrain.supervisor.policy.job_intent import (
+    Continue,
+    Exit,
+    OwnershipDecision,
+    OwnershipState,
+    decide_ownership,
+)
 from hpctrain.supervisor.run_end import finish_run
 
 log = logging.getLogger(__name__)

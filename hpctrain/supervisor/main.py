@@ -26,7 +26,7 @@ from hpctrain.supervisor.buffered_storage import (
     BufferedStorage,
     describe_disk_error,
 )
-from hpctrain.supervisor.job_control.local import LocalJobControl
+from hpctrain.supervisor.job_control.job_control import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
 from hpctrain.supervisor.launch.job_step import Launcher
 from hpctrain.supervisor.launch.local import LocalLauncher

@@ -17,16 +17,17 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_transient
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.job_control.base import JobControl
+from hpctrain.supervisor.job_control.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import StepEvent
 from hpctrain.supervisor.policy.job_intent import (
     ContinuationMethod,
+    Continue,
+    Exit,
     JobDisposition,
     JobIntent,
     continuation_methods,
     resolve_intent,
 )
-from hpctrain.supervisor.policy.outcome import Continue, Exit
 
 log = logging.getLogger(__name__)
 

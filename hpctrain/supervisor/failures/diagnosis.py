@@ -25,11 +25,15 @@ from hpctrain.supervisor.failures.failure_files import (
     collect_failures,
     root_cause,
 )
-from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
+from hpctrain.supervisor.job_control.job_control import (
+    EARLY_SIGNAL_TOLERANCE_S,
+    JobControl,
+    known_seconds_left,
+)
 from hpctrain.supervisor.launch.job_step import TaskResult
-from hpctrain.supervisor.policy.decide import AttemptEnd
+from hpctrain.supervisor.policy.decide import AttemptEnd, describe_nodes
 from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
+from hpctrain.supervisor.workers.attempt_monitor import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 
 log = logging.getLogger(__name__)
@@ -330,8 +334,3 @@ class FailureAnalyzer:
 
 def _log_failure(attempt: int, kind: EndKind, cause: str, path: str | None) -> None:
     log.error("attempt %d failed (%s): %s%s", attempt, kind, cause, f" (log: {path})" if path else "")
-
-
-def describe_nodes(reasons: Mapping[str, str]) -> str:
-    """Join nodes and their problems into one string."""
-    return "; ".join(f"{host}: {why}" for host, why in reasons.items())

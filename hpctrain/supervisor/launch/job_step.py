@@ -98,33 +98,12 @@ class HangDetected:
 
 
 @dataclass(frozen=True)
-class StragglerDetected:
-    """A rank that is slower than the others and makes them wait."""
-
-    host: str
-    rank: int
-    ratio: float
-    """Ratio of its time to the typical time of the ranks."""
-    part: str
-    """Part in which the rank loses the most time: `data` or `compute`."""
-    lasting: bool
-    """True if the rank has been slow for a while."""
-
-
-@dataclass(frozen=True)
 class LauncherStuck:
     """All tasks of the step have exited, but the launcher was not notified and would wait forever."""
 
 
 StepEvent = (
-    TaskExit
-    | StepEnded
-    | SignalReceived
-    | RankSignalled
-    | StopRequested
-    | HangDetected
-    | StragglerDetected
-    | LauncherStuck
+    TaskExit | StepEnded | SignalReceived | RankSignalled | StopRequested | HangDetected | LauncherStuck
 )
 EmitEvent = Callable[[StepEvent], None]
 

@@ -180,6 +180,11 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
     return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
 
 
+def describe_nodes(reasons: Mapping[str, str]) -> str:
+    """Join nodes and their problems into one string."""
+    return "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
+
+
 def suspect_nodes(policy: RestartPolicy, history: History) -> dict[str, str]:
     """Return nodes to exclude because of their failures, with the reason; excluded nodes are omitted."""
     found = {}

@@ -1,4 +1,4 @@
-"""Pure functions on the jobs of a run: choice of the training job, intent for the job, and continuation."""
+"""Decide which job of a run trains, and in which job the run continues, as pure functions."""
 
 from __future__ import annotations
 
@@ -79,6 +79,18 @@ class OwnershipDecision(Enum):
     """Exit: another job continues the run."""
     CANCEL = "cancel"
     """End the run: the user cancelled it while no supervisor was running."""
+
+
+@dataclass(frozen=True)
+class Continue:
+    """The run continues in this job."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """This job exits with this exit code."""
+
+    code: int
 
 
 @dataclass(frozen=True)

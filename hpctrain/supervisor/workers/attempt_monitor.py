@@ -9,10 +9,15 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobTime, known_seconds_left
+from hpctrain.supervisor.job_control.job_control import (
+    EARLY_SIGNAL_TOLERANCE_S,
+    JobControl,
+    known_seconds_left,
+)
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,
     JobStep,
@@ -22,11 +27,9 @@ from hpctrain.supervisor.launch.job_step import (
     StepEnded,
     StepEvent,
     StopRequested,
-    StragglerDetected,
     TaskExit,
     TaskResult,
 )
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +53,25 @@ _PAUSE_S = 10.0
 _KILL_LIMIT_S = 60.0
 
 
+class AttemptOutcome(Enum):
+    DONE = "done"
+    """Every rank finished."""
+    STOPPED = "stopped"
+    """The ranks received a stop signal and exited; the run continues later."""
+    FAILED = "failed"
+    """A rank crashed."""
+    NOT_STARTED = "not started"
+    """The scheduler did not start the step, for example because a node is broken."""
+    OUT_OF_TIME = "out of time"
+    """The ranks did not exit before the time limit."""
+
+
 @dataclass
 class AttemptMonitor:
     """Waits for the end of a step, and ends it if necessary."""
 
     events: system.SimpleQueue[StepEvent]
-    job_control: JobTime
+    job_control: JobControl
     ends_at: float | None
     """End of the job's time on the monotonic clock; None if the scheduler enforces it."""
     stop_before_limit_s: float
@@ -68,8 +84,6 @@ class AttemptMonitor:
     """Signals that the supervisor received."""
     hang: HangDetected | None = None
     """The hang that caused the step to be killed."""
-    stragglers: list[StragglerDetected] = field(default_factory=list)
-    """Slow ranks, in order of detection."""
     draining: Mapping[str, str] = field(default_factory=dict)
     """Nodes that caused the ranks to be stopped, with the reason."""
     end: StepEnded | None = None
@@ -112,8 +126,6 @@ class AttemptMonitor:
                 self.end = event
             case TaskExit():
                 self._task_ended(event)
-            case StragglerDetected():
-                self.stragglers.append(event)
             case HangDetected():
                 if not self._killed:
                     self.hang = event

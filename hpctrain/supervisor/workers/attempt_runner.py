@@ -34,12 +34,15 @@ from hpctrain.rundir import (
     is_metrics,
 )
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobTime, known_seconds_left
+from hpctrain.supervisor.job_control.job_control import (
+    EARLY_SIGNAL_TOLERANCE_S,
+    JobControl,
+    known_seconds_left,
+)
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
-from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 from hpctrain.supervisor.workers.stager import Stager
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 from hpctrain.text import pluralize
@@ -78,7 +81,7 @@ class AttemptRunner:
     run: RunDir
     spec: JobSpec
     launcher: Launcher
-    job_control: JobTime
+    job_control: JobControl
     events: system.SimpleQueue[StepEvent]
     worker_group: WorkerGroup
     grace_variables: Mapping[str, str]

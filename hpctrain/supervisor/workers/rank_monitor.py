@@ -18,7 +18,6 @@ from hpctrain.supervisor.launch.job_step import (
     JobStep,
     LauncherStuck,
     RankSignalled,
-    StragglerDetected,
 )
 from hpctrain.supervisor.workers.hang_detection import (
     HangDetector,
@@ -245,9 +244,6 @@ class RankMonitor:
             self._reported.add(straggler.rank)
             host = self._host_of(straggler.rank)
             self._record(straggler, host, lasting=lasting)
-            self._emit(
-                StragglerDetected(host, straggler.rank, round(straggler.ratio, 2), straggler.part, lasting)
-            )
 
     def _record(self, straggler: Straggler, host: str, *, lasting: bool) -> None:
         def parts(spent: StepTimes) -> dict[str, float]:

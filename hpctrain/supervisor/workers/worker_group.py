@@ -16,8 +16,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.launch.container_command import worker_command
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
+from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
