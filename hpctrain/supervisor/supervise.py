@@ -65,7 +65,9 @@ class FinishedAttempt:
     @property
     def must_release(self) -> bool:
         """True if the ranks were asked to stop, and not to continue on other nodes of the allocation."""
-        return self.result is not None and self.result.is_stopping and not self.result.monitor.draining
+        return (
+            self.result is not None and self.result.monitor.is_stopping and not self.result.monitor.draining
+        )
 
     @property
     def is_clean(self) -> bool:

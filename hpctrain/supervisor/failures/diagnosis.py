@@ -215,7 +215,7 @@ class FailureAnalyzer:
         if lost:
             # The loss of the node explains all reports of the ranks.
             return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
-        if not failures and result.is_stopping:
+        if not failures and result.monitor.is_stopping:
             return self._diagnose_stop(result)
         if not failures:
             cause = "the job step failed, but no rank reported a cause"
@@ -227,7 +227,7 @@ class FailureAnalyzer:
         if first.corruption is not None:
             return Diagnosis(self._record_corruption(attempt, first, first.corruption, hosts))
         kind = EndKind.GPU if gpu_faults(self.run, [first.host], result.started_at) else classify(first)
-        if result.is_stopping and (kind in _PART_OF_STOP or first.kind == "exit"):
+        if result.monitor.is_stopping and (kind in _PART_OF_STOP or first.kind == "exit"):
             log.info("after the stop request, %s: this is part of the stop", first)
             return self._diagnose_stop(result)
         # A rank whose peers have stopped may fail with a subsequent error.

@@ -1,4 +1,4 @@
-"""Monitor of one attempt, from its start to its end."""
+"""Watch one attempt from its start to its end."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class AttemptMonitor:
                 )
                 if self._killed or forward is None:
                     return
-                cancels = [got for got in self.signals if got in self.job_control.cancel_signals]
+                cancels = [past for past in self.signals if past in self.job_control.cancel_signals]
                 if len(cancels) > 1 and number in cancels:
                     log.info("received a second cancel request: ending the job step")
                     self._kill(step)
@@ -191,8 +191,8 @@ class AttemptMonitor:
 
     def _left_to_requeue_s(self) -> float:
         """Return the maximum time to wait for ranks that leaves enough time to requeue the job."""
-        left = known_seconds_left(self.job_control)
-        return math.inf if left is None else max(_MIN_EXIT_GRACE_S, left - _REQUEUE_S)
+        left_s = known_seconds_left(self.job_control)
+        return math.inf if left_s is None else max(_MIN_EXIT_GRACE_S, left_s - _REQUEUE_S)
 
     def _limit(self, seconds: float, awaited: str) -> None:
         """Wait at most `seconds` from now on. An earlier deadline, or that of a killed step, is kept."""
@@ -206,8 +206,8 @@ class AttemptMonitor:
             moments.append(self._stop_ends_at)
         if self.ends_at is not None and not self._killed:
             moments.append(self.ends_at if self._warned else self.ends_at - self.stop_before_limit_s)
-        known = [moment for moment in moments if moment is not None]
-        return max(0.0, min(known) - system.monotonic()) if known else None
+        deadlines = [moment for moment in moments if moment is not None]
+        return max(0.0, min(deadlines) - system.monotonic()) if deadlines else None
 
     def _on_time_limit(self, step: JobStep) -> None:
         now = system.monotonic()
