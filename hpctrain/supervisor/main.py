@@ -62,7 +62,6 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
     with suppress(OSError):
         make_folder(run.logs)
     _receive_signals(run, environ)
-    storage.reserve_space()
     log_file = BufferedLogHandler(run.supervisor_log)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[log_file]
