@@ -28,11 +28,10 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.drain_step import clean_nodes
-from hpctrain.supervisor.launch.container_command import module_command
 from hpctrain.supervisor.launch.job_step import HangDetected, Launcher, StepEvent
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
-from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+from hpctrain.supervisor.launch.task_command import module_command
+from hpctrain.supervisor.node_steps import clean_nodes
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 from hpctrain.telemetry.startup_parts import describe_staging
 from hpctrain.text import format_duration, pluralize
 
