@@ -20,7 +20,7 @@ from results import Results
 
 from hpctrain.cluster import detect
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.runtime.heartbeat import heartbeat_message
+from hpctrain.runtime.program.heartbeat import heartbeat_message
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.training.observe.step_timers import ComputeTimer
 

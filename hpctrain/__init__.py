@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from hpctrain.training import Module, Trainer
     from hpctrain.training.algorithms import BaguaStrategy
     from hpctrain.training.callbacks import Callback, EarlyStopping
-    from hpctrain.training.data.length_grouped_batch_sampler import LengthGroupedBatchSampler
     from hpctrain.training.data.mixture import Mixture
     from hpctrain.training.data.sample_seeds import sample_generator
+    from hpctrain.training.data.sampler_plan import LengthGroupedBatchSampler
     from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
     from hpctrain.training.loop.session import session
     from hpctrain.training.observe.run_writer import log_metrics
@@ -108,7 +108,7 @@ _HOMES = {
     "EarlyStopping": "hpctrain.training.callbacks",
     "Executor": "hpctrain.jobs.executor",
     "JobSpec": "hpctrain.spec.job_spec",
-    "LengthGroupedBatchSampler": "hpctrain.training.data.length_grouped_batch_sampler",
+    "LengthGroupedBatchSampler": "hpctrain.training.data.sampler_plan",
     "Mixture": "hpctrain.training.data.mixture",
     "Module": "hpctrain.training",
     "Ranks": "hpctrain.cluster",

@@ -59,11 +59,7 @@ def seal(key: bytes, content: bytes, *context: object) -> bytes:
 
 
 def unseal(key: bytes, sealed: bytes, *context: object) -> bytes:
-    """Return the content passed to `seal`.
-
-    Raises:
-        Unauthenticated: the code is wrong.
-    """
+    """Return the content passed to `seal`."""
     content = sealed.partition(b" ")[2]
     if not matches(sealed, seal(key, content, *context)):
         raise Unauthenticated("wrong or missing authentication code")
@@ -85,11 +81,7 @@ class Signed:
         return seal(self._key, json.dumps(message).encode("ascii"), self._count) + b"\n"
 
     def open(self, line: bytes) -> dict[str, Any]:
-        """Return the message in the next received line. The code is checked before parsing.
-
-        Raises:
-            Unauthenticated: the code is wrong, or the line is not a JSON object.
-        """
+        """Return the message in the next received line. The code is checked before parsing."""
         self._count += 1
         try:
             return parse_json_object(unseal(self._key, line.rstrip(b"\n"), self._count), "a received line")

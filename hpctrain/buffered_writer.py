@@ -1,8 +1,10 @@
-"""Append lines to a file, and buffer them while the disk is full or unreachable."""
+"""Tolerate a full or unreachable disk: buffer the lines of a file, and drop output to stdout and stderr."""
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +23,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class BufferedLineWriter:
-    """Appends lines to a file, and keeps lines that cannot be written for the next try.
-
-    Attributes:
-        last_error: reason why the file cannot be written; None if it is writable.
-    """
+    """Appends lines to a file, and keeps lines that cannot be written for the next try."""
 
     def __init__(self, path: Path, report: ReportMessage) -> None:
         """Append to the file at `path`; report write failures and recovery with `report`."""
@@ -33,6 +31,7 @@ class BufferedLineWriter:
         self._pending: deque[str] = deque(maxlen=_MAX_PENDING)
         self._retry_at = 0.0
         self._writing = system.RLock()
+        #: Reason why the file cannot be written; None if it is writable.
         self.last_error: OSError | None = None
 
     @property
@@ -50,7 +49,6 @@ class BufferedLineWriter:
         self.append_lines(*map(json.dumps, records))
 
     def append_lines(self, *lines: str) -> None:
-        """Append lines after the buffered lines, immediately or later."""
         self._pending.extend(lines)
         if system.monotonic() >= self._retry_at:
             self.flush()
@@ -58,16 +56,34 @@ class BufferedLineWriter:
     def flush(self) -> None:
         """Write as many buffered lines as possible."""
         with self._writing:
-            before = self.last_error
+            was_writable = self.last_error is None
             try:
                 append_lines(self._path, self._pending)
                 self.last_error = None
             except OSError as error:
                 self.last_error, self._retry_at = error, system.monotonic() + _RETRY_AFTER_S
-            if before is None and self.last_error is not None:
+            if was_writable and self.last_error is not None:
                 self._report(
                     f"hpctrain: cannot write {self._path}: {self.last_error.strerror}. The run continues. "
                     "Lines are kept in memory until the file can be written."
                 )
-            elif before is not None and self.last_error is None:
+            elif not was_writable and self.last_error is None:
                 self._report(f"hpctrain: {self._path} is writable again. All lines have been written.")
+
+
+class _LossyFile(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def make_stdio_lossy() -> None:
+    """Make prints ignore write errors from now on. The streams are line-buffered."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        if (stream := getattr(sys, name)) is None:
+            continue  # The stream was already closed when this process started.
+        stream.flush()
+        file = io.BufferedWriter(_LossyFile(fd, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True))

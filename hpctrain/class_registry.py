@@ -49,15 +49,7 @@ class Registry(Generic[T]):
         return register
 
     def find(self, name: str, origin: str | None = None) -> type[T]:
-        """Return the class with this name.
-
-        Args:
-            name: the user's value.
-            origin: source of the value for messages, if not the setting.
-
-        Raises:
-            UserError: there is no such class.
-        """
+        """Return the class with this name."""
         origin = origin or self.setting
         if not isinstance(name, str):
             raise UserError(f"{origin} is {name!r}, but must be a name, such as {next(iter(self.ours))!r}.")

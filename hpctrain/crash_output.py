@@ -55,14 +55,7 @@ class CrashOutput:
 
 
 def find_crash_output(log: Path, outer_log: Path, since: int = 0, number: int | None = None) -> CrashOutput:
-    """Return the output of an exited process.
-
-    Args:
-        log: the log of the process.
-        outer_log: the log of its launcher, which may also contain output of the process.
-        since: length of `outer_log`, in bytes, when the process was started.
-        number: the signal that killed the process.
-    """
+    """Return the output of an exited process."""
     message = ""
     if number == signal.SIGKILL:
         message = "sent by a user (kill -9), or by the kernel because memory ran out"
@@ -87,13 +80,7 @@ def _abort_reason(log: Path) -> str:
 
 
 def describe_unfinished(what: str, step: int | None, last_step: int | None) -> str:
-    """Return a clause with the step of the training at which the script exited with code 0.
-
-    Args:
-        what: the call that did not return.
-        step: the last completed step, if known.
-        last_step: the last step of the training, if known.
-    """
+    """Return a clause with the step of the training at which the script exited with code 0."""
     of = "" if last_step is None else f" of {last_step}"
     where = f"after step {step}{of}" if step else f"before step 1{of}"
     return f"the script exited with code 0 before {what} finished ({where})"

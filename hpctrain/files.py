@@ -30,15 +30,7 @@ REMOVE_COMMAND = (
 
 
 def make_folder(path: Path, *, private: bool = False) -> None:
-    """Create a folder of a run; an existing folder keeps its mode. Parents have the mode of the umask.
-
-    Args:
-        path: the folder.
-        private: only the owner can open it.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
+    """Create a folder of a run; an existing folder keeps its mode. Parents have the mode of the umask."""
     path.mkdir(mode=0o700 if private else 0o755, parents=True, exist_ok=True)
 
 
@@ -46,14 +38,6 @@ def make_private_folder(folder: Path, setting: str | None = None) -> None:
     """Create a folder that only this user can enter. Parents have the mode of the umask.
 
     The name is predictable, and other users may be able to write to the parent folder.
-
-    Args:
-        folder: the folder.
-        setting: the setting that determines the folder, for error messages.
-
-    Raises:
-        PermissionError: other users can access or replace the folder.
-        OSError: the folder cannot be created.
     """
     with suppress(FileExistsError):
         folder.mkdir(0o700, parents=True)
@@ -81,28 +65,14 @@ def own_file(path: str | Path, flags: int) -> int:
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, private: bool = False) -> None:
-    """Replace the file at `path` with `content` atomically: a reader sees either the old or the new content.
-
-    Args:
-        path: the file.
-        content: the new content.
-        durable: wait until the file survives a power failure, which takes milliseconds.
-        private: only the owner can read it.
-
-    Raises:
-        OSError: the folder is not writable or the disk is full; the old file is then untouched.
-    """
+    """Replace a file atomically: a reader sees either the old or the new content."""
     replace_files({path: content}, durable=durable, private=private)
 
 
 def replace_files(
     contents: Mapping[Path, str | bytes], *, durable: bool = True, private: bool = False
 ) -> None:
-    """Replace several files, each like `write_atomic`; each folder is synced only once.
-
-    Raises:
-        OSError: a folder is not writable or the disk is full; files that were not replaced are untouched.
-    """
+    """Replace several files, each like `write_atomic`; each folder is synced only once."""
     temporaries = {path: path.with_name(f".{path.name}.{system.getpid()}.tmp") for path in contents}
     mode = _PRIVATE if private else _SHARED
     try:
@@ -131,17 +101,6 @@ def create_atomic(path: Path, content: bytes, writer: str) -> bool:
 
     The file is created by a hard link, which is atomic on file systems shared between hosts. It survives a
     power failure, with its folder and all of its content.
-
-    Args:
-        path: the file. Its folder is created if needed, and is private.
-        content: the content.
-        writer: a name that is unique among concurrent processes.
-
-    Returns:
-        False if the file exists.
-
-    Raises:
-        OSError: the folder is not writable or the disk is full.
     """
     make_folder(path.parent, private=True)
     temporary = path.with_name(f".{path.name}.{writer}")
@@ -165,11 +124,7 @@ def create_atomic(path: Path, content: bytes, writer: str) -> bool:
 
 
 def fsync_path(path: Path) -> None:
-    """Sync the content of a file, or the names in a folder, to survive a power failure.
-
-    Raises:
-        OSError: the file does not exist, or cannot be written to the disk.
-    """
+    """Sync the content of a file, or the names in a folder, to survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -181,13 +136,6 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
     """Open a regular file for reading.
 
     Others may have write access to a run folder: a FIFO would block its reader, and a device may be endless.
-
-    Args:
-        path: the file.
-        follow_links: accept a symbolic link to a regular file.
-
-    Raises:
-        OSError: the file cannot be opened or is not a regular file.
     """
     no_follow = 0 if follow_links else os.O_NOFOLLOW
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | no_follow)
@@ -200,31 +148,18 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
 
 
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
-    """Return the content of a regular file. See `open_regular`.
-
-    Raises:
-        OSError: the file cannot be read or is not a regular file.
-    """
+    """Return the content of a regular file. See `open_regular`."""
     with open_regular(path, follow_links=follow_links) as file:
         return file.read()
 
 
 def read_json(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
-    """Return the JSON object in a regular file. See `open_regular`.
-
-    Raises:
-        OSError: the file cannot be read or is not a regular file.
-        ValueError: the file does not contain a JSON object.
-    """
+    """Return the JSON object in a regular file. See `open_regular`."""
     return parse_json_object(read_regular(path, follow_links=follow_links), str(path))
 
 
 def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
-    """Return the JSON object in a text. `source` names the text in errors.
-
-    Raises:
-        ValueError: the text is not a JSON object.
-    """
+    """Return the JSON object in a text. `source` names the text in errors."""
     try:
         record = json.loads(text)
     except RecursionError:
@@ -235,11 +170,7 @@ def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text.
-
-    Raises:
-        ValueError: the text is not valid YAML.
-    """
+    """Return the value of a YAML text."""
     # Imported here because most submissions read no YAML, and the import is slow.
     import yaml
 
@@ -261,11 +192,7 @@ def _check_regular(fd: int, path: Path) -> None:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object as one line. See `append_line`.
-
-    Raises:
-        OSError: the file cannot be written, or only in part because the disk is full.
-    """
+    """Append one JSON object as one line. See `append_line`."""
     append_line(path, json.dumps(record))
 
 
@@ -273,19 +200,12 @@ def append_line(path: Path, line: str) -> None:
     """Append a line in a single write, to avoid mixing lines of writers on the same host.
 
     A last line truncated by a crash or a full disk is terminated first.
-
-    Raises:
-        OSError: the file cannot be written, or only in part because the disk is full.
     """
     append_lines(path, deque([line]))
 
 
 def append_lines(path: Path, lines: deque[str]) -> None:
-    """Append lines like `append_line`, and remove the written lines from `lines`.
-
-    Raises:
-        OSError: the file cannot be written, or only in part because the disk is full.
-    """
+    """Append lines like `append_line`, and remove the written lines from `lines`."""
     if not lines:
         return
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, _SHARED)
@@ -330,13 +250,6 @@ def read_json_lines(path: Path, is_valid: IsValid | None = None) -> Iterator[dic
     """Yield the objects of a JSON-lines file. Damaged lines are skipped with a warning.
 
     A missing file yields no objects.
-
-    Args:
-        path: the file.
-        is_valid: see `parse_json_line`.
-
-    Raises:
-        OSError: the file cannot be read or is not a regular file.
     """
     try:
         file = open_regular(path)
@@ -352,9 +265,6 @@ def read_new_lines(path: Path, offset: int) -> tuple[bytes, int]:
     """Return the complete lines after `offset`, at most 1 MiB, and the offset of their end.
 
     If the file was replaced by a shorter one, all lines are new.
-
-    Raises:
-        OSError: the file cannot be read or is not a regular file.
     """
     with open_regular(path) as file:
         begin = offset if offset <= file.seek(0, os.SEEK_END) else 0
@@ -370,12 +280,6 @@ def parse_json_line(
     """Return the object of a line; None if the line is damaged, with one warning per file.
 
     A last line without a line end may still be incomplete, so it causes no warning.
-
-    Args:
-        line: the line.
-        path: the file that contains it.
-        is_valid: objects that fail this check count as damaged.
-        ended: True if the line has a line end; None checks the text.
     """
     try:
         record = json.loads(line)
@@ -427,11 +331,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Acquire the lock on a folder, which is held as in `try_lock`.
-
-    Raises:
-        OSError: the file system has no locks, or another process holds this lock.
-    """
+    """Acquire the lock on a folder, which is held as in `try_lock`."""
     fd = _dup_above_stdio(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     try:
         _lock_fd(fd)
@@ -449,12 +349,7 @@ def _dup_above_stdio(fd: int) -> int:
 
 
 def _lock_fd(fd: int) -> None:
-    """Lock the open file `fd`, with a short wait: `is_locked` in other processes briefly holds the lock.
-
-    Raises:
-        BlockingIOError: another process holds it.
-        OSError: the file system has no locks.
-    """
+    """Lock the open file `fd`, with a short wait: `is_locked` in other processes briefly holds the lock."""
     deadline = system.monotonic() + _POLL_INTERVAL_S
     while True:
         try:
@@ -466,11 +361,7 @@ def _lock_fd(fd: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """True if a living process holds the lock file, or the folder lock, at `path`.
-
-    Raises:
-        PermissionError: the lock belongs to another user.
-    """
+    """True if a living process holds the lock file, or the folder lock, at `path`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:

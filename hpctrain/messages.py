@@ -24,20 +24,7 @@ _ARRAY_KINDS = "biufc"
 def gather(
     group: dist.ProcessGroup, value: Any, *, to: int | None = None, what: str = "a message"
 ) -> list[Any]:
-    """Return the values of all members, in order. All members must call this.
-
-    Args:
-        group: the process group, which must have a CPU backend.
-        value: None, bool, int, float, str, bytes, list, tuple, dict, torch.dtype, tensor, NumPy array or
-            number, nested to any depth. Tensors arrive on the CPU.
-        to: group rank of the only member that receives the values; None for all members. Other members
-            receive None for each value. In this case, the values must not contain tensors, arrays or bytes.
-        what: name of the value in errors.
-
-    Raises:
-        UserError: on all receiving members: a value has an unsupported type or is too long.
-        RendezvousError: a message has an invalid form.
-    """
+    """Return the values of all members, in order. All members must call this."""
     packed = _pack(value, what)
     texts = _gather_texts(group, packed.text, to, what)
     if to is not None:
@@ -49,12 +36,7 @@ def gather(
 
 
 def broadcast(group: dist.ProcessGroup, value: Any, *, src: int, what: str = "a message") -> Any:
-    """Return the value of the member with group rank `src`. All members must call this. See `gather`.
-
-    Raises:
-        UserError: on all members: the value has an unsupported type or is too long.
-        RendezvousError: the message has an invalid form.
-    """
+    """Return the value of the member with group rank `src`. All members must call this. See `gather`."""
     packed = _pack(value if dist.get_rank(group) == src else None, what)
     size = torch.tensor(len(packed.text))
     dist.broadcast(size, group=group, group_src=src)

@@ -402,7 +402,6 @@ class RunDir:
         return self.path / "failures"
 
     def node_check_result(self, attempt: int, rank: int) -> Path:
-        """Return the file with a rank's check of its node before the attempt."""
         return self.path / "checks" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.json"
 
     def node_check_results(self, attempt: int) -> list[Path]:
@@ -486,11 +485,7 @@ class RunDir:
         return self.checkpoints / checkpoint_folder_name(step)
 
     def task(self, index: int | str) -> RunDir:
-        """Return the folder of a job array task: a complete run folder inside the folder of the array.
-
-        Args:
-            index: the number of the task, or a placeholder.
-        """
+        """Return the folder of a job array task: a complete run folder inside the folder of the array."""
         return RunDir(self.path / f"task-{index}", self.storage)
 
     def tasks(self) -> list[int]:
@@ -502,11 +497,7 @@ class RunDir:
         return _numbers(self.storage.names(self.logs), _ATTEMPT_FOLDER)
 
     def new_attempt(self) -> int:
-        """Reserve the number of a new attempt by creating its log folder.
-
-        Raises:
-            OSError: the folder cannot be created.
-        """
+        """Reserve the number of a new attempt by creating its log folder."""
         return self._reserve(max(self.attempts(), default=-1) + 1, self.attempt_logs)
 
     def _reserve(self, number: int, folder: Callable[[int], Path]) -> int:
@@ -524,19 +515,11 @@ class RunDir:
         self.storage.append(self.events, event_record(kind, attempt, **fields))
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file of the run, and create its folder if needed.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a file of the run, and create its folder if needed."""
         self.storage.write(path, content)
 
     def check_records(self) -> None:
-        """Check that the run's events and metrics can be recorded.
-
-        Raises:
-            UserError: `events.jsonl` or `metrics.jsonl` exists, but is not a regular file.
-        """
+        """Check that the run's events and metrics can be recorded."""
         for path in (self.events, self.metrics):
             if path.exists() and not path.is_file():
                 raise UserError(

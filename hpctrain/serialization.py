@@ -42,11 +42,7 @@ class FunctionCall:
         return self.function(*self.args, **self.kwargs)
 
     def to_bytes(self) -> bytes:
-        """Return the pickled call.
-
-        Raises:
-            UserError: a part of it cannot be pickled.
-        """
+        """Return the pickled call."""
         parts = [
             ("the function", self.function),
             *((f"argument {i}", value) for i, value in enumerate(self.args)),
@@ -68,20 +64,12 @@ class CallPayload:
 
     @classmethod
     def serialize(cls, call: FunctionCall, *, retry_on_exception: bool = False) -> Self:
-        """Pack `call` with the module search path of this program.
-
-        Raises:
-            UserError: a part of it cannot be pickled.
-        """
+        """Pack `call` with the module search path of this program."""
         paths = tuple(os.path.realpath(path) for path in sys.path)
         return cls(call.to_bytes(), paths, retry_on_exception)
 
     def deserialize(self) -> FunctionCall:
-        """Unpickle the call. Imports the modules that it needs.
-
-        Raises:
-            ImportError: a module is not found.
-        """
+        """Unpickle the call. Imports the modules that it needs."""
         call = pickle.loads(self.call)
         assert isinstance(call, FunctionCall)
         return call
@@ -91,34 +79,17 @@ class CallPayload:
         return pickle.dumps((self.call, self.sys_path, self.retry_on_exception))
 
     def write(self, path: Path) -> None:
-        """Write the payload to `path` atomically.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write the payload to `path` atomically."""
         write_atomic(path, self.to_bytes(), private=True)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the payload at `path`; its call is not unpickled.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
+        """Read the payload at `path`; its call is not unpickled."""
         return cls(*pickle.loads(path.read_bytes()))
 
 
 def dumps(value: Any, whose: str, parts: list[tuple[str, Any]]) -> bytes:
-    """Return `value` pickled.
-
-    Args:
-        value: the value to pickle.
-        whose: the function of the value, for the error message.
-        parts: the same value in named parts.
-
-    Raises:
-        UserError: the value cannot be pickled; the message names the part that fails.
-    """
+    """Return `value` pickled."""
     import cloudpickle
 
     try:

@@ -159,13 +159,7 @@ def without_escapes(text: str) -> str:
 
 
 def suggest(word: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
-    """Return a sentence with the closest match in `known`.
-
-    Args:
-        word: the unknown name, as entered by the user.
-        known: the valid names.
-        otherwise: the sentence to return if there is no close match; by default, a list of `known`.
-    """
+    """Return a sentence with the closest match in `known`."""
     from difflib import get_close_matches
 
     known = list(known)

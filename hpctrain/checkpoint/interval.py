@@ -38,20 +38,12 @@ def longest_save_s(measured_s: float) -> float:
 
 
 def checkpoint_interval_s(stall_s: float, write_s: float, mtbf_s: float) -> float:
-    """Return the seconds from the start of one save to the start of the next.
-
-    Args:
-        stall_s: time for which a save stalls training.
-        write_s: total time until the commit; the next save cannot start earlier.
-        mtbf_s: mean time between two interruptions of the whole run.
-    """
+    """Return the seconds from the start of one save to the start of the next."""
     return max(MIN_INTERVAL_S, write_s, stall_s + optimal_interval_s(stall_s, mtbf_s))
 
 
 @dataclass(frozen=True)
 class InterruptionHistory:
-    """Number of interruptions that lost work, and node-seconds of the run."""
-
     count: int = 0
     node_seconds: float = 0.0
 

@@ -16,20 +16,15 @@ TierName = Literal["shared", "local"]
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint as found by `list_checkpoints`."""
-
     step: int
     path: Path
     tier: TierName
     """"shared" for the run folder, "local" for a local tier folder of this host."""
     manifest: Manifest | None
-    """None if the manifest cannot be read."""
     problems: tuple[str, ...]
-    """One message per damaged file."""
     newest: bool = False
     """True if a run would resume from this checkpoint: the newest valid one, preferably finite."""
     best: bool = False
-    """True if this checkpoint has the best score."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +36,7 @@ class BestMetric:
 
 
 def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[CheckpointInfo], BestMetric | None]:
-    """Return the checkpoints of `run`, oldest first, and the metric that ranks them.
-
-    Checkpoints in the local tier of another host are not visible.
-
-    Args:
-        run: the run.
-        verify: compare every file with its checksum, which reads all files.
-    """
+    """Return the checkpoints visible on this host, oldest first, and the metric that ranks them."""
     events = [event for event in run.read_events() if event.get("kind") == "checkpoint"]
     rule = _best_metric(events)
     found = list(_inspect(run.checkpoints, "shared", verify=verify))
@@ -60,7 +48,6 @@ def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[Checkpo
 
 
 def list_quarantined(run: RunDir) -> list[Path]:
-    """Return the folders of damaged and unverified checkpoints that a run has set aside."""
     kinds = ("broken", "unverified")
     return sorted(path for kind in kinds for path in run.checkpoints.glob(f"step-*.{kind}-*"))
 
@@ -93,7 +80,6 @@ def _local_tier_folders(events: Iterable[Mapping[str, Any]]) -> list[Path]:
 
 
 def _best_metric(events: list[dict[str, Any]]) -> BestMetric | None:
-    """Return the rule of the newest event; resumed runs may have changed the rule."""
     for event in reversed(events):
         if (metric := event.get("metric")) is not None:
             return BestMetric(str(metric), "max" if event.get("mode") == "max" else "min")

@@ -4,32 +4,75 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name, stored_chunks
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, make_entry
 from hpctrain.checkpoint.format.staged_file import StagedFile
 from hpctrain.checkpoint.format.write_plan import WriteItem
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, SaveAborted, describe_exception
 from hpctrain.checkpoint.io.file_writer import FileWriter, bytes_file_write
 from hpctrain.checkpoint.io.loading import STATE_NAME
 from hpctrain.checkpoint.io.retention import Retention
-from hpctrain.checkpoint.save_types import CommittedSave, PendingSave, describe_save
 from hpctrain.checkpoint.staging import StagedState
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.checkpoint.tier.tier_copier import TierCopyFailed
 from hpctrain.errors import CheckpointError
+from hpctrain.rundir import checkpoint_folder_name
+
+
+@dataclass(frozen=True)
+class CommittedSave:
+    step: int
+    path: Path
+    total_bytes: int
+    seconds: float
+    """Seconds from the call of `async_save` or `save` to the commit, on this rank."""
+    score: float | None = None
+    finite: bool | None = True
+    world_size: int = 1
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class PendingSave:
+    step: int
+    score: float | None
+    started_at: float
+    staged: StagedState | None
+    problem: str | None
+    direct: bool
+    """True if the save bypasses the local tier."""
+    verified_step: int | None = None
+    time: float = field(default_factory=time.time)
+    abort: threading.Event = field(default_factory=threading.Event)
+    outcome: CommittedSave | CheckpointError | None = None
+    thread: threading.Thread | None = None
+
+
+def _describe_save(
+    directory: CheckpointDir, manifest: Manifest, begun: float, notes: list[str]
+) -> CommittedSave:
+    return CommittedSave(
+        step=manifest.step,
+        path=directory.folder / checkpoint_folder_name(manifest.step),
+        total_bytes=manifest.total_bytes,
+        seconds=time.monotonic() - begun,
+        score=manifest.score,
+        finite=manifest.finite,
+        world_size=manifest.world_size,
+        notes=tuple(notes),
+    )
 
 
 class MetadataCache:
-    """Tables of a checkpoint, rebuilt only after a change of a layout.
-
-    For each save: `news` on every rank, `tables` on rank 0 with all news, and `mark_received` after the save
-    has succeeded.
-    """
+    """Tables of a checkpoint, rebuilt only after a change of a layout."""
 
     def __init__(self) -> None:
         self._sent_layout: tuple[WriteItem, ...] | None = None
@@ -44,15 +87,9 @@ class MetadataCache:
         return None if is_known else stored_chunks(staged_file, rank)
 
     def mark_received(self, staged_file: StagedFile) -> None:
-        """Record that rank 0 has received the layout of this rank's file."""
         self._sent_layout = staged_file.items
 
     def tables(self, changed_layouts: Sequence[list[StoredChunk] | None]) -> dict[str, bytes]:
-        """Return the tables, by file name.
-
-        Args:
-            changed_layouts: the result of `changed_layouts` of each rank, by rank.
-        """
         changed = {rank: layout for rank, layout in enumerate(changed_layouts) if layout is not None}
         if changed:
             self._layouts_by_rank.update(changed)
@@ -67,13 +104,6 @@ _Contribution = tuple[list[FileEntry], tuple[list[tuple[Any, ...]] | None, bool]
 
 
 class Saver:
-    """Writer of saves, one at a time, in threads of the store.
-
-    Attributes:
-        local_tier: the local tier, if any, to set before the first save.
-        notes: messages to report with the next checkpoint.
-    """
-
     def __init__(
         self, target: CommitTarget, retention: Retention, checked: Callable[[str], bool] | None
     ) -> None:
@@ -92,7 +122,7 @@ class Saver:
         return None if self._writer is None or self._writer.ended.is_set() else self._writer
 
     def run(self, save: PendingSave) -> None:
-        """Write and commit `save`; store the outcome for `collect_outcomes`. All ranks must call this."""
+        """Write and commit `save`; store the outcome for `collect_outcomes` (collective)."""
         try:
             save.outcome = self._save(save)
         except CheckpointError as error:
@@ -105,7 +135,6 @@ class Saver:
         self._report(save.outcome)
 
     def collect_outcomes(self) -> list[CommittedSave | CheckpointError]:
-        """Return the outcomes of saves and copies since the last call. Never waits."""
         with self._lock:
             ended, self._outcomes = self._outcomes, []
         return ended
@@ -116,11 +145,9 @@ class Saver:
             self._outcomes = [each for each in self._outcomes if each is not outcome]
 
     def on_copied(self, manifest: Manifest, begun: float) -> None:
-        """Report a checkpoint that was copied from the local tier."""
-        self._report(describe_save(self._target.directory, manifest, begun, self._prune(manifest.step)))
+        self._report(_describe_save(self._target.directory, manifest, begun, self._prune(manifest.step)))
 
     def on_copy_failed(self, error: TierCopyFailed) -> None:
-        """Report a checkpoint that could not be copied."""
         self._report(error)
 
     def _report(self, outcome: CommittedSave | CheckpointError) -> None:
@@ -145,10 +172,10 @@ class Saver:
                 self.local_tier.schedule_copy(
                     save.step, may_skip=self._retention.may_skip(save.step, save.score)
                 )
-                return describe_save(self.local_tier.target.directory, manifest, save.started_at, notes)
+                return _describe_save(self.local_tier.target.directory, manifest, save.started_at, notes)
         manifest = self._commit(save, save.staged, self._target)
         notes += self._prune(save.step)
-        return describe_save(self._target.directory, manifest, save.started_at, notes)
+        return _describe_save(self._target.directory, manifest, save.started_at, notes)
 
     def _commit(self, save: PendingSave, staged: StagedState, target: CommitTarget) -> Manifest:
         staged_file, rank = staged.staged_file, self._coordinator.rank

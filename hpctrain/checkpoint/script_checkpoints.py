@@ -20,16 +20,11 @@ class ScriptCheckpointWatcher:
     """Watcher for new or changed files in a run's `checkpoints` folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Record the existing files."""
         self._folder = folder
         self._before = dict(_iter_files(folder, _DEPTH))
 
     def newest_since(self) -> Path | None:
-        """Return the entry of the folder with the newest file added or changed since the start, or None.
-
-        Each file is compared with its earlier state, not with the clock of the host, which may differ from
-        that of the file system.
-        """
+        """Return the entry of the folder with the newest file added or changed since the start."""
         changed = {path: at for path, at in _iter_files(self._folder, _DEPTH) if self._before.get(path) != at}
         return _newest_entry(self._folder, changed)
 

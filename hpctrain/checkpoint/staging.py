@@ -19,13 +19,10 @@ from hpctrain.checkpoint.io.coordination import RankCoordinator
 
 @dataclass(frozen=True)
 class StagedState:
-    """A snapshot of a state, unaffected by later steps."""
-
     staged_file: StagedFile
     ready: Any
     """Object to `synchronize()` with before the image is read."""
     plain: Any
-    """The state tree, with references in place of its tensors."""
     fingerprint: str
     """Hash that is equal on ranks whose states have the same names, types and shapes."""
 
@@ -59,11 +56,6 @@ class StateStager:
         self._cached_plan: _CachedPlan | None = None
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
-        """Allocate the memory in the background.
-
-        Raises:
-            CheckpointError: a value cannot be stored.
-        """
         _, items, data, _ = self.plan(state, rank_state)
         self._join()
         if self._staged_file is not None and self._staged_file.items == items:
@@ -74,11 +66,6 @@ class StateStager:
         self._preparing.start()
 
     def stage(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> StagedState:
-        """Copy the state into the staging memory.
-
-        Raises:
-            CheckpointError: a value cannot be stored.
-        """
         plain, items, data, alike = self.plan(state, rank_state)
         self._join()
         if self._staged_file is None or self._staged_file.items != items:
@@ -90,11 +77,7 @@ class StateStager:
     def plan(
         self, state: Any, rank_state: Mapping[str, torch.Tensor]
     ) -> tuple[Any, tuple[WriteItem, ...], list[torch.Tensor], str]:
-        """Return the plain values of the state, the content of this rank's file, its data, and a fingerprint.
-
-        Raises:
-            CheckpointError: a value cannot be stored.
-        """
+        """Return the state's plain values, the content of this rank's file, its data, a fingerprint."""
         plain, tensors = split_tree(state, STATE_KEY)
         prefix = rank_key(self._coordinator.rank)
         own = {prefix + name: tensor for name, tensor in rank_state.items()}
@@ -117,7 +100,6 @@ class StateStager:
         own: Mapping[str, torch.Tensor],
         looks: list[_TensorSignature],
     ) -> tuple[_CachedPlan, list[torch.Tensor]]:
-        """Return the write plan of this rank, and its data."""
         coordinator = self._coordinator
         found = list(plan_writes(tensors, coordinator.rank, coordinator.world_size, coordinator.rank_of))
         found += plan_writes(own, 0, 1)

@@ -30,8 +30,7 @@ from hpctrain.checkpoint.io.loading import (
     load,
 )
 from hpctrain.checkpoint.io.retention import Retention
-from hpctrain.checkpoint.save_types import CommittedSave, PendingSave
-from hpctrain.checkpoint.saver import Saver
+from hpctrain.checkpoint.saver import CommittedSave, PendingSave, Saver
 from hpctrain.checkpoint.staging import StateStager
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.checkpoint.tier.memory_copies import commit_newest_copy
@@ -50,11 +49,7 @@ _EXIT_LIMIT_S = 10.0
 
 
 class CheckpointStore:
-    """The checkpoints in one folder.
-
-    All ranks of `group` must call the constructor, `async_save`, `save`, `drain`, `load_newest` and `close`
-    in the same order. Other methods may be called on any rank.
-    """
+    """The checkpoints in one folder; methods that save, load, drain or close are collective."""
 
     def __init__(
         self,
@@ -68,19 +63,7 @@ class CheckpointStore:
         records: tuple[Path, ...] = (),
         checked: Callable[[str], bool] | None = None,
     ) -> None:
-        """Open the checkpoints in `folder`. All ranks must call this.
-
-        Args:
-            folder: the folder of checkpoints; created by the first save.
-            group: all ranks, or None for a single process.
-            retention: the checkpoints to keep; the newest three by default.
-            second_tier: a faster folder, per node or shared, for the local tier. Saves are first written to
-                this folder, and copied to `folder` in the background. A subfolder is created for this run.
-            second_tier_bytes: capacity of that subfolder per node; half of its file system if None.
-            patience_s: time without disk progress after which a save is aborted, in seconds.
-            records: files that rank 0 writes; see `CheckpointDir`.
-            checked: returns True for the keys of tensors that must be finite. None checks nothing.
-        """
+        """Open the checkpoints; tensors with `checked` keys must be finite (collective)."""
         self._coordinator = RankCoordinator(group, patience_s + _MARGIN_S)
         self._target = CommitTarget(
             self._coordinator,
@@ -112,18 +95,10 @@ class CheckpointStore:
 
     @property
     def local_tier(self) -> LocalTier | None:
-        """The local tier; None if there is none, or if it cannot be used."""
         return self._tier
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
-        """Allocate the memory for copies of a state of these shapes, in the background.
-
-        Without this call, the first `async_save` allocates the memory. Does nothing while a save is in
-        flight.
-
-        Raises:
-            CheckpointError: a value cannot be stored.
-        """
+        """Allocate the memory for copies of a state of these shapes, in the background."""
         if self.wait(0.0):
             self._stager.prepare(state, rank_state)
 
@@ -137,20 +112,7 @@ class CheckpointStore:
         verified_step: int | None = None,
         direct: bool = False,
     ) -> None:
-        """Copy the state, then write and commit it in the background. All ranks must call this.
-
-        Waits for an earlier save that is still in flight. Raises no exception; `collect_outcomes` reports the
-        outcome.
-
-        Args:
-            step: number of completed optimizer steps.
-            state: nested dicts, lists, tuples, numbers, strings and tensors; equal on all ranks except for
-                sharded tensors (DTensor, ShardedTensor).
-            rank_state: tensors of this rank only.
-            score: quality of the state, to select the best checkpoints.
-            verified_step: last step up to which training was verified.
-            direct: write to `folder`, not to the local tier.
-        """
+        """Copy the state, and write it in the background; `rank_state` is of this rank only (collective)."""
         self._start_save(step, state, rank_state, score, verified_step, direct=direct)
 
     def save(
@@ -162,15 +124,7 @@ class CheckpointStore:
         score: float | None = None,
         verified_step: int | None = None,
     ) -> CommittedSave:
-        """Write and commit the state after `step` steps. All ranks must call this.
-
-        On return, the checkpoint is in `folder`, not only in the local tier. The arguments are those of
-        `async_save`.
-
-        Raises:
-            CheckpointError: on all ranks, if any rank could not write its part. Nothing was committed, and
-                earlier checkpoints are unchanged.
-        """
+        """Write the state to `folder`, not only to the local tier; raise errors on all ranks (collective)."""
         save = self._start_save(step, state, rank_state, score, verified_step, direct=True)
         self._join(save)
         self._saver.drop_outcome(save.outcome)
@@ -180,10 +134,7 @@ class CheckpointStore:
         return save.outcome
 
     def collect_outcomes(self) -> list[CommittedSave | CheckpointError]:
-        """Return the outcomes of saves since the last call. Never waits.
-
-        With a local tier, a checkpoint is reported again after the copy to `folder`.
-        """
+        """Return the outcomes since the last call, two for a checkpoint copied from the local tier."""
         return self._saver.collect_outcomes()
 
     def wait(self, timeout_s: float) -> bool:
@@ -195,22 +146,12 @@ class CheckpointStore:
         return not save.thread.is_alive()
 
     def abandon(self) -> None:
-        """Abort the save in flight on all ranks, unless the commit has begun. Does not wait."""
+        """Abort the save in flight on all ranks, unless the commit has begun."""
         if self._in_flight is not None:
             self._in_flight.abort.set()
 
     def close(self, *, clean: bool = False, timeout_s: float | None = None) -> list[str]:
-        """Finish the background work. All ranks must call this, with the same arguments.
-
-        Waits for the save in flight and for copies from the local tier.
-
-        Args:
-            clean: delete the run's local tier if its newest checkpoint has been copied to `folder`.
-            timeout_s: time after which unfinished work is aborted, in seconds.
-
-        Returns:
-            Sentences about problems.
-        """
+        """Finish the background work; `clean` removes a copied local tier; return messages (collective)."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self._in_flight is not None:
             self._join(self._in_flight, timeout_s)
@@ -219,60 +160,25 @@ class CheckpointStore:
         return notes
 
     def drain(self, timeout_s: float) -> list[str]:
-        """Copy missing checkpoints from the local tier, delete it, and close. All ranks must call this.
-
-        Args:
-            timeout_s: time after which copying is aborted, in seconds.
-
-        Returns:
-            Sentences about problems.
-
-        Raises:
-            CheckpointError: on all ranks: a checkpoint cannot be checked at the moment. It is left unchanged.
-        """
+        """Copy missing checkpoints from the local tier, delete it, and close (collective)."""
         if self._tier is None:
             return self.close()
         _, broken = find_latest_valid(self._target, self._tier)
         return [*broken, *self.close(clean=True, timeout_s=timeout_s)]
 
     def load_newest(self, like: Any = None) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """Load the newest valid checkpoint, preferably a finite one. All ranks must call this.
-
-        Newer checkpoints that are damaged or not finite are set aside, never deleted. Each rank checks a
-        share of the files.
-
-        Args:
-            like: a state with the same structure as the saved state. A tensor is loaded with the distribution
-                of the distributed tensor at its path in `like`. If `like` has a distributed tensor in place
-                of a container, its distribution applies to tensors of the same size in that container. All
-                other tensors are loaded completely, on the CPU.
-
-        Returns:
-            The checkpoint, or None if no checkpoint is valid; and a message for each checkpoint set aside,
-            with its name, the problem and its new location.
-
-        Raises:
-            CheckpointError: on all ranks: a checkpoint cannot be read at the moment, or has another format.
-                It is left unchanged.
-        """
+        """Load the newest valid checkpoint, preferably finite, distributed as `like` (collective)."""
         if self._in_flight is not None:
             self._join(self._in_flight)
         found, broken = find_latest_valid(self._target, self._tier)
         return load(self._coordinator, found, like) if found else None, broken
 
     def commit_newest_copy(self, folder: Path, limit: int | None = None) -> str | None:
-        """See `memory_copies.commit_newest_copy`. All ranks must call this, without a save in flight."""
+        """Collective."""
         return commit_newest_copy(folder, self._target, self._checked, limit)
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Set aside the checkpoints after `step`, whose states may be wrong. All ranks must call this.
-
-        Returns:
-            A message for each checkpoint, with its name and its new location.
-
-        Raises:
-            CheckpointError: on all ranks: a checkpoint cannot be renamed.
-        """
+        """Set aside the checkpoints after `step`, whose states may be wrong (collective)."""
         tiers = [(self._target, set(list_shared_steps(self._target)))]
         if self._tier is not None:
             tiers.append((self._tier.target, set(self._tier.gather_node_files())))
@@ -285,12 +191,6 @@ class CheckpointStore:
         return sentences
 
     def add_score(self, step: int, score: float) -> None:
-        """Record the score of a committed checkpoint in `folder`. Call this on rank 0 only.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be read.
-            OSError: the manifest cannot be written and is unchanged.
-        """
         self._target.directory.add_score(step, score, self._retention.metric)
 
     def _start_save(
@@ -323,7 +223,6 @@ class CheckpointStore:
         return save
 
     def _join(self, save: PendingSave, timeout_s: float | None = None) -> None:
-        """Wait for a save. No timeout is required, because all waits of the save have a timeout."""
         assert save.thread is not None
         save.thread.join(timeout_s)
         if save.thread.is_alive():
@@ -342,21 +241,7 @@ def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
 def find_latest_valid(
     target: CommitTarget, tier: LocalTier | None
 ) -> tuple[VerifiedCheckpoint | None, list[str]]:
-    """Find the newest valid checkpoint, preferably a finite one. All ranks must call this.
-
-    Newer checkpoints that are damaged or not finite are set aside.
-
-    Args:
-        target: the permanent target of checkpoints.
-        tier: the local tier, if any.
-
-    Returns:
-        The checkpoint or None, and a message for each checkpoint that was skipped: set aside, with its name,
-        the problem and its new location; or not copied.
-
-    Raises:
-        CheckpointError: on all ranks: a checkpoint cannot be checked at the moment. It is left unchanged.
-    """
+    """Find the newest valid checkpoint, preferably a finite one; set newer ones aside (collective)."""
     shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
     broken: list[str] = []
     found: VerifiedCheckpoint | None = None

@@ -31,7 +31,7 @@ def command(run: str, runs_dir: Path, rank: int, words: tuple[str, ...]) -> None
     # Imported here because these packages are slow to import.
     from hpctrain.jobs.runs.run import require_running
     from hpctrain.spec.load_spec import load_spec
-    from hpctrain.supervisor.launch.container_command import containerize, module_command
+    from hpctrain.supervisor.launch.task_command import containerize, module_command
 
     found = open_run(run, runs_dir)
     status, started = require_running(found, [rank], option="--rank", done="attached to")

@@ -34,12 +34,7 @@ _REPEATABLE = ("wait",)
 
 
 def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
-    """Run `hpctrain ARGS` on a cluster, and return its exit code.
-
-    Raises:
-        UserError: a name is empty, or the command cannot run on these clusters.
-        ClusterUnreachable: the login failed, or the connection was lost.
-    """
+    """Run `hpctrain ARGS` on a cluster, and return its exit code."""
     if not all(names):
         raise UserError("A cluster name (--on) is empty. Use the name of a host in ~/.ssh/config.")
     if args[0] == "serve":
@@ -161,12 +156,7 @@ def _read_status(record: dict[str, Any]) -> RunStatus:
 
 
 def run_json(cluster: Cluster, args: Sequence[str]) -> Any:
-    """Return the JSON document that `hpctrain ARGS` prints on a cluster.
-
-    Raises:
-        UserError: the command failed.
-        ClusterUnreachable: the connection was lost.
-    """
+    """Return the JSON document that `hpctrain ARGS` prints on a cluster."""
     result = cluster.connection.run(cluster.hpctrain(args))
     if result.returncode:
         raise UserError(f"{cluster.name}: {result.stderr.strip().removeprefix('Error: ')}")
@@ -188,12 +178,7 @@ def open_cluster(name: str) -> Cluster:
 
 
 def send_project(cluster: Cluster, *, needs_slurm: bool) -> None:
-    """Check the cluster, and send the code of the current project.
-
-    Raises:
-        UserError: the cluster cannot run the project; the message has a line for each problem.
-        ClusterUnreachable: the connection was lost.
-    """
+    """Check the cluster, and send the code of the current project."""
     from hpctrain.remote.environment_check import collect_facts, find_problems
     from hpctrain.remote.send_code import LocalCode, send_code
 

@@ -67,9 +67,6 @@ def _install(cluster: Cluster, facts: ClusterFacts) -> None:
     """Build a wheel here, and install it on the cluster with pip, whose output is shown.
 
     It is installed for the Python that the user named, otherwise into an environment of its own.
-
-    Raises:
-        UserError: pip failed, here or on the cluster.
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, _source()]

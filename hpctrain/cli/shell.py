@@ -116,8 +116,7 @@ def command(
 
 def _become_shell(spec: JobSpec, words: Sequence[str], script: str) -> None:
     # Imported here because the package of the supervisor is slow to import.
-    from hpctrain.supervisor.launch.container_command import containerize
-    from hpctrain.supervisor.launch.rank_env import prefixed, restore_names_command
+    from hpctrain.supervisor.launch.task_command import containerize, prefixed, restore_names_command
 
     default = "bash" if spec.container else os.environ.get("SHELL", "bash")
     inner = restore_names_command([*words] or [default], spec.env)

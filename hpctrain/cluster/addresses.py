@@ -66,10 +66,6 @@ def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, st
 
     gloo listens on the first address of this host's name. On Debian, this address is 127.0.1.1, which other
     hosts cannot reach.
-
-    Args:
-        own_address: the address of this host for other hosts.
-        environ: variables that are already set take precedence.
     """
     if environ.get(_GLOO_VARIABLE) or is_loopback(own_address):
         return {}
@@ -84,11 +80,7 @@ def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, st
 
 
 def address_towards(host: str) -> str:
-    """Return this host's address on the route to `host`, as chosen by the kernel. Sends nothing.
-
-    Raises:
-        OSError: `host` does not resolve, or there is no route to it.
-    """
+    """Return this host's address on the route to `host`, as chosen by the kernel. Sends nothing."""
     for address in resolve_host(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with (

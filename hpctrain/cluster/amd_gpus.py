@@ -52,12 +52,7 @@ def visible_amd_gpus(environ: Mapping[str, str], gpus: Sequence[AmdGpu]) -> list
 
 
 def check_amd_variables(environ: Mapping[str, str]) -> None:
-    """Check that the variables do not contradict each other.
-
-    Raises:
-        EnvironmentMismatch: two variables have the same meaning, but different values; or a variable selects
-            a GPU that another variable hides.
-    """
+    """Check that the variables do not contradict each other."""
     given = {name: environ[name] for name in HIP_VARIABLES if name in environ}
     words = " and ".join(f"{name}={text}" for name, text in given.items())
     if len({text.replace(" ", "") for text in given.values()}) > 1:

@@ -45,16 +45,6 @@ def plan_device(
     A task that sees all GPUs of its node uses the GPU with the number of its local rank. If Slurm bound the
     task to some of the GPUs, the task uses one of these: the only GPU, or the first if no other task shares
     them.
-
-    Args:
-        ranks: the ranks of this process.
-        environ: its variables.
-        num_visible: GPUs that the driver shows to this process.
-        is_rocm: true if torch uses AMD GPUs.
-
-    Raises:
-        EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed; or variables for
-            AMD GPUs contradict each other.
     """
     if is_rocm:
         check_amd_variables(environ)
@@ -119,11 +109,7 @@ def gpu_variables(gpus: Sequence[str]) -> dict[str, str]:
 
 
 def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
-    """Return the setting of the user or the job that allows several ranks per GPU, or None.
-
-    Raises:
-        EnvironmentMismatch: HPCTRAIN_SHARE_GPUS is neither 1 nor 0.
-    """
+    """Return the setting of the user or the job that allows several ranks per GPU, or None."""
     switch = environ.get(SHARE_VARIABLE, "")
     if switch not in ("", "0", "1"):
         raise EnvironmentMismatch(

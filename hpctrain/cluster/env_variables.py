@@ -20,11 +20,7 @@ def first_set(environ: Mapping[str, str], *names: str) -> str | None:
 
 
 def read_int(environ: Mapping[str, str], name: str) -> int:
-    """Return the number in variable `name`.
-
-    Raises:
-        EnvironmentMismatch: the variable is missing or is not an integer.
-    """
+    """Return the number in variable `name`."""
     text = _read(environ, name)
     try:
         return int(text)
@@ -35,11 +31,7 @@ def read_int(environ: Mapping[str, str], name: str) -> int:
 
 
 def read_port(environ: Mapping[str, str], name: str) -> int:
-    """Return the TCP port in variable `name`; with 0, the kernel chooses a port.
-
-    Raises:
-        EnvironmentMismatch: the variable is missing or is not a port.
-    """
+    """Return the TCP port in variable `name`; with 0, the kernel chooses a port."""
     port = read_int(environ, name)
     if not 0 <= port <= _LAST_PORT:
         raise EnvironmentMismatch(
@@ -50,11 +42,7 @@ def read_port(environ: Mapping[str, str], name: str) -> int:
 
 
 def read_hosts(environ: Mapping[str, str], name: str) -> list[str]:
-    """Return the hosts of the node list in variable `name`, in its order.
-
-    Raises:
-        EnvironmentMismatch: the variable is missing, is not a node list, or contains no host.
-    """
+    """Return the hosts of the node list in variable `name`, in its order."""
     text = _read(environ, name)
     try:
         hosts = expand_hostlist(text)

@@ -46,11 +46,7 @@ class GpuAssignment:
 
 
 def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
-    """Check that the local ranks of each node are unique, and that either all ranks use GPUs or none.
-
-    Raises:
-        HpctrainError: two ranks contradict each other, or a rank has a problem; the message names the ranks.
-    """
+    """Check that the local ranks of each node are unique, and that either all ranks use GPUs or none."""
     by_place: dict[tuple[int, int], RankPlacement] = {}
     by_node: dict[int, RankPlacement] = {}
     for placement in placements:
@@ -84,9 +80,6 @@ def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> GpuA
     A rank receives its preferred GPU unless a lower rank prefers the same GPU. The other ranks receive
     remaining GPUs: Slurm may bind the same few GPUs to several tasks (--gpu-bind=closest), which cannot
     divide them without communication.
-
-    Raises:
-        HpctrainError: there are too few GPUs and sharing is not allowed; the message names two ranks.
     """
     owners: dict[str, RankPlacement] = {}
     for placement in placements:

@@ -44,14 +44,7 @@ class LaunchedNodes:
 def master_endpoint(
     environ: Mapping[str, str], host: Callable[[], tuple[str, str]], key: str, of: str
 ) -> tuple[str, int, dict[str, str]]:
-    """Return the address and port of the rendezvous, and their sources. Variables take precedence.
-
-    Args:
-        environ: the variables of this process.
-        host: returns rank 0's host and its source; called only if MASTER_ADDR is not set.
-        key: the string for the computation of the port; see `Ranks.rendezvous_id`.
-        of: the source of `key`, in words.
-    """
+    """Return the address and port of the rendezvous, and their sources. Variables take precedence."""
     address_variable, port_variable = first_set(environ, "MASTER_ADDR"), first_set(environ, "MASTER_PORT")
     address, source = (environ[address_variable], address_variable) if address_variable else host()
     port = read_port(environ, port_variable) if port_variable else rendezvous_port(key)
@@ -66,18 +59,7 @@ def ranks_of(
     key: tuple[str, str],
     nodes: Callable[[], LaunchedNodes] | None = None,
 ) -> Ranks:
-    """Return the ranks in the variables `names`.
-
-    Args:
-        environ: the variables of this process.
-        environment: name of the environment.
-        names: its variables.
-        key: an identifier of this set of processes, and its source in words.
-        nodes: finds the node if there are several nodes, or raises `unknown_nodes_error`.
-
-    Raises:
-        EnvironmentMismatch: variables contradict each other, are missing, or are insufficient.
-    """
+    """Return the ranks in the variables `names`."""
     world_size, local_world_size = (
         read_int(environ, names.world_size),
         read_int(environ, names.local_world_size),
@@ -119,14 +101,7 @@ def ranks_of(
 def unknown_nodes_error(
     launcher: str, names: RankVariables, environ: Mapping[str, str], how: str
 ) -> EnvironmentMismatch:
-    """Return the error for ranks on several nodes whose order is uncertain.
-
-    Args:
-        launcher: name of the launcher for the user.
-        names: its variables.
-        environ: the variables of this process.
-        how: the remedy, as a sentence.
-    """
+    """Return the error for ranks on several nodes whose order is uncertain."""
     return EnvironmentMismatch(
         f"{launcher} started {environ[names.world_size]} ranks ({names.world_size}), "
         f"{environ[names.local_world_size]} of them on this node ({names.local_world_size}), but the "

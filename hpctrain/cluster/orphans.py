@@ -21,12 +21,7 @@ _LIMIT_S = 5.0
 
 
 def kill_orphans(run_dir: str, before: int = sys.maxsize) -> list[int]:
-    """Kill the processes of attempts before `before` on this host, and return their pids.
-
-    Args:
-        run_dir: the run folder, as passed to the ranks.
-        before: the first attempt whose processes are kept; by default, all attempts are killed.
-    """
+    """Kill the processes of attempts before `before` on this host, and return their pids."""
     found: list[int] = []
     deadline = time.monotonic() + _LIMIT_S
     # A process may start another process before it is killed, so search again.

@@ -23,10 +23,6 @@ def bind_socket(number: int = 0, *, local_only: bool = False) -> socket.socket:
 
     While it does not listen, another socket with SO_REUSEADDR may listen on the port, as torch's store does.
 
-    Args:
-        number: the port; 0 chooses a free one.
-        local_only: bind 127.0.0.1 instead of all addresses of IPv6 and IPv4.
-
     Raises:
         OSError: the port is in use.
     """

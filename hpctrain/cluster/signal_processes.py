@@ -21,14 +21,7 @@ _WORKER, _SUPERVISOR = "hpctrain.runtime.worker", "hpctrain.supervisor"
 
 
 def signal_ranks(run_dir: str, number: signal.Signals, attempt: int, ranks: Collection[int]) -> list[int]:
-    """Send a signal to the `ranks` on this host, and return these ranks.
-
-    Args:
-        run_dir: the run folder.
-        number: the signal.
-        attempt: ranks of other attempts receive no signal.
-        ranks: the ranks.
-    """
+    """Send a signal to the `ranks` on this host, and return these ranks."""
     struck = set()
     for process in processes(os.geteuid()):
         rank = _rank_of(process, run_dir, attempt)

@@ -48,11 +48,7 @@ class StepLayout:
         return self.tasks[self.node]
 
     def host_of_main(self, rank: int, environ: Mapping[str, str]) -> str:
-        """Return the node of rank 0, for task `rank`.
-
-        Raises:
-            EnvironmentMismatch: Slurm's variables do not determine it.
-        """
+        """Return the node of rank 0, for task `rank`."""
         if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary") and len(self.nodes) > 1:
             problem = "tasks are distributed by a host file (SLURM_DISTRIBUTION=arbitrary)"
             remedy = "the first name in SLURM_HOSTFILE"
@@ -70,11 +66,7 @@ class StepLayout:
 
 
 def read_layout(environ: Mapping[str, str]) -> StepLayout:
-    """Return the layout of this task's step.
-
-    Raises:
-        EnvironmentMismatch: the variables contradict each other, or some are missing.
-    """
+    """Return the layout of this task's step."""
     for name in (HOSTS, TASKS):
         if not environ.get(name):
             raise EnvironmentMismatch(
@@ -111,11 +103,7 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
 
 
 def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> list[int]:
-    """Return the tasks of each node, in the order of the node list, from Slurm's notation `4(x2),3`.
-
-    Raises:
-        EnvironmentMismatch: the text does not have that form.
-    """
+    """Return the tasks of each node, in the order of the node list, from Slurm's notation `4(x2),3`."""
     counts: list[int] = []
     for piece in text.split(","):
         match = _TASKS_PER_NODE.fullmatch(piece.strip())

@@ -65,10 +65,6 @@ def _disk_trouble(run: RunDir) -> str | None:
 
 
 def full_disk(run: RunDir) -> str | None:
-    """Return a message if the run's disk is full, otherwise None.
-
-    Raises:
-        OSError: the folder is not accessible.
-    """
+    """Return a message if the run's disk is full, otherwise None."""
     disk = os.statvfs(run.path)
     return f"disk full at {run.path}" if disk.f_blocks and not disk.f_bavail else None

@@ -90,15 +90,7 @@ class Lease:
         environ: Mapping[str, str],
         on_loss: Callable[[LeaseHolder], object],
     ) -> None:
-        """Prepare the lease without acquiring it.
-
-        Args:
-            run: the run.
-            job_id: the job of this process.
-            start: number of earlier starts of the job by Slurm.
-            environ: environment of Slurm's commands.
-            on_loss: called with the new holder if this process was considered dead.
-        """
+        """Prepare the lease without acquiring it."""
         self._run, self._environ, self._on_loss = run, environ, on_loss
         self._me = LeaseHolder(job_id, start, system.gethostname(), system.getpid())
         self._number: int | None = None
@@ -106,10 +98,6 @@ class Lease:
 
     def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
         """Acquire the lease, and renew it from now on.
-
-        Args:
-            predecessor: the predecessor of this job; Slurm has waited for its end.
-            deaths: number of killed supervisors of this job.
 
         Raises:
             LeaseHeld: another process holds it.
@@ -217,14 +205,7 @@ def newest_lease(run: RunDir) -> LeaseState | None:
 def is_lease_alive(
     run: RunDir, held: LeaseState, environ: Mapping[str, str], expiry_s: float = EXPIRY_S
 ) -> bool:
-    """True if the holder of the lease is alive, or may be.
-
-    Args:
-        run: the run.
-        held: its newest lease.
-        environ: environment of Slurm's commands.
-        expiry_s: age at which a lease expires if Slurm does not respond.
-    """
+    """True if the holder of the lease is alive, or may be."""
     if held.holder.released:
         return False
     try:

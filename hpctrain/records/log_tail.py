@@ -27,12 +27,7 @@ class FileTail:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self, end: int | None = None, *, most_bytes: int = _SEARCHED_BYTES) -> str:
-        """Return the data appended since the last call, at most a few megabytes.
-
-        Args:
-            end: do not read beyond this byte of the file.
-            most_bytes: maximum number of bytes to read.
-        """
+        """Return the data appended since the last call, at most a few megabytes."""
         try:
             with open_regular(self._path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
@@ -93,14 +88,7 @@ class RecordTail:
 def read_last_records(
     path: Path, is_valid: IsValid | None = None, *, unless: bytes | None = None, whole: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSON Lines file from last to first, without reading in advance.
-
-    Args:
-        path: the file; a missing file has no records.
-        is_valid: see `parse_json_line`.
-        unless: skip lines that contain these bytes, without parsing.
-        whole: search the complete file, not only the last few megabytes.
-    """
+    """Yield the records of a JSON Lines file from last to first, without reading in advance."""
 
     def parse(line: bytes, *, ended: bool) -> dict[str, Any] | None:
         if unless is not None and unless in line:

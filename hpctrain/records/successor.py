@@ -67,14 +67,6 @@ def submit_successor(
 ) -> str:
     """Submit the successor of this job and return its id. Must be called in the job.
 
-    Args:
-        run: the run.
-        spec: specification of the run.
-        job_id: this job.
-        attempt: the attempt to continue.
-        environ: environment of this job's batch script.
-        changes: changes to the job.
-
     Raises:
         SchedulerError: the scheduler rejected the job, or did not respond in time.
     """

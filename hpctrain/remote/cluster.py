@@ -29,11 +29,7 @@ class Cluster:
     """A cluster that `--on` names."""
 
     def __init__(self, name: str, cwd: Path, environ: Mapping[str, str]) -> None:
-        """Read what earlier commands recorded about the cluster; nothing is opened yet.
-
-        Raises:
-            UserError: the name is not that of a host.
-        """
+        """Read what earlier commands recorded about the cluster; nothing is opened yet."""
         self.connection = SshConnection(name, environ)
         self.name, self.environ = name, environ
         folders = (cwd, *cwd.parents)
@@ -55,9 +51,6 @@ class Cluster:
         """Record the folder and Python for later commands.
 
         If another project has taken the default folder in the meantime, choose another folder.
-
-        Raises:
-            UserError: other processes hold the lock for too long.
         """
         make_folder(self._path.parent, private=True)
         path, deadline = self._path.with_suffix(".lock"), time.monotonic() + _LOCK_LIMIT_S
@@ -80,12 +73,7 @@ class Cluster:
             os.close(lock)
 
     def hpctrain(self, args: Sequence[str], *, stream: bool = False) -> str:
-        """Return a script that runs `hpctrain ARGS` in the folder that corresponds to the current one.
-
-        Args:
-            args: the arguments.
-            stream: send logs as records (see `LogStream`).
-        """
+        """Return a script that runs `hpctrain ARGS` in the folder that corresponds to the current one."""
         variables = {CLUSTER_VARIABLE: self.name, **({STREAM_VARIABLE: "1"} if stream else {})}
         exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         folder = os.path.normpath(os.path.join(self.folder, self._subfolder))
@@ -130,9 +118,6 @@ def shell_path(path: str) -> str:
     """Quote a path of the cluster for its shell; `~` or a variable at the start is expanded there.
 
     If the variable is not set, the script ends with an error that contains `UNSET`.
-
-    Raises:
-        UserError: `$` or `~` has another meaning.
     """
     match = re.fullmatch(r"(?:(~)|\$([A-Za-z_]\w*)|\$\{([A-Za-z_]\w*)\})(?:/(.*))?", path, re.DOTALL)
     start, rest = "", path

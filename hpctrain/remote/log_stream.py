@@ -36,11 +36,7 @@ class LogStream:
         return self._follow.get("detached")
 
     def run(self, args: Sequence[str]) -> int:
-        """Run `hpctrain ARGS` on the cluster, and return its exit code.
-
-        Raises:
-            ClusterUnreachable: a new login was refused, or failed for too long.
-        """
+        """Run `hpctrain ARGS` on the cluster, and return its exit code."""
         while (code := self._run_once(args)) == SSH_FAILED and (self._follow or args[0] == "logs"):
             self._cluster.connection.reopen(lambda words: self._show(f"{words}\n", True))
             args = self._follow.get("args", args)

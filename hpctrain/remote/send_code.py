@@ -33,12 +33,7 @@ class LocalCode:
 
     @classmethod
     def find(cls, root: Path, environ: Mapping[str, str]) -> LocalCode:
-        """Find the files of a project.
-
-        Raises:
-            UserError: the folder is not a git repository and is too large.
-            SpecError: git takes too long.
-        """
+        """Find the files of a project."""
         try:
             repository = GitRepository.containing(root, environ)
             files, diff = repository.files(), repository.diff()
@@ -58,10 +53,6 @@ def send_code(cluster: Cluster, code: LocalCode) -> None:
     """Copy changed files to the cluster, with a list that the code snapshot of a run reads there.
 
     Files that were sent earlier and no longer exist are deleted there.
-
-    Raises:
-        UserError: the copy failed, such as for a full disk.
-        ClusterUnreachable: the connection was lost.
     """
     target, list_path = f"{cluster.name}:{cluster.folder}/", f"{cluster.folder}/{SENT_CODE_FILE}"
     sent: list[str] = []

@@ -60,11 +60,7 @@ class SshConnection:
     """A host of `~/.ssh/config`. OpenSSH asks for passwords and second factors on the terminal."""
 
     def __init__(self, host: str, environ: Mapping[str, str]) -> None:
-        """Prepare the commands; nothing is opened yet.
-
-        Raises:
-            UserError: the name is not that of a host.
-        """
+        """Prepare the commands; nothing is opened yet."""
         if not host or host.startswith("-") or any(character.isspace() for character in host):
             raise UserError(
                 f"{host!r} (--on) is not a valid host name. Use a host in ~/.ssh/config, such as mycluster."
@@ -75,11 +71,7 @@ class SshConnection:
         self._ssh = ["ssh", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
 
     def open(self) -> None:
-        """Log in, unless an open connection exists.
-
-        Raises:
-            ClusterUnreachable: the login failed.
-        """
+        """Log in, unless an open connection exists."""
         with tempfile.NamedTemporaryFile("r", prefix="hpctrain-ssh-") as log:
             argv = [*self._ssh, "-E", log.name, "-T", self.host, "true"]
             try:
@@ -96,11 +88,7 @@ class SshConnection:
             )
 
     def reopen(self, report: Callable[[str], object]) -> None:
-        """Log in again after a lost connection, for up to an hour. `report` receives a message for the user.
-
-        Raises:
-            ClusterUnreachable: the login was refused, or failed for an hour.
-        """
+        """Log in again after a lost connection, for up to an hour."""
         report(f"The connection to {self.host} was lost. Reconnecting. Press Ctrl-C to stop.")
         deadline, pause_s = time.monotonic() + _RECONNECT_LIMIT_S, 0.5
         while True:
@@ -117,21 +105,13 @@ class SshConnection:
         """Return the local command that runs a shell script in a login shell of the host.
 
         Output of the files that the login shell reads, such as `~/.bash_profile`, is dropped.
-
-        Args:
-            script: the script, for bash.
-            terminal: run it on a terminal, for interactive programs.
         """
         login = f"bash -lc {shlex.quote(f'exec 1>&3 2>&4 3>&- 4>&-; {script}')}"
         quiet = f"exec sh -c {shlex.quote(f'exec 3>&1 4>&2 >/dev/null 2>&1; exec {login}')}"
         return [*self._ssh, "-t" if terminal else "-T", self.host, quiet]
 
     def run(self, script: str, content: str = "") -> subprocess.CompletedProcess[str]:
-        """Run a script with `content` as its stdin, and return its output.
-
-        Raises:
-            ClusterUnreachable: the connection was lost.
-        """
+        """Run a script with `content` as its stdin, and return its output."""
         written = content.encode(errors="surrogateescape")
         result = subprocess.run(self.command(script), input=written, capture_output=True)
         self.check(result.returncode)
@@ -144,27 +124,13 @@ class SshConnection:
             raise ClusterUnreachable(f"The connection to {self.host} was lost. {words}")
 
     def find_rsync(self) -> None:
-        """Find rsync on the PATH of a login shell of the host, because rsync is not started in a login shell.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Find rsync on the PATH of a login shell, because rsync itself is not started in one."""
         self.rsync_path = self.run("command -v rsync").stdout.strip()
         if not self.rsync_path:
             raise UserError(f"rsync is not on the PATH of a login shell on {self.host}. Install rsync there.")
 
     def rsync(self, arguments: Sequence[str], content: str = "", *, may_vanish: bool = False) -> None:
-        """Copy files with rsync through this connection.
-
-        Args:
-            arguments: the arguments of rsync.
-            content: its stdin.
-            may_vanish: files may be deleted during the copy.
-
-        Raises:
-            UserError: a machine has no rsync, or a file cannot be read or written.
-            ClusterUnreachable: the connection was lost.
-        """
+        """Copy files with rsync through this connection."""
         argv = ["rsync", "--protect-args", f"--rsync-path={shlex.quote(self.rsync_path)}"]
         argv += ["-e", shlex.join(self._ssh), *arguments]
         try:

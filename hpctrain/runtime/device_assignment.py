@@ -1,4 +1,4 @@
-"""Assignment of a device to a rank, with communication if two ranks could choose the same device."""
+"""Assign a device to each rank, with communication if two ranks could choose the same device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpctrain.files import parse_json_object
 from hpctrain.runtime.rendezvous import REMIND_AFTER_S, remind
 from hpctrain.text import format_ranks
 
-_READ_KEY = "read"
+_ANSWER_KEY, _READ_KEY = "answer", "read"
 #: All connected ranks read the answer within milliseconds.
 _READ_LIMIT_S = 5.0
 #: Maximum pause between two searches of rank 0 for its peers.
@@ -31,7 +31,7 @@ _MAX_PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """Result of the assignment for a rank."""
+    """The device of a rank."""
 
     device: torch.device
     gpus_are_shared: bool
@@ -39,11 +39,7 @@ class DeviceAssignment:
 
 
 def choose_device(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool = True) -> torch.device:
-    """Select the device of this rank from `plan_device`, without communication; the CPU if not `use_gpus`.
-
-    Raises:
-        EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
-    """
+    """Select the device of this rank without communication; the CPU if not `use_gpus`."""
     return _select_gpu(_plan(ranks, environ, len(visible_uuids(environ)) if use_gpus else 0))
 
 
@@ -53,36 +49,21 @@ def assign_device(
     """Wait for all ranks, and select a device that no other rank uses. All ranks must call this.
 
     Every rank sends rank 0 its placement, its visible GPUs and its preferred GPU. Rank 0 checks for
-    contradictions and answers: one message per rank in each direction.
-
-    Args:
-        ranks: the ranks of this process.
-        environ: the variables from which `ranks` was created.
-        store: a store of this job only.
-        use_gpus: false to use only CPUs.
-        problem: an error of rank 0 that ends all ranks.
-
-    Raises:
-        HpctrainError: two processes have the same rank or placement, or would share a GPU. Raised on all
-            ranks; the message names both.
-        RendezvousError: a rank did not arrive within the store's timeout, or another program changed an entry
-            of the store. Raised on all ranks.
+    contradictions, and answers all. A `problem` of rank 0 ends all ranks.
     """
     placement = _own_placement(ranks, environ, use_gpus=use_gpus)
     if duplicate := _publish_placement(placement, store):
-        _answer_all(ranks.world_size, {"error": duplicate, "missing": False}, store)
+        _answer({"error": duplicate, "missing": False}, store)
         raise HpctrainError(duplicate)
     if ranks.is_main:
         try:
             if problem:
                 raise RendezvousError(problem)
-            for rank, answer in enumerate(_answers(ranks, environ, store)):
-                store.set(_answer_key(rank), json.dumps(answer))
+            _answer(_decide(_gather_placements(ranks, store), environ), store)
         except HpctrainError as error:
-            is_missing = isinstance(error, RendezvousError)
-            _answer_all(ranks.world_size, {"error": str(error), "missing": is_missing}, store)
+            _answer({"error": str(error), "missing": isinstance(error, RendezvousError)}, store)
     try:
-        answer = _parse_entry(_answer_key(ranks.rank), store.get(_answer_key(ranks.rank)))
+        answer = _parse_entry(_ANSWER_KEY, store.get(_ANSWER_KEY))
     except DistNetworkError as error:
         reason = str(error).partition("\n")[0]
         raise RendezvousError(f"lost the store of rank 0 ({reason}). Check the log of rank 0.") from error
@@ -91,13 +72,19 @@ def assign_device(
     if "error" in answer:
         _wait_until_read(ranks, store)
         raise (RendezvousError if answer["missing"] else HpctrainError)(answer["error"])
-    return DeviceAssignment(_select_gpu(answer["index"]), answer["shared"])
+    return DeviceAssignment(_select_gpu(answer["indexes"][ranks.rank]), answer["shared"])
 
 
-def _answer_all(world_size: int, answer: Mapping[str, Any], store: Store) -> None:
-    """Send the same answer to all ranks that have no answer yet."""
-    for rank in range(world_size):
-        store.compare_set(_answer_key(rank), "", json.dumps(answer))
+def _answer(answer: Mapping[str, Any], store: Store) -> None:
+    """Answer all ranks; an earlier answer, which is an error, is kept."""
+    store.compare_set(_ANSWER_KEY, "", json.dumps(answer))
+
+
+def _decide(placements: list[RankPlacement], environ: Mapping[str, str]) -> dict[str, Any]:
+    check_unique_placement(placements)
+    assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
+    indexes = [assignment.indexes.get(placement.rank) for placement in placements]
+    return {"indexes": indexes, "shared": assignment.shared}
 
 
 def _parse_entry(key: str, text: bytes) -> dict[str, Any]:
@@ -139,28 +126,17 @@ def _own_placement(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool) 
 
 def _publish_placement(placement: RankPlacement, store: Store) -> str | None:
     """Send the placement of this rank. Return an error if another process has the same rank."""
-    mine = {**asdict(placement), "pid": os.getpid()}
-    # An existing value is kept and returned.
+    sent = {**asdict(placement), "pid": os.getpid()}
     key = _placement_key(placement.rank)
-    there = _parse_entry(key, store.compare_set(key, "", json.dumps(mine)))
-    if there["pid"] == mine["pid"] and there["host"] == mine["host"]:
+    # An existing value is kept and returned.
+    stored = _parse_entry(key, store.compare_set(key, "", json.dumps(sent)))
+    if stored["pid"] == sent["pid"] and stored["host"] == sent["host"]:
         return None
     return (
-        f"Process {there['pid']} on {there['host']} and process {mine['pid']} on {mine['host']} both "
+        f"Process {stored['pid']} on {stored['host']} and process {sent['pid']} on {sent['host']} both "
         f"claim rank {placement.rank}. Start one process per rank. To see the rank of each process, run "
         "`hpctrain env` with the same launcher."
     )
-
-
-def _answers(ranks: Ranks, environ: Mapping[str, str], store: Store) -> list[dict[str, Any]]:
-    """Return rank 0's answer to each rank; an empty list if there is an answer already."""
-    placements = _gather_placements(ranks, store)
-    check_unique_placement(placements)
-    assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
-    return [
-        {"index": assignment.indexes.get(placement.rank), "shared": assignment.shared}
-        for placement in placements
-    ]
 
 
 def _gather_placements(ranks: Ranks, store: Store) -> list[RankPlacement]:
@@ -171,7 +147,7 @@ def _gather_placements(ranks: Ranks, store: Store) -> list[RankPlacement]:
     pause_s = 0.002
     # torch warns about each wait that times out, so rank 0 polls.
     while not store.check(keys):
-        if store.check([_answer_key(0)]):
+        if store.check([_ANSWER_KEY]):
             return []
         now = time.monotonic()
         if now >= deadline:
@@ -181,8 +157,6 @@ def _gather_placements(ranks: Ranks, store: Store) -> list[RankPlacement]:
             remind_at = deadline
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-    if store.check([_answer_key(0)]):
-        return []
     return [_parse_placement(key, text) for key, text in zip(keys, store.multi_get(keys), strict=True)]
 
 
@@ -222,10 +196,6 @@ def _parse_placement(key: str, text: bytes) -> RankPlacement:
 
 def _placement_key(rank: int) -> str:
     return f"seats/{rank}"
-
-
-def _answer_key(rank: int) -> str:
-    return f"answers/{rank}"
 
 
 def _select_gpu(index: int | None) -> torch.device:

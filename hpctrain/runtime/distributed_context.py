@@ -92,17 +92,6 @@ def init_distributed(
     """Form the process group: with NCCL if there are GPUs, otherwise with gloo.
 
     All ranks must call this. A process group already created by the script is used unchanged.
-
-    Args:
-        ranks: the ranks of this process.
-        environ: the environment of this process; GLOO_SOCKET_IFNAME is added if gloo would choose a wrong
-            interface.
-        use_gpus: false to use only CPUs.
-
-    Raises:
-        HpctrainError: there are too many peers for the limit on open files, or the ranks contradict each
-            other.
-        RendezvousError: not all peers arrived within `JOIN_TIMEOUT_S`, or some were unreachable.
     """
     startup_times.end(StartupPart.IMPORTS)
     if ranks.world_size == 1:

@@ -16,13 +16,7 @@ from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Copy and clear. Return the exit code: 1 if a checkpoint could not be copied.
-
-    Args:
-        argv: the folder of the local tier and that of the copies in memory, each `-` if there is none; and
-            the time limit for copying in seconds.
-        environ: the variables of a rank.
-    """
+    """Copy and clear. Return the exit code: 1 if a checkpoint could not be copied."""
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 

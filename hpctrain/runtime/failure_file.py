@@ -133,9 +133,6 @@ def write_failure(
 
     The rank is still connected to its peers at this point. The failing rank is therefore ordered before its
     peers can detect the loss.
-
-    Returns:
-        The first failure of the attempt that is not a consequence of another failure, if known.
     """
     order, cause = _next_failure_index(failure, environ)
     record = {

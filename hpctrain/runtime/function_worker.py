@@ -81,12 +81,6 @@ def _init_process_group(ranks: Ranks) -> DistributedContext:
 
 
 def _result_of(call: FunctionCall, payload: CallPayload, run: RunDir, context: DistributedContext) -> Any:
-    """Return the result of the function.
-
-    Raises:
-        SystemExit: with code 75, if the function should be continued.
-        RuntimeError: the function exited with an error code.
-    """
     try:
         return call()
     except StoppedBeforeTraining:

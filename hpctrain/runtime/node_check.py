@@ -93,9 +93,6 @@ def gpus_to_test(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> 
     """Return the GPUs to test: those of this rank, or all GPUs if it is the only rank on the node.
 
     Other ranks on the node test their GPUs at the same time.
-
-    Raises:
-        EnvironmentMismatch: the node has more ranks than GPUs, and sharing is not allowed.
     """
     if ranks.local_world_size == 1:
         # CUDA shows a process only the first MIG instance.
@@ -112,13 +109,6 @@ def previous_memory_errors(
     """Return the memory errors of each GPU at the first check of this job, and record them at this check.
 
     The driver counts errors since it was loaded: GPUs with earlier errors are usable.
-
-    Args:
-        run: the run.
-        host: this node.
-        local_rank: the local rank of the process.
-        job: identifier of the start of the job; after a requeue, the GPUs may differ.
-        readings: current readings from the driver.
     """
     now = [reading.ecc_errors or 0 for reading in readings]
     path = run.memory_errors(host, local_rank)

@@ -34,11 +34,6 @@ def connect_store(ranks: Ranks, environ: Mapping[str, str], timeout_s: float) ->
 
     The agent of torchrun may host the store instead. Without a supervisor, the port is computed from the ids
     of the job. If another process uses the port, rank 0 connects to it, because it may be a second rank 0.
-
-    Raises:
-        RendezvousError: rank 0 was not found, or its port is used by a program that is no store; the message
-            lists the addresses that were tried.
-        HpctrainError: this process is rank 0, and cannot open a connection to each peer.
     """
     deadline = time.monotonic() + timeout_s
     port, listener, problem = ranks.master_port, None, ""

@@ -23,15 +23,7 @@ class Sidecar:
     """A process that exits when its standard input closes, at the latest when this process exits."""
 
     def __init__(self, module: str, *args: str) -> None:
-        """Start the process.
-
-        Args:
-            module: the module to run.
-            args: arguments of the module, in `sys.argv[2:]`.
-
-        Raises:
-            OSError: the process cannot be started.
-        """
+        """Start the process."""
         package = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", _BOOT, module, *args, str(package)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)

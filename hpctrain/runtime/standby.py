@@ -47,8 +47,6 @@ def select_slow_modules(loaded: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class StartMessage:
-    """The start message to a standby worker."""
-
     variables: dict[str, str]
     """Variables that were unknown when the process was started."""
     printed: bytes

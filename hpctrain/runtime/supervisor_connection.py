@@ -54,27 +54,15 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: the peer is gone.
-        """
         with self._sending:
             self._socket.sendall(self._seal(message))
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Wait for a message; return None if no message arrives in time.
-
-        Raises:
-            OSError: the peer is gone.
-            ValueError: the message is not JSON.
-            Unauthenticated: the message is not from the supervisor.
-        """
+        """Wait for a message; return None if no message arrives in time."""
         line = self._line(timeout_s)
         return None if line is None else self._open(line)
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
     def _seal(self, message: Message) -> bytes:
@@ -106,16 +94,7 @@ class SupervisorConnection(Connection):
     """An open connection to the supervisor, with an authentication code in each line."""
 
     def __init__(self, where: str, ranks: Ranks, attempt: int) -> None:
-        """Connect, and introduce this rank.
-
-        Args:
-            where: ADDRESS:PORT:SECRET of the supervisor.
-            ranks: the ranks of this process.
-            attempt: the attempt.
-
-        Raises:
-            OSError: no supervisor responds at this address.
-        """
+        """Connect, and introduce this rank."""
         address, port, secret = where.rsplit(":", 2)
         super().__init__(socket.create_connection((address, int(port)), timeout=_CONNECT_LIMIT_S))
         try:
@@ -157,10 +136,6 @@ def _find_pause(before: _Times, expected_s: float) -> tuple[float, float] | None
 
     Only the system clock runs while the machine sleeps. A thread may also wake up late because native code
     holds the GIL: it computes, or waits for a file.
-
-    Args:
-        before: the times at the start.
-        expected_s: expected duration.
     """
     clock_s, monotonic_s, cpu_s, gil_s = (end - begin for begin, end in zip(before, _times(), strict=True))
     late_s = max(clock_s, monotonic_s) - expected_s
@@ -175,14 +150,7 @@ def start_heartbeat(
     on_message: Callable[[Connection, Message], None],
     on_sent: Callable[[Message], object] = bool,
 ) -> None:
-    """Start a thread that sends heartbeats and receives messages.
-
-    Args:
-        connect: opens the connection, which may take long if the supervisor does not respond.
-        heartbeat_message: returns the content of a heartbeat.
-        on_message: handles a message of the supervisor.
-        on_sent: receives each heartbeat after it was sent.
-    """
+    """Start a thread that sends heartbeats and receives messages."""
 
     def use(opened: Connection) -> None:
         # Otherwise, a child forked by the script would keep the connection open after the exit of this rank.

@@ -40,13 +40,7 @@ class TrainingMarker:
     """
 
     def __init__(self, what: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
-        """Prepare, without starting.
-
-        Args:
-            what: the call that must return, for messages.
-            folder: the output folder of the training.
-            environ: variables of the process; without the variables of a run, no file is written.
-        """
+        """Prepare, without starting."""
         self._what, self._environ = what, environ
         self._folder = None if folder is None else str(Path(folder).absolute())
         self._file: Path | None = None
@@ -59,11 +53,7 @@ class TrainingMarker:
         self._failure: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
-        """Start.
-
-        Raises:
-            SystemExit: with code 75, if an earlier training call of this process was stopped.
-        """
+        """Start."""
         global _num_started
         if _has_stopped and self._file is not None:
             raise SystemExit(EXIT_CONTINUE)
@@ -84,7 +74,6 @@ class TrainingMarker:
                 self._file.unlink(missing_ok=True)
 
     def set_last_step(self, last_step: int | None) -> None:
-        """Set the last step of training."""
         self.last_step = last_step
         self._write()
 
@@ -117,7 +106,6 @@ class TrainingMarker:
 
 
 def has_started() -> bool:
-    """Return true if training has started in this process."""
     return _num_started > 0
 
 

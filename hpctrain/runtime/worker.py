@@ -22,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hpctrain.buffered_writer import make_stdio_lossy
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import gpus_per_task, own_gpu_variables
 from hpctrain.cluster.orphans import kill_orphans
@@ -29,7 +30,6 @@ from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
 from hpctrain.cluster.processes import title_writer
 from hpctrain.errors import EXIT_CONTINUE, DiskFull
 from hpctrain.files import make_folder, own_file
-from hpctrain.lossy_stdio import make_stdio_lossy
 from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
@@ -42,14 +42,14 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.heartbeat import (
+from hpctrain.runtime.log_index import start_log_index
+from hpctrain.runtime.program.child_relay import ChildRelay
+from hpctrain.runtime.program.heartbeat import (
     heartbeat_message,
     on_heartbeat_sent,
     on_message,
     wait_until_group_is_reported,
 )
-from hpctrain.runtime.log_index import start_log_index
-from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.script_monitor import ScriptMonitor

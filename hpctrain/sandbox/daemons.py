@@ -43,11 +43,7 @@ class Daemon:
     launcher: tuple[str, ...] = ()
 
     def start(self) -> None:
-        """Start the program in the background; with an address, wait until it accepts connections.
-
-        Raises:
-            SchedulerError: the program exited with an error, or does not accept connections.
-        """
+        """Start the program in the background; with an address, wait until it accepts connections."""
         pipe: AbstractContextManager[int | IO[bytes]] = nullcontext(subprocess.PIPE)
         launcher = self.launcher
         if self.user is not None:
@@ -184,11 +180,7 @@ def _storage(plan: SandboxLayout) -> tuple[str, ...]:
 
 
 def install_database(plan: SandboxLayout) -> None:
-    """Create an empty database.
-
-    Raises:
-        SchedulerError: the database could not be created; the message is from MariaDB.
-    """
+    """Create an empty database."""
     command = [
         "mariadb-install-db",
         *_storage(plan),

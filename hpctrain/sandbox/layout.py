@@ -38,11 +38,7 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class SandboxSize:
-    """Size and options of a sandbox.
-
-    Raises:
-        SpecError: a value is out of range or invalid.
-    """
+    """Size and options of a sandbox."""
 
     nodes: int = 4
     gpus_per_node: int = 2
@@ -197,9 +193,6 @@ def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:
     """Return the layout of a new sandbox in `folder`, whose ports and addresses are unused.
 
     The caller holds the lock until it is saved.
-
-    Raises:
-        SchedulerError: no ports or addresses are left.
     """
     others = [plan for other in list_folders(folder.parent) if (plan := SandboxLayout.load(other))]
     blocks = set(range(1, 255)) - {plan.block for plan in others}
@@ -226,11 +219,7 @@ def _is_free(port: int) -> bool:
 
 
 def folder_of(name: str, root: Path = ROOT) -> Path:
-    """Return the folder of the sandbox `name`.
-
-    Raises:
-        SpecError: the name is not valid for node names and socket paths.
-    """
+    """Return the folder of the sandbox `name`."""
     if not _NAME.fullmatch(name):
         raise SpecError(
             f"{name!r} is not a valid sandbox name. Node names are derived from it, so use 1 to 15 lower-case"
@@ -259,11 +248,7 @@ def list_folders(root: Path = ROOT) -> list[Path]:
 
 @contextmanager
 def sandbox_lock(root: Path = ROOT, limit_s: float = 180.0) -> Iterator[None]:
-    """Hold the lock for creating, starting and removing the sandboxes in `root`.
-
-    Raises:
-        SchedulerError: another command held it for `limit_s` seconds.
-    """
+    """Hold the lock for creating, starting and removing the sandboxes in `root`."""
     root.mkdir(mode=0o755, parents=True, exist_ok=True)
     deadline = time.monotonic() + limit_s
     while (lock := try_lock(root / ".lock")) is None:

@@ -32,11 +32,7 @@ def belongs_to_sandbox(folder: Path, process: ProcessInfo, node: str | None = No
 
 
 def kill_all(wanted: Callable[[ProcessInfo], bool], what: str, limit_s: float = 10.0) -> None:
-    """Kill the processes that are `wanted` and all their descendants, until none is left.
-
-    Raises:
-        SchedulerError: some processes still exist after `limit_s` seconds.
-    """
+    """Kill the processes that are `wanted` and all their descendants, until none is left."""
     deadline = time.monotonic() + limit_s
     while victims := with_descendants(wanted, processes()):
         if time.monotonic() > deadline:

@@ -35,11 +35,7 @@ def check_requirements(
     accounting: bool = False,
     slurm: str = "",
 ) -> None:
-    """Check that a sandbox can be started, optionally with accounting or another Slurm version.
-
-    Raises:
-        UserError: not Linux, not root, or a program is missing; the message contains the remedy.
-    """
+    """Check that a sandbox can be started, optionally with accounting or another Slurm version."""
     if system != "Linux":
         raise UserError(
             f"A sandbox requires Linux, but this machine runs {system}. Use a Linux container or virtual "

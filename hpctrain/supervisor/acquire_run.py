@@ -14,10 +14,15 @@ from hpctrain.records.run_record import RunRecord, read_run_record, summarize_ev
 from hpctrain.records.successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.base import JobControl
-from hpctrain.supervisor.job_control.slurm_successors import SlurmSuccessors
-from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
-from hpctrain.supervisor.policy.outcome import Continue, Exit
+from hpctrain.supervisor.job_control.job_control import JobControl
+from hpctrain.supervisor.job_control.slurm import SlurmSuccessors
+from hpctrain.supervisor.policy.job_intent import (
+    Continue,
+    Exit,
+    OwnershipDecision,
+    OwnershipState,
+    decide_ownership,
+)
 from hpctrain.supervisor.run_end import finish_run
 
 log = logging.getLogger(__name__)
@@ -31,11 +36,7 @@ class NotInJob(SpecError):
 
 
 def check_in_job(run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
-    """Check that the script of a Slurm job runs in a Slurm job, and that of an array in one of its tasks.
-
-    Raises:
-        NotInJob: it does not.
-    """
+    """Check that the script of a Slurm job runs in a Slurm job, and that of an array in one of its tasks."""
     is_in_job = "SLURM_JOB_ID" in environ and "SLURM_JOB_NODELIST" in environ and spec.array is None
     if spec.backend == "slurm" and not is_in_job:
         raise _not_submitted(run.array or run, "This process")
@@ -56,15 +57,6 @@ def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
 
 def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
     """Decide whether this job must train. If so, record this job as the newest job of the run.
-
-    Args:
-        run: the run.
-        spec: its job specification.
-        job_control: control of this job. It holds the lease from now on if this job must train.
-        deaths: number of earlier supervisors of this job that were killed.
-
-    Returns:
-        `Exit` if this job has nothing to do: the run is over, or another job continues it.
 
     Raises:
         NotInJob: hpctrain did not start this job, or another job trains in the folder.

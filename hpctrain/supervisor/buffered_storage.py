@@ -5,18 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain import system
 from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.errors import HpctrainError
-from hpctrain.files import IsValid, own_file
+from hpctrain.files import IsValid
 from hpctrain.rundir import RunDir, RunStorage
 
 log = logging.getLogger(__name__)
@@ -26,8 +24,6 @@ _T = TypeVar("_T")
 _RETRY_INTERVAL_S = 2.0
 #: Seconds to retry writing the buffered data when the supervisor exits; later the data is lost.
 FLUSH_TIMEOUT_S = 60.0
-#: Enough space for some hundred lines and the failure files of a few ranks.
-_RESERVE_BYTES = 64 * 1024
 #: Time limit for a file system that is briefly unreachable.
 _VANISHED_LIMIT_S = 60.0
 
@@ -38,10 +34,10 @@ _AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.
 
 def describe_disk_error(error: OSError, path: Path) -> str | None:
     """Describe a disk error at `path`; None for any other error."""
-    place = error.filename or path
-    if error.errno in _FULL:
-        return f"disk full at {place}: {error.strerror}"
-    return f"disk error at {place}: {error.strerror}" if error.errno in _AWAY else None
+    if error.errno not in (*_FULL, *_AWAY):
+        return None
+    problem = "full" if error.errno in _FULL else "error"
+    return f"disk {problem} at {error.filename or path}: {error.strerror}"
 
 
 class BufferedLogHandler(logging.Handler):
@@ -59,7 +55,6 @@ class BufferedStorage(RunStorage):
     """Buffers failed writes of a run and its tasks, treats them as written, and retries them."""
 
     def __init__(self, folder: Path) -> None:
-        """Write into the run folder `folder`."""
         self._run = RunDir(folder)
         self._lines: dict[Path, BufferedLineWriter] = {}
         self._files: dict[Path, str] = {}
@@ -68,7 +63,6 @@ class BufferedStorage(RunStorage):
 
     @property
     def pending_reason(self) -> str | None:  # type: ignore[override]
-        """Reason for delayed writes; None if no data is buffered."""
         for path, lines in list(self._lines.items()):
             if (error := lines.last_error) is not None:
                 return describe_disk_error(error, path.parent) or f"{path.parent}: {error.strerror}"
@@ -79,20 +73,16 @@ class BufferedStorage(RunStorage):
         self._start_retrying()
 
     def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
-        """Yield the JSON lines of a file, including buffered lines.
-
-        Raises:
-            OSError: the file cannot be read, even after retries.
-        """
+        """Yield the JSON lines of a file, including buffered lines."""
         if (lines := self._lines.get(path)) is None or not lines.has_pending:
-            return iter(_retry_while_away(lambda: list(super(BufferedStorage, self).read(path, is_valid))))
-        with lines.pending() as waiting:
+            return iter(_retry(lambda: list(super(BufferedStorage, self).read(path, is_valid)), _AWAY))
+        with lines.pending() as pending:
             try:
                 written = list(super().read(path, is_valid))
             except OSError as error:
                 log.warning("cannot read %s: %s", path, error)
                 written = []
-        return iter([*written, *map(json.loads, waiting)])
+        return iter([*written, *map(json.loads, pending)])
 
     def write(self, path: Path, content: str) -> None:
         try:
@@ -103,18 +93,15 @@ class BufferedStorage(RunStorage):
             self._start_retrying()
 
     def make_folder(self, path: Path) -> None:
-        """Create a new folder, if possible.
-
-        Raises:
-            FileExistsError: the folder already exists.
-            HpctrainError: the run folder no longer exists.
-        """
+        """Create a new folder, if possible; raise `FileExistsError` if it exists."""
         # Without the run folder, ranks would start over and write to the wrong place.
-        if not _wait_until(lambda: os.path.exists(self._run.spec), _VANISHED_LIMIT_S):
+        try:
+            _retry(lambda: os.stat(self._run.spec), (*_AWAY, errno.ENOENT))
+        except OSError:
             raise HpctrainError(
                 f"The run folder {str(self._run)!r} or its {self._run.spec.name} no longer exists, or the "
                 "file system is unavailable. Restore the folder, then submit the run again."
-            )
+            ) from None
         try:
             super().make_folder(path)
         except FileExistsError:
@@ -125,28 +112,19 @@ class BufferedStorage(RunStorage):
 
     def names(self, folder: Path) -> list[str]:
         """Return the names in a folder, including folders that could not be created."""
-        names = _retry_while_away(lambda: super(BufferedStorage, self).names(folder))
+        names = _retry(lambda: super(BufferedStorage, self).names(folder), _AWAY)
         return [*{*names, *(path.name for path in self._folders if path.parent == folder)}]
-
-    @property
-    def reserve_file(self) -> Path:
-        """File that reserves disk space for the run's last records."""
-        return self._run.path / ".reserve"
-
-    def reserve_space(self) -> None:
-        """Reserve disk space for the run's last records, in case the disk becomes full."""
-        with suppress(OSError), open(self.reserve_file, "wb", opener=own_file) as file:
-            file.write(bytes(_RESERVE_BYTES))
 
     def flush_pending(self, limit_s: float = FLUSH_TIMEOUT_S) -> None:
         """Write the buffered data within `limit_s` seconds; print the lines that could not be written."""
-        with suppress(OSError):
-            self.reserve_file.unlink(missing_ok=True)
-        if _wait_until(self._flush, limit_s):
-            return
+        deadline = system.monotonic() + limit_s
+        while not self._flush():
+            if system.monotonic() > deadline:
+                break
+            system.sleep(min(_RETRY_INTERVAL_S, limit_s))
         for path, lines in list(self._lines.items()):
-            with lines.pending() as waiting:
-                for line in waiting:
+            with lines.pending() as pending:
+                for line in pending:
                     print(f"hpctrain: this line could not be written to {path}: {line}", file=sys.stderr)
 
     @property
@@ -166,35 +144,25 @@ class BufferedStorage(RunStorage):
         return not self._is_waiting
 
     def _start_retrying(self) -> None:
-        """Start a thread that retries while data is buffered."""
         if self._is_waiting and self._retrying.acquire(blocking=False):
             system.Thread(target=self._retry_until_written, name="hpctrain-record", daemon=True).start()
 
     def _retry_until_written(self) -> None:
         try:
-            _wait_until(self._flush, math.inf)
+            while not self._flush():
+                system.sleep(_RETRY_INTERVAL_S)
         finally:
             self._retrying.release()
 
 
-def _wait_until(is_done: Callable[[], bool], limit_s: float) -> bool:
-    """Try repeatedly until `is_done` or the time limit. Return true if it is done."""
-    deadline = system.monotonic() + limit_s
-    while not is_done():
-        if system.monotonic() > deadline:
-            return False
-        system.sleep(min(_RETRY_INTERVAL_S, limit_s))
-    return True
-
-
-def _retry_while_away(read: Callable[[], _T]) -> _T:
-    """Repeat a read while the file system is briefly unreachable."""
+def _retry(action: Callable[[], _T], errors: tuple[int, ...]) -> _T:
+    """Repeat an action while the file system is briefly unreachable."""
     deadline = system.monotonic() + _VANISHED_LIMIT_S
     while True:
         try:
-            return read()
+            return action()
         except OSError as error:
-            if error.errno not in _AWAY or system.monotonic() > deadline:
+            if error.errno not in errors or system.monotonic() > deadline:
                 raise
             log.warning("cannot read the run folder (%s); will retry", error)
         system.sleep(_RETRY_INTERVAL_S)

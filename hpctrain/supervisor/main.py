@@ -26,7 +26,7 @@ from hpctrain.supervisor.buffered_storage import (
     BufferedStorage,
     describe_disk_error,
 )
-from hpctrain.supervisor.job_control.local import LocalJobControl
+from hpctrain.supervisor.job_control.job_control import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
 from hpctrain.supervisor.launch.job_step import Launcher
 from hpctrain.supervisor.launch.local import LocalLauncher
@@ -47,13 +47,7 @@ _CONNECTIONS_PER_RANK = 4
 
 
 def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int:
-    """Supervise the run in the folder `argv[0]`; in a job array, the task of this job.
-
-    Args:
-        argv: the run folder.
-        environ: variables of the job's script.
-        deaths: number of earlier supervisors of this job that were killed.
-    """
+    """Supervise the run in the folder `argv[0]`; in a job array, the task of this job."""
     path = run_of_this_job(RunDir(Path(argv[0])), environ).path
     storage = BufferedStorage(path)
     run = RunDir(path, storage)
@@ -68,7 +62,6 @@ def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int
     with suppress(OSError):
         make_folder(run.logs)
     _receive_signals(run, environ)
-    storage.reserve_space()
     log_file = BufferedLogHandler(run.supervisor_log)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=[log_file]

@@ -1,10 +1,17 @@
-"""Notifications about a run that has ended, failed or stalled, sent by a separate thread."""
+"""Notify webhooks and commands about a run that has ended, failed or stalled."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import os
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from hpctrain import system
@@ -14,8 +21,7 @@ from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
 from hpctrain.rundir import RunDir, is_event
 from hpctrain.spec.load_spec import load_spec
-from hpctrain.spec.notify import NotifyConfig
-from hpctrain.supervisor.notification_targets import NotificationTarget
+from hpctrain.spec.notify import NotifyConfig, is_address
 
 log = logging.getLogger(__name__)
 
@@ -24,16 +30,15 @@ _POLL_INTERVAL_S = 1.0
 _LAST_LIMIT_S = 35.0
 _MAX_CAUSE = 500
 _KILL_LIMIT_S = 3.0
+#: Time limits in seconds for a command and for a request, attempts to connect, and seconds between attempts.
+_TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
+#: Maximum number of messages queued for a target; further messages are dropped.
+_MAX_WAITING = 50
 
 
 @contextmanager
 def send_notifications(run: RunDir, environ: Mapping[str, str]) -> Iterator[None]:
-    """Notify the targets in the run's specification about events during the block.
-
-    Args:
-        run: the run folder.
-        environ: environment variables for commands.
-    """
+    """Notify the targets in the run's specification about events during the block."""
     try:
         notify = load_spec(run.spec).notify
     except SpecError:
@@ -52,10 +57,9 @@ def send_notifications(run: RunDir, environ: Mapping[str, str]) -> Iterator[None
 
 
 class Notifier:
-    """Reads the run's records and sends notifications about them."""
+    """Reads the run's records, except those that already exist, and sends notifications about them."""
 
     def __init__(self, run: RunDir, notify: NotifyConfig, environ: Mapping[str, str]) -> None:
-        """Skip existing records."""
         self._run, self._notify = run, notify
         self._targets = [NotificationTarget(target, environ) for target in notify.targets]
         self._events, self._logged_bytes = RecordTail(run.events, is_event), file_size(run.metrics)
@@ -97,7 +101,10 @@ class Notifier:
         logged_by = self._newest_attempt() if size != self._logged_bytes else None
         self._logged_bytes = size
         now = system.monotonic()
-        self._check_disk()
+        # A full disk cannot record an event.
+        if not self._disk_reported and (full := full_disk(self._run)) is not None:
+            self._disk_reported = True
+            self._send("stall", {"cause": f"{full}; the run cannot save until space is freed"})
         for event in self._events.read():
             if event.get("time", 0.0) < self._not_before:
                 continue
@@ -106,12 +113,6 @@ class Notifier:
                 self._send(occasion, event)
         if (seconds := self._stall.find_stall(now, logged_by)) is not None:
             self._send("stall", {"cause": f"no step has been logged for {seconds:.0f} s"})
-
-    def _check_disk(self) -> None:
-        """Report a full disk once. The run cannot record an event for this."""
-        if not self._disk_reported and (full := full_disk(self._run)) is not None:
-            self._disk_reported = True
-            self._send("stall", {"cause": f"{full}; the run cannot save until space is freed"})
 
     def _newest_attempt(self) -> object:
         """Return the attempt that logged the last step."""
@@ -125,7 +126,6 @@ class Notifier:
 
 
 def notification_kind(event: Mapping[str, Any]) -> str | None:
-    """Return the kind of notification for an event; None without a notification."""
     match event.get("kind"):
         case "finished":
             return "finish"
@@ -140,13 +140,13 @@ def notification_message(run: RunDir, occasion: str, event: Mapping[str, Any]) -
     """Return the message; chat services show either `text` or `content`."""
     cause = str(event.get("cause") or "")[:_MAX_CAUSE]
     if occasion == "finish":
-        words = f"Run {run.run_id} has ended ({event.get('state')})"
+        summary = f"Run {run.run_id} has ended ({event.get('state')})"
     else:
-        words = f"Run {run.run_id} has stalled" if occasion == "stall" else f"Failure in run {run.run_id}"
-    text = f"{words}: {cause}" if cause else f"{words}."
-    known = {name: event[name] for name in ("state", "attempt", "rank", "host", "log") if name in event}
+        summary = f"Run {run.run_id} has stalled" if occasion == "stall" else f"Failure in run {run.run_id}"
+    text = f"{summary}: {cause}" if cause else f"{summary}."
+    details = {name: event[name] for name in ("state", "attempt", "rank", "host", "log") if name in event}
     about = {"run_id": run.run_id, "folder": str(run.path), "time": event.get("time", system.time())}
-    return {"occasion": occasion, "text": text, "content": text, "cause": cause, **about, **known}
+    return {"occasion": occasion, "text": text, "content": text, "cause": cause, **about, **details}
 
 
 class StallDetector:
@@ -159,7 +159,6 @@ class StallDetector:
         self._ended = self._reported = False
 
     def on_event(self, event: Mapping[str, Any], now: float) -> None:
-        """Handle an event of the run's record."""
         match event.get("kind"):
             case "started":
                 self._since, self._attempt, self._ended = None, event.get("attempt"), False
@@ -171,14 +170,140 @@ class StallDetector:
     def find_stall(self, now: float, logged_by: object) -> float | None:
         """Return the seconds since the last step if this is an unreported stall.
 
-        Args:
-            now: time on a monotonic clock, in seconds.
-            logged_by: the attempt that has logged steps since the last call; None without steps.
+        `logged_by` is the attempt that has logged steps since the last call; None without steps.
         """
-        is_ours = self._attempt is None or logged_by == self._attempt
-        if logged_by is not None and is_ours and not self._ended:
+        is_current = self._attempt is None or logged_by == self._attempt
+        if logged_by is not None and is_current and not self._ended:
             self._since, self._reported = now, False
         if self._since is None or self._reported or now - self._since < self._limit_s:
             return None
         self._reported = True
         return now - self._since
+
+
+class NotificationTarget:
+    """A URL or a shell command with a separate thread, so that a hanging target does not delay others."""
+
+    def __init__(self, target: str, environ: Mapping[str, str]) -> None:
+        self._target, self._environ = target, environ
+        self._process: system.Popen[bytes] | None = None
+        self._messages: system.SimpleQueue[Mapping[str, Any] | None] = system.SimpleQueue()
+        self._thread = system.Thread(target=self._deliver_all, name="hpctrain-notification", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, message: Mapping[str, Any]) -> None:
+        if self._messages.qsize() < _MAX_WAITING:
+            self._messages.put(message)
+        else:
+            log.warning(
+                "dropped a notification (event: %s), because the target was too slow", message["occasion"]
+            )
+
+    def close(self) -> None:
+        """Accept no further messages."""
+        self._messages.put(None)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until all messages are sent, or until `deadline` on the monotonic clock."""
+        self._thread.join(max(0.05, deadline - system.monotonic()))
+        if self._thread.is_alive():
+            log.warning(
+                "a notification was not delivered before the supervisor exited, because the target was too "
+                "slow"
+            )
+            if (process := self._process) is not None:
+                _kill(process)
+                self._thread.join(0.2)
+
+    def _set_process(self, process: system.Popen[bytes]) -> None:
+        self._process = process
+
+    def _deliver_all(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                if is_address(self._target):
+                    post_json(self._target, message)
+                else:
+                    run_notification_command(self._target, message, self._environ, self._set_process)
+            except Exception as error:  # noqa: BLE001 (a target must not end the supervisor)
+                log.warning(
+                    "a notification (event: %s) was not delivered: %s: %s",
+                    message["occasion"],
+                    type(error).__name__,
+                    error,
+                )
+            else:
+                log.info("sent a notification (event: %s)", message["occasion"])
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Treats a redirect as an error: messages are sent only to the given URL."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def post_json(address: str, message: Mapping[str, Any]) -> None:
+    """POST a message as JSON, at most once: only a failed connection is tried again.
+
+    Errors contain neither the URL nor output of the server.
+    """
+    opener = urllib.request.build_opener(_NoRedirects)
+    data = json.dumps(message).encode()
+    for tries_left in reversed(range(_TRIES)):
+        request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+        try:
+            with opener.open(request, timeout=_ANSWER_LIMIT_S):
+                return
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise OSError(f"the server returned HTTP status {error.code}") from None
+        except http.client.HTTPException as error:
+            raise OSError(f"the response is not valid HTTP ({type(error).__name__})") from None
+        except urllib.error.URLError:
+            # Errors after the request was sent are not wrapped in URLError.
+            if not tries_left:
+                raise
+        system.sleep(_PAUSE_S)
+
+
+def run_notification_command(
+    line: str,
+    message: Mapping[str, Any],
+    environ: Mapping[str, str],
+    set_process: Callable[[system.Popen[bytes]], None] | None = None,
+) -> None:
+    """Run a shell command in the run folder.
+
+    The command receives the message on standard input, and the main fields also in environment variables.
+    `set_process` is called with the process immediately after the start.
+    """
+    variables = {
+        "HPCTRAIN_OCCASION": str(message["occasion"]),
+        "HPCTRAIN_TEXT": str(message["text"]).replace("\0", ""),
+    }
+    with system.Popen(
+        ["/bin/sh", "-c", line],
+        cwd=message["folder"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**environ, **variables},
+        start_new_session=True,
+    ) as process:
+        if set_process is not None:
+            set_process(process)
+        try:
+            _, errors = process.communicate(json.dumps(message).encode(), timeout=_TARGET_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+            raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
+    if process.returncode:
+        output = errors.decode(errors="replace")[-300:].rstrip()
+        raise OSError(f"the command exited with code {process.returncode}" + (output and f": {output}"))
+
+
+def _kill(process: system.Popen[bytes]) -> None:
+    """Kill a command and its child processes."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -17,16 +17,17 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_transient
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.job_control.base import JobControl
+from hpctrain.supervisor.job_control.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import StepEvent
 from hpctrain.supervisor.policy.job_intent import (
     ContinuationMethod,
+    Continue,
+    Exit,
     JobDisposition,
     JobIntent,
     continuation_methods,
     resolve_intent,
 )
-from hpctrain.supervisor.policy.outcome import Continue, Exit
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +60,7 @@ class Requeuer:
     def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, changes: JobChanges
     ) -> Continue | Exit | RequeueRefused:
-        """Release the allocation and request a new allocation.
-
-        Args:
-            attempt: the attempt to continue.
-            intent: the intent for the job.
-            kind: kind of the end of the attempt.
-            changes: changes to the job.
-            seconds: duration of the attempt.
-        """
+        """Release the allocation and request a new allocation."""
         methods = self._methods(intent)
         memory = {"memory": changes.memory} if changes.memory else {}
         self.run.log_event(
@@ -120,11 +113,7 @@ class Requeuer:
         return RequeueRefused("; ".join(refusals), may_pass)
 
     def _requeue(self, changes: JobChanges) -> Continue | Exit:
-        """Requeue the job.
-
-        Raises:
-            SchedulerError: the scheduler refused.
-        """
+        """Requeue the job."""
         if not self.job_control.requeue():
             return Continue()
         return self._leave_requeued_job(changes)

@@ -10,28 +10,30 @@ from types import FrameType
 
 from hpctrain import system
 from hpctrain.cluster.orphans import kill_orphans
-from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
-from hpctrain.supervisor.drain_step import (
-    drain_local_tier,
-    remove_copies,
-)
-from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer, describe_nodes
-from hpctrain.supervisor.job_control.base import JobControl, known_seconds_left
+from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
+from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer
+from hpctrain.supervisor.job_control.job_control import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
-from hpctrain.supervisor.monitors.early_stopping import EarlyStoppingMonitor
-from hpctrain.supervisor.monitors.node_drain import NodeDrainMonitor
-from hpctrain.supervisor.monitors.scale_up import ScaleUpMonitor
-from hpctrain.supervisor.node_check_step import NodeCheckRunner, node_check_is_due
-from hpctrain.supervisor.node_choice import NodeChoice
-from hpctrain.supervisor.policy.decide import Action, AttemptEnd, Decision, RunSituation, decide
+from hpctrain.supervisor.node_monitors import NodeDrainMonitor, ScaleUpMonitor
+from hpctrain.supervisor.node_steps import check_nodes, drain_local_tier, node_check_is_due, remove_copies
+from hpctrain.supervisor.policy.decide import (
+    Action,
+    Allocation,
+    AttemptEnd,
+    Decision,
+    RunSituation,
+    decide,
+    describe_nodes,
+    suspect_nodes,
+)
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.policy.job_intent import JobIntent
-from hpctrain.supervisor.policy.outcome import Continue, Exit
+from hpctrain.supervisor.policy.job_intent import Continue, Exit, JobIntent
 from hpctrain.supervisor.requeuer import Requeuer, RequeueRefused
 from hpctrain.supervisor.run_end import completion_note, finish_run
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult, AttemptRunner
@@ -63,7 +65,9 @@ class FinishedAttempt:
     @property
     def must_release(self) -> bool:
         """True if the ranks were asked to stop, and not to continue on other nodes of the allocation."""
-        return self.result is not None and self.result.is_stopping and not self.result.monitor.draining
+        return (
+            self.result is not None and self.result.monitor.is_stopping and not self.result.monitor.draining
+        )
 
     @property
     def is_clean(self) -> bool:
@@ -102,15 +106,12 @@ class Supervisor:
             self._stager,
         )
         self._failure_analyzer = FailureAnalyzer(run, spec, job_control)
-        self._node_check = NodeCheckRunner(run, spec, launcher)
-        self._nodes = NodeChoice(run, spec, launcher, job_control.nodes)
         self._requeuer = Requeuer(run, spec, job_control, self._events)
 
     def run(self, deaths: int = 0) -> int:
-        """Start the workers as many times as needed. Returns the exit code of the job.
+        """Start the workers as many times as needed, and return the exit code of the job.
 
-        Args:
-            deaths: number of earlier supervisors of this job that were killed.
+        `deaths` is the number of earlier supervisors of this job that were killed.
         """
         for number in self._job_control.on_signal:
             system.handle_signal(number, self._on_signal)
@@ -118,7 +119,7 @@ class Supervisor:
         if isinstance(next_step, Exit):
             log.info("nothing to do; this job exits")
             return next_step.code
-        self._nodes.drop_excluded()
+        self._drop_excluded()
         if deaths and isinstance(next_step := self._take_over(), Exit):
             return next_step.code
         with self._worker_group:
@@ -129,25 +130,25 @@ class Supervisor:
                 raise
 
     def _run_attempts(self) -> int:
-        last: EndKind | None = None
+        last_end: EndKind | None = None
         while True:
             attempt, begun = self._run.new_attempt(), system.monotonic()
-            ended = self._check_nodes(attempt, last) or self._train(attempt)
+            ended = self._check_nodes(attempt, last_end) or self._train(attempt)
             ended = replace(ended, seconds=system.monotonic() - begun)
             next_step = self._carry_out(self._decide(ended), ended)
             if isinstance(next_step, Exit):
                 return next_step.code
-            last = ended.kind
+            last_end = ended.kind
 
-    def _check_nodes(self, attempt: int, last: EndKind | None) -> FinishedAttempt | None:
+    def _check_nodes(self, attempt: int, last_end: EndKind | None) -> FinishedAttempt | None:
         """Check the nodes if necessary. Returns None if the workers can start on these nodes."""
-        if not node_check_is_due(self._spec, last):
+        if not node_check_is_due(self._spec, last_end):
             return None
-        found = self._node_check.run_check(attempt)
-        if found.stopped:
+        check = check_nodes(self._run, self._spec, self._launcher, attempt)
+        if check.stopped:
             end = AttemptEnd(self._failure_analyzer.stop_kind(attempt))
-        elif found.bad_nodes:
-            end = self._failure_analyzer.record_bad_nodes(attempt, found.bad_nodes, self._launcher.hosts)
+        elif check.bad_nodes:
+            end = self._failure_analyzer.record_bad_nodes(attempt, check.bad_nodes, self._launcher.hosts)
         else:
             return None
         return FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
@@ -194,7 +195,7 @@ class Supervisor:
     def _situation(self, ended: FinishedAttempt) -> RunSituation:
         """Return the state of the run; query the controller only if required for the decision."""
         history, policy = History.from_events(self._run.read_events()), self._spec.policy
-        known = RunSituation(
+        situation = RunSituation(
             policy if self._job_control.nodes is not None else policy.without_exclusions(),
             history,
             ended.intent,
@@ -203,13 +204,14 @@ class Supervisor:
             must_release=ended.must_release,
         )
         if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.kind is EndKind.DONE:
-            return known
-        nodes = self._nodes.allocation(history, ended.diagnosis.lost)
+            return situation
+        nodes = self._allocation(history, ended.diagnosis.lost)
         if ended.kind is EndKind.OOM and self._job_control.nodes is not None:
             memory = self._job_control.nodes.larger_memory(self._launcher.hosts, history.excluded)
-            known = replace(known, larger_memory=memory)
+            situation = replace(situation, larger_memory=memory)
         left_s = None if ended.kind.releases_nodes else known_seconds_left(self._job_control)
-        return replace(known, nodes=nodes, ends_at=None if left_s is None else system.monotonic() + left_s)
+        ends_at = None if left_s is None else system.monotonic() + left_s
+        return replace(situation, nodes=nodes, ends_at=ends_at)
 
     def _carry_out(self, decision: Decision, ended: FinishedAttempt) -> Continue | Exit:
         end, lost = ended.diagnosis.end, ended.diagnosis.lost
@@ -236,7 +238,7 @@ class Supervisor:
                 if not end.kind.is_stop and any(host not in lost for host in others):
                     drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
                 self._remove_staged(ended.number, others, lost, is_short=True)
-                self._nodes.change(ended.number, decision, lost)
+                self._change_nodes(ended.number, decision, lost)
                 return Continue()
             case Action.REQUEUE:
                 return self._requeue(ended, decision.memory)
@@ -250,6 +252,50 @@ class Supervisor:
             case Action.FAIL:
                 note = decision.reason if end.cause else None
                 return finish_run(self._run, "FAILED", end.cause or decision.reason, note)
+
+    def _drop_excluded(self) -> None:
+        """Use only nodes that are not excluded, if the allocation has enough of them."""
+        excluded = History.from_events(self._run.read_events()).excluded
+        all_spares = self._launcher.spares
+        hosts = list(Allocation(tuple(self._launcher.hosts), tuple(all_spares)).usable(excluded))
+        if len(hosts) >= self._spec.min_nodes:
+            spares = [host for host in all_spares if host not in hosts and host not in excluded]
+            self._launcher.hosts, self._launcher.spares = hosts, spares
+
+    def _allocation(self, history: History, lost: Mapping[str, str]) -> Allocation:
+        """Return the state of the allocation; query the scheduler only if nodes must be excluded."""
+        control = self._job_control.nodes
+        suspects = suspect_nodes(self._spec.policy, history) if control is not None else {}
+        return Allocation(
+            in_use=tuple(self._launcher.hosts),
+            spare=tuple(self._launcher.spares),
+            lost=lost,
+            min_nodes=self._spec.min_nodes,
+            can_reallocate=bool(
+                suspects and control and control.can_reallocate(history.excluded.union(suspects))
+            ),
+        )
+
+    def _change_nodes(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
+        """Continue on the chosen nodes of the allocation, and release lost nodes."""
+        before, hosts = self._launcher.hosts, list(decision.hosts)
+        gone = {**lost, **decision.exclude}
+        self._run.log_event(
+            "shrink" if decision.action is Action.SHRINK else "replace",
+            attempt,
+            nodes=len(hosts),
+            nodes_before=len(before),
+            hosts=hosts,
+            lost=[host for host in before if host not in hosts],
+            cause=describe_nodes(gone),
+        )
+        spares = [host for host in self._launcher.spares if host not in hosts and host not in gone]
+        if lost and self._job_control.nodes is not None:
+            try:
+                self._job_control.nodes.shrink_to([*hosts, *spares])
+            except SchedulerError as error:
+                log.warning("cannot release the lost nodes, so Slurm may end the job: %s", error)
+        self._launcher.hosts, self._launcher.spares = hosts, spares
 
     def _remove_staged(
         self, attempt: int, hosts: list[str], lost: Container[str] = (), *, is_short: bool = False

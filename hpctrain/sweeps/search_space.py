@@ -46,15 +46,7 @@ SearchSpace = Mapping[str, Values]
 
 
 def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[str, Values]:
-    """Parse the values of each hyper-parameter; a list contains the values themselves.
-
-    Args:
-        given: text by name, such as `1e-4,3e-4`, `0:5`, `log:1e-5..1e-1` or `@values.txt`.
-        folder: folder of files with values.
-
-    Raises:
-        UserError: a name or its values are invalid, or a file cannot be read.
-    """
+    """Parse the values of each hyper-parameter; a list contains the values themselves."""
     space: dict[str, Values] = {}
     for name, text in given.items():
         if not _NAME.fullmatch(name):
@@ -69,11 +61,7 @@ def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[
 
 
 def inline_files(given: Mapping[str, str | list[str]], folder: Path) -> dict[str, str | list[str]]:
-    """Replace each `@FILE` by the file's values, because the file may change during the sweep.
-
-    Raises:
-        UserError: see `parse_space`.
-    """
+    """Replace each `@FILE` by the file's values, because the file may change during the sweep."""
     named = {name: text for name, text in given.items() if isinstance(text, str) and text.startswith("@")}
     return {**given, **{name: list(values) for name, values in parse_space(named, folder).items()}}  # type: ignore[arg-type]
 
@@ -112,11 +100,7 @@ def _parse(name: str, text: str, folder: Path) -> Values:
 
 
 def grid(space: SearchSpace) -> list[TrialValues]:
-    """Return all combinations of the values; the last hyper-parameter varies fastest.
-
-    Raises:
-        UserError: a hyper-parameter has a range, or there are too many combinations.
-    """
+    """Return all combinations of the values; the last hyper-parameter varies fastest."""
     lists = [values for values in space.values() if not isinstance(values, ValueRange)]
     if ranges := [name for name, values in space.items() if isinstance(values, ValueRange)]:
         raise UserError(
@@ -132,7 +116,6 @@ def grid(space: SearchSpace) -> list[TrialValues]:
 
 
 def draw_trials(space: SearchSpace, numbers: Iterable[int], seed: int) -> list[TrialValues]:
-    """Draw the values of trials. A trial's values depend only on the seed and the trial's number."""
     return [
         {
             name: values.draw(generator) if isinstance(values, ValueRange) else generator.choice(values)

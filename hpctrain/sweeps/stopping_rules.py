@@ -56,11 +56,7 @@ class StoppingRule:
 
     @classmethod
     def parse(cls, text: str, metric: str, mode: Literal["min", "max"], min_steps: int) -> StoppingRule:
-        """Parse `median`, `asha` or `asha:FACTOR`.
-
-        Raises:
-            UserError: there is no such rule, or the factor is not an integer of at least 2.
-        """
+        """Parse `median`, `asha` or `asha:FACTOR`."""
         name, colon, factor = text.partition(":")
         if name == "median" and not colon:
             return cls("median", metric, mode, min_steps)
@@ -92,12 +88,7 @@ class StoppingRule:
         return decision
 
     def reason_to_stop(self, own: TrialReport, others: Sequence[TrialReport]) -> str | None:
-        """Return the reason to stop a trial; None if it continues.
-
-        Args:
-            own: the newest report of the trial.
-            others: the other trials' reports of the same step.
-        """
+        """Return the reason to stop a trial; None if it continues."""
         if self.name == "median":
             if len(others) < _MIN_OTHERS:
                 return None

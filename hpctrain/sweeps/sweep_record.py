@@ -76,11 +76,7 @@ class SweepRecord:
         return replace(self, space={**self.space, **new})
 
     def with_trials(self, number: int = 0) -> SweepRecord:
-        """Add the missing trials of the grid, or `number` trials drawn by the sampler.
-
-        Raises:
-            UserError: the sweep would have too many trials, or its values are invalid.
-        """
+        """Add the missing trials of the grid, or `number` trials drawn by the sampler."""
         if len(self.trials) + number > MAX_TASKS:
             raise UserError(
                 f"The sweep would have {len(self.trials) + number} trials, but can have at most {MAX_TASKS}. "
@@ -111,12 +107,7 @@ class SweepRecord:
 
 
 def read_sweep(run: RunDir) -> SweepRecord | None:
-    """Return the record of a sweep; None for any other run.
-
-    Raises:
-        UserError: the record is damaged.
-        OSError: it cannot be read.
-    """
+    """Return the record of a sweep; None for any other run."""
     try:
         record = read_json(run.sweep)
         rule = record["stopping"] and StoppingRule(**record["stopping"])

@@ -216,11 +216,7 @@ def test_threads_end_after_close(tmp_path):
     for step in (1, 2, 3):
         store.async_save(step, {"x": torch.zeros(2)}, {})
     store.close()
-    wait_for(
-        lambda: before.issuperset(threading.enumerate()),
-        5,
-        "the end of the threads",
-    )
+    wait_for(lambda: before.issuperset(threading.enumerate()), 5, "the end of the threads")
 
 
 @pytest.mark.gpu

@@ -57,11 +57,7 @@ def test_module_comes_first_and_other_shapes_types_and_names_differ(tmp_path):
     other = {"optimizers": torch.ones(2), "module": {"a": torch.zeros(3), "c": torch.zeros(2)}, "lr": 0.2}
     found = compare(tmp_path, one, other).differences
     assert [each.name for each in found[:4]] == ["module/a", "module/b", "module/c", "optimizers"]
-    assert [each.recorded for each in found[:3]] == [
-        "float32 of shape [2]",
-        "float32 of shape [2]",
-        MISSING,
-    ]
+    assert [each.recorded for each in found[:3]] == ["float32 of shape [2]", "float32 of shape [2]", MISSING]
     assert (found[3].num_different, found[3].bit) == (2, None)
     assert [(each.name, each.recorded, each.here) for each in found if each.name == "lr"] == [
         ("lr", 0.1, 0.2)

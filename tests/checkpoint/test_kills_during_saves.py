@@ -24,18 +24,7 @@ from save_until_killed import LAST_STEP, state, store
 from hpctrain.checkpoint.store import CheckpointStore
 
 #: The system calls that change the files of a save on disk, or flush them.
-CALLS = (
-    "write",
-    "openat",
-    "close",
-    "fsync",
-    "mkdir",
-    "rename",
-    "unlinkat",
-    "rmdir",
-    "flock",
-    "futex",
-)
+CALLS = ("write", "openat", "close", "fsync", "mkdir", "rename", "unlinkat", "rmdir", "flock", "futex")
 MODES = ("sync", "async", "tier")
 SCRIPT = SCRIPTS / "save_until_killed.py"
 

@@ -49,7 +49,7 @@ def test_attacker_in_the_store_of_the_ranks_runs_no_code_and_the_run_completes(t
         attacker.kill()
     assert not evil.exists()
     assert run.events("finished")[0]["state"] == "COMPLETED"
-    (failure,) = (failure for failure in run.events("failure") if "answers/1" in failure["cause"])
+    (failure,) = (failure for failure in run.events("failure") if "'answer'" in failure["cause"])
     assert failure["class"] == "communication"
     assert "another program changed it" in failure["cause"]
     assert "store at 127.0.0.1:" in failure["cause"]

@@ -84,7 +84,7 @@ def test_error_before_the_first_copy_names_no_copy(folder, stage, message):
     (folder / "link").symlink_to(folder / "source")
     plan = {"folder": str(folder / stage), "sources": {"data": str(folder / "source")}, "packs": None}
     env = {**os.environ, "SLURM_NODEID": "0", RUN_DIR_VARIABLE: str(folder), ATTEMPT_VARIABLE: "0"}
-    command = [sys.executable, "-P", "-m", "hpctrain.runtime.staging.stage_node", json.dumps(plan)]
+    command = [sys.executable, "-P", "-m", "hpctrain.runtime.stage_node", json.dumps(plan)]
     assert run_command(command, env, check=False).returncode == 1
     error = read_json(RunDir(folder).staging_result(0, 0))["error"]
     assert re.match(f"cannot stage files: {message.format(folder / stage)}", error)

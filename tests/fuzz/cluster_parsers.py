@@ -18,7 +18,7 @@ from hpctrain.jobs.site import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE
 from hpctrain.runtime import cpu_binding, device_assignment
 from hpctrain.runtime.program.child_relay import ChildRelay
-from hpctrain.runtime.stopping import stop_grace
+from hpctrain.runtime.stopping import signal_recorder
 from hpctrain.runtime.supervisor_connection import Connection
 from hpctrain.telemetry.sampling import nvml
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
@@ -182,10 +182,10 @@ PARSERS = [
         call=lambda text: cpu_binding._read_count({"OMP_NUM_THREADS": text}, "OMP_NUM_THREADS"),
     ),
     Parser(
-        stop_grace.read_stop_grace,
+        signal_recorder.read_stop_grace,
         ["SIGTERM=30,SIGUSR2=120"],
         (UserError,),
-        lambda text: stop_grace.read_stop_grace({STOP_GRACE_VARIABLE: text}),
+        lambda text: signal_recorder.read_stop_grace({STOP_GRACE_VARIABLE: text}),
     ),
     *(
         Parser(

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from fuzzing import FOLDER, Parser, encode, write_file
@@ -21,7 +20,7 @@ from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
-from hpctrain.supervisor import buffered_storage, node_check_step
+from hpctrain.supervisor import buffered_storage, node_steps
 from hpctrain.supervisor.failures import classify, failure_files
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import attempt_runner, worker_group
@@ -141,9 +140,7 @@ def sealed(text: str) -> bytes:
 
 
 def read_node_check() -> object:
-    launcher = SimpleNamespace(hosts=["n1"])
-    spec = SimpleNamespace(processes_per_node=1)
-    return node_check_step.NodeCheckRunner(RUN, spec, launcher)._read(0)
+    return node_steps._read_node_check(RUN, ["n1"], 1, 0)
 
 
 PARSERS = [
@@ -274,7 +271,7 @@ PARSERS = [
         call=with_file(RUN.telemetry(0), lambda: classify.gpu_faults(RUN, ["n1"], 0.0)),
     ),
     Parser(
-        node_check_step.NodeCheckRunner._read,
+        node_steps._read_node_check,
         ['{"trouble": ["disk"], "stopped": false}'],
         call=with_file(RUN.node_check_result(0, 0), read_node_check),
     ),

@@ -25,7 +25,7 @@ PARSER_NAME = re.compile(r"_?(parse|read|from|decode|expand|detect)(_\w+)?|load_
 EXEMPT = {
     "takes objects, not text": {
         "checkpoint.convert.external_formats.parse_external_state",
-        "supervisor.monitors.early_stopping.EarlyStoppingMonitor._read_rule",
+        "supervisor.early_stopping.EarlyStoppingMonitor._read_rule",
         "jobs.executor.job.Job.from_run",
         "jobs.executor.job.JobFailed.from_failure",
         "jobs.options.option.OptionType.from_hint",
@@ -53,7 +53,7 @@ EXEMPT = {
     },
     "returns the content without interpreting it": {
         "authentication.read_secret",
-        "checkpoint.tier.node_files.read_small_files",
+        "checkpoint.tier.tier_copier.read_small_files",
         "cluster.env_variables._read",
         "files.read_regular",
         "jobs.executor.function_runs.read_stdout",

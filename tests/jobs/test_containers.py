@@ -20,7 +20,7 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.container import Container
 from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.supervisor.launch.container_command import containerize, worker_command
+from hpctrain.supervisor.launch.task_command import containerize, worker_command
 
 pytestmark = pytest.mark.ranks
 

@@ -112,7 +112,7 @@ def test_too_few_gpus_on_one_node_end_all_ranks_at_once(fake_driver):
 
 
 @pytest.mark.parametrize("entry", ["x", "0" * 64, "[" * 60_000, "[1]"], ids=len)
-@pytest.mark.parametrize("key", ["seats/1", "answers/1"])
+@pytest.mark.parametrize("key", ["seats/1", "answer"])
 def test_entry_of_another_program_is_refused(key, entry):
     store = HashStore()
     store.set(key, entry)
@@ -126,7 +126,7 @@ def test_entry_of_another_program_ends_all_ranks(monkeypatch):
     store.set("seats/1", "[1]")
     with pytest.raises(RendezvousError, match="seats/1"):
         assign_device(ranks(0, 2), {"SLURMD_NODENAME": "n1"}, store)
-    assert json.loads(store.get("answers/1"))["missing"]
+    assert json.loads(store.get("answer"))["missing"]
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from hpctrain.runtime.program.signed_rendezvous import ForgedState, SignedBacken
 from hpctrain.runtime.torchrun_agent import torchrun_options
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.supervisor.launch.container_command import worker_command
+from hpctrain.supervisor.launch.task_command import worker_command
 
 pytestmark = pytest.mark.ranks
 

@@ -14,7 +14,7 @@ get = PrefixStore.get
 
 def get_after_attack(store: PrefixStore, key: str) -> bytes:
     deadline = time.monotonic() + 60
-    while "answers/" in key and not os.path.exists(os.environ["ATTACKED"]) and time.monotonic() < deadline:
+    while "answer" in key and not os.path.exists(os.environ["ATTACKED"]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return get(store, key)
 

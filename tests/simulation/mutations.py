@@ -15,8 +15,7 @@ from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
 from hpctrain.supervisor.buffered_storage import BufferedStorage
 from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
-from hpctrain.supervisor.monitors.scale_up import ScaleUpMonitor
-from hpctrain.supervisor.node_choice import NodeChoice
+from hpctrain.supervisor.node_monitors import ScaleUpMonitor
 from hpctrain.supervisor.notifications import Notifier
 from hpctrain.supervisor.policy import job_intent
 from hpctrain.supervisor.policy.history import History
@@ -87,7 +86,12 @@ MUTATIONS: dict[str, list[Patch]] = {
         _edit(History, "from_events", 'kind == "resumed" and "checkpoint" in event', 'kind == "resumed"')
     ],
     "a spare in use remains a spare": [
-        _edit(NodeChoice, "change", "if host not in hosts and host not in gone", "if host not in gone")
+        _edit(
+            supervise.Supervisor,
+            "_change_nodes",
+            "if host not in hosts and host not in gone",
+            "if host not in gone",
+        )
     ],
     "unusable standby workers are not ended": [
         _edit(WorkerGroup, "_start_from_standby", "standby.close()", "pass")

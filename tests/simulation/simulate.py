@@ -25,8 +25,8 @@ from unittest import mock
 from hpctrain import system as real_system
 from hpctrain.records import lease
 from hpctrain.supervisor import main as supervisor_main
-from hpctrain.supervisor import notifications, supervise
-from hpctrain.supervisor.launch import auxiliary_step, srun
+from hpctrain.supervisor import node_steps, notifications, supervise
+from hpctrain.supervisor.launch import srun
 from hpctrain.supervisor.workers import attempt_runner, worker_group
 from simulation import simulated_system
 from simulation.config import Fault, make_config, make_faults
@@ -118,7 +118,7 @@ def simulated_supervisor(*, log: bool = False) -> Iterator[None]:
         put(worker_group, "HeartbeatServer", HeartbeatServer)
         put(worker_group, "TICK_INTERVAL_S", _REQUESTS_INTERVAL_S)
         put(attempt_runner, "RendezvousStore", _Store)
-        put(auxiliary_step, "RendezvousStore", _Store)
+        put(node_steps, "RendezvousStore", _Store)
         put(srun, "_address_of_this_host", lambda hosts: hosts[0])
         put(lease, "_now", lambda _: simulated_system.time())
         stack.enter_context(simulated_files())

@@ -11,7 +11,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor import acquire_run
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, register_job
-from hpctrain.supervisor.policy.outcome import Continue, Exit
+from hpctrain.supervisor.policy.job_intent import Continue, Exit
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from helpers.waiting import slowness
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.local import LocalJobControl
+from hpctrain.supervisor.job_control.job_control import LocalJobControl
 from hpctrain.supervisor.job_control.slurm import SlurmJobControl
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,
@@ -22,9 +22,8 @@ from hpctrain.supervisor.launch.job_step import (
     StopRequested,
     TaskExit,
 )
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers import attempt_monitor
-from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 
 
 class FakeStep:

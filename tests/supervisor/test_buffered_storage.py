@@ -98,19 +98,6 @@ def test_failed_run_on_a_full_disk_prints_its_end_after_a_limit(disk, capsys):
     assert json.loads("{" + printed[0])["cause"].startswith("rank 1 died; disk full at ")
 
 
-def test_reserved_space_holds_the_end_of_a_failed_run(disk):
-    run = RunDir(disk, BufferedStorage(disk))
-    run.storage.reserve_space()
-    fill(disk)
-    run.log_event("failure", 0, rank=1, cause="rank 1 died")
-    finish_run(run, "FAILED", "rank 1 died")
-    run.storage.flush_pending(5)
-    failure, finished = RunDir(disk).read_events()
-    assert failure["cause"] == "rank 1 died"
-    assert "disk full at" in finished["cause"]
-    assert not run.storage.reserve_file.exists()
-
-
 def test_log_is_buffered(disk, capsys):
     handler = BufferedLogHandler(disk / "supervisor.log")
     fill(disk)

@@ -7,9 +7,9 @@ import queue
 import pytest
 
 from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.supervisor import early_stopping
+from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
 from hpctrain.supervisor.launch.job_step import StopRequested
-from hpctrain.supervisor.monitors import early_stopping
-from hpctrain.supervisor.monitors.early_stopping import EarlyStoppingMonitor
 from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
 from hpctrain.supervisor.run_end import finish_run
 from hpctrain.sweeps.stopping_rules import StoppingRule

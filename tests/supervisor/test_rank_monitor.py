@@ -9,11 +9,10 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.job_control.local import LocalJobControl
+from hpctrain.supervisor.job_control.job_control import LocalJobControl
 from hpctrain.supervisor.launch.job_step import LauncherStuck, StepEnded
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
 from hpctrain.supervisor.workers import rank_monitor as module
-from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 

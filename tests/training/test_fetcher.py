@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_
 import hpctrain
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import make_validation_set
-from hpctrain.training.data.fetcher import ColumnFetcher, ItemsFetcher, SampleFetcher, make_fetcher
+from hpctrain.training.data.fetcher import ColumnFetcher, SampleFetcher, make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.sample_seeds import SampleSeeds
 
@@ -58,7 +58,7 @@ def test_prefetched_small_batches_equal_single_fetches(dataset):
         (X, ColumnFetcher),
         (PerSample(), SampleFetcher),
         (Subset(PerSample(), range(10)), SampleFetcher),
-        (Items(), ItemsFetcher),
+        (Items(), SampleFetcher),
         ([(x, int(y)) for x, y in zip(X, Y, strict=True)], SampleFetcher),
     ],
 )

@@ -44,11 +44,7 @@ class Net(hpctrain.Module):
 
 
 def train(
-    folder: Path,
-    strategy: str,
-    attempt: int,
-    failed_step: int | None = None,
-    algorithm: str = "allreduce",
+    folder: Path, strategy: str, attempt: int, failed_step: int | None = None, algorithm: str = "allreduce"
 ) -> None:
     """Train as a rank of its own node."""
     rank = os.environ["RANK"]

@@ -495,8 +495,7 @@ class Endless(Sampler[int]):
         (lambda: loader(num_workers=1, multiprocessing_context="fork"), "multiprocessing_context"),
         (
             lambda: DataLoader(
-                Numbers(),
-                batch_sampler=hpctrain.StatefulBatchSampler(Numbers(), 4, rank=0, num_replicas=1),
+                Numbers(), batch_sampler=hpctrain.StatefulBatchSampler(Numbers(), 4, rank=0, num_replicas=1)
             ),
             "a StatefulBatchSampler",
         ),

@@ -146,10 +146,7 @@ def test_several_optimizers_and_schedulers_are_resumed(tmp_path):
         (
             lambda m: {
                 "optimizer": (o := torch.optim.SGD(m.parameters(), 0.1)),
-                "lr_scheduler": {
-                    "scheduler": torch.optim.lr_scheduler.StepLR(o, 2),
-                    "interval": "epoch",
-                },
+                "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(o, 2), "interval": "epoch"},
             },
             "interval='epoch'",
         ),

@@ -29,27 +29,20 @@ UNREADABLE = "(unreadable)"
 
 @dataclass(frozen=True)
 class StateDifference:
-    """A tensor or plain value that differs."""
-
     name: str
-    """Path in the state, such as `module/net.0.weight`."""
     recorded: Any
-    """The value; of a tensor, that of the first differing element."""
     here: Any
     index: tuple[int, ...] | None = None
     """Index of the first differing element of a tensor."""
     num_different: int = 0
     num_elements: int = 0
     rank: int | None = None
-    """Rank that stored this element."""
     bit: int | None = None
     """The only differing bit of the tensor, counted from the least significant bit of the element."""
 
 
 @dataclass
 class StateComparison:
-    """Result of a comparison."""
-
     num_tensors: int = 0
     num_bytes: int = 0
     num_values: int = 0
@@ -57,18 +50,7 @@ class StateComparison:
 
 
 def compare_checkpoints(recorded: Path, here: Path, *, ignored: Collection[str] = ()) -> StateComparison:
-    """Compare the checkpoints in two folders, one tensor at a time. Checksums are not verified.
-
-    The random states of the ranks are compared if the numbers of ranks are equal.
-
-    Args:
-        recorded: folder of the first checkpoint.
-        here: folder of the second.
-        ignored: top-level entries of the state to skip.
-
-    Raises:
-        CorruptCheckpoint: the tables of a checkpoint cannot be read.
-    """
+    """Compare two folders bit by bit, one tensor at a time, without verifying checksums."""
     ours, theirs = _StoredState(recorded), _StoredState(here)
     result = StateComparison()
     prefixes = [STATE_KEY] + ["rank-"] * (ours.world_size == theirs.world_size)
@@ -86,8 +68,6 @@ def compare_checkpoints(recorded: Path, here: Path, *, ignored: Collection[str] 
 
 
 class _StoredState:
-    """Tables of a checkpoint in a folder."""
-
     def __init__(self, folder: Path) -> None:
         try:
             self.world_size = Manifest.read(folder).world_size
@@ -115,7 +95,6 @@ class _StoredState:
         return tensors[key]
 
     def rank_of(self, key: str, index: tuple[int, ...]) -> int | None:
-        """Return the rank that wrote the piece with this element."""
         for offsets, sizes, file, *_ in self.table[key]["pieces"]:
             if all(low <= i < low + size for i, low, size in zip(index, offsets, sizes, strict=True)):
                 return int(str(file).removeprefix("__").partition("_")[0])
@@ -168,7 +147,6 @@ def _kind(key: str, state: _StoredState) -> str:
 def _compare_values(
     name: str, one: Any, other: Any, result: StateComparison
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the plain values that differ, with their paths."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in {**one, **other}:
             yield from _compare_values(

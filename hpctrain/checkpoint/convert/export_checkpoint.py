@@ -21,19 +21,7 @@ _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth")
 
 
 def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False) -> list[str]:
-    """Write the module's weights from the folder `checkpoint`, or the complete state, to `file`.
-
-    `file` is written atomically; an existing file is replaced.
-
-    Returns:
-        Messages on the written and the omitted parts.
-
-    Raises:
-        UserError: `file` does not end in .safetensors, .pt or .pth, or `everything` is requested for a
-            .safetensors file.
-        CheckpointError: the checkpoint is damaged or cannot be read, or `file` cannot be written.
-        OSError: `file` cannot be written.
-    """
+    """Write the module's weights, or the complete state, to `file` by a rename; return messages."""
     suffix = file.suffix.lower()
     if suffix not in (*_SAFETENSORS, *_TORCH):
         raise UserError(f"The extension of {file} must be .safetensors, .pt or .pth.")
@@ -58,11 +46,7 @@ def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False)
 
 
 def load_on_cpu(folder: Path) -> LoadedCheckpoint:
-    """Verify and load the checkpoint in `folder` on the CPU of this process, written by any number of ranks.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or cannot be read.
-    """
+    """Verify a checkpoint of any number of ranks, and load it on the CPU of this process."""
     return load(RankCoordinator(None, 0.0), VerifiedCheckpoint(folder, read_verified(folder)), None)
 
 
@@ -76,7 +60,6 @@ def _count(weights: dict[str, Any]) -> str:
 
 
 def _write(file: Path, write: Callable[[Path], object]) -> None:
-    """Create a temporary file with `write`, sync it to disk and rename it to `file`."""
     if not file.absolute().parent.is_dir():
         raise UserError(f"{file} cannot be written, because the folder {file.parent} does not exist.")
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")

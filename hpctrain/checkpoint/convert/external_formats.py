@@ -32,21 +32,16 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class ExternalState:
-    """A training state from the file of another program."""
-
     origin: str
-    """The program that probably wrote the file."""
     weights: dict[str, Any]
     optimizers: list[Any] | None = None
     """A state_dict each; None if the file has none."""
     schedulers: list[Any] | None = None
     step: int | None = None
     omitted: tuple[str, ...] = ()
-    """Names of the other entries of the file."""
     remarks: tuple[str, ...] = field(default=())
 
     def weights_alone(self) -> ExternalState:
-        """Return a copy without optimizers and schedulers."""
         names = [name for name in ("optimizers", "schedulers") if getattr(self, name)]
         return replace(self, optimizers=None, schedulers=None, omitted=(*self.omitted, *names))
 
@@ -66,11 +61,6 @@ class ExternalState:
 
 
 def parse_external_state(content: Any, origin: str) -> ExternalState:
-    """Return the training state in `content`, which was read from a file.
-
-    Raises:
-        UserError: the content has no weights.
-    """
     if not isinstance(content, Mapping):
         raise UserError(
             f"{origin} contains an object of type {type(content).__name__}, not a state_dict or a dict that "
@@ -131,7 +121,6 @@ def match_names(weights: Mapping[str, Any], names: Iterable[str]) -> Mapping[str
 
 
 def _without_wrappers(name: str, segments: Iterable[str] = (_DDP_PREFIX, *_WRAPPERS)) -> str:
-    """Return the name without all occurrences of the segments."""
     name = f".{name}"
     for segment in segments:
         name = name.replace(f".{segment}", ".")

@@ -21,30 +21,9 @@ from hpctrain.rundir import RunDir
 
 
 def import_checkpoint(
-    file: Path,
-    run: RunDir,
-    *,
-    step: int | None = None,
-    weights_only: bool = False,
-    allow: Sequence[str] = (),
+    file: Path, run: RunDir, *, step: int | None = None, weights_only: bool = False, allow: Sequence[str] = ()
 ) -> list[str]:
-    """Create the checkpoint of step `step` in `run` from `file`.
-
-    Args:
-        file: a bare state_dict, a dict that contains one, a Lightning checkpoint, or a .safetensors file.
-        run: a run that is not active; the folder is created if necessary.
-        step: completed optimizer steps; None uses the number in the file, or 0.
-        weights_only: import neither optimizers nor schedulers.
-        allow: names of classes that the file may contain in addition to tensors and plain values.
-
-    Returns:
-        Messages on the imported and the omitted parts.
-
-    Raises:
-        UserError: the file contains other classes or no weights, or the run has a checkpoint of this or a
-            later step.
-        CheckpointError: the checkpoint could not be written, or a value cannot be stored in a checkpoint.
-    """
+    """Create the checkpoint of `step`, or of the step in the file, from `file`; return messages."""
     external = parse_external_state(_read(file, allow), str(file))
     if weights_only:
         external = external.weights_alone()
@@ -65,11 +44,7 @@ def import_checkpoint(
 
 
 def _read(file: Path, allow: Sequence[str]) -> Any:
-    """Return the content of the file, on the CPU, without running code from the file.
-
-    Raises:
-        UserError: the file contains objects of classes that are not allowed, or has another format.
-    """
+    """Return the content of the file, on the CPU, without running code from the file."""
     if file.suffix.lower() == ".safetensors":
         try:
             return load_file(file)
@@ -92,7 +67,6 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
 
 
 def _other_classes(file: Path) -> list[str]:
-    """Return the names of disallowed classes and functions in the file, without loading it."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # noqa: BLE001 (an unreadable file has no names)
@@ -100,11 +74,6 @@ def _other_classes(file: Path) -> list[str]:
 
 
 def _class(name: str) -> Any:
-    """Import the class `name`.
-
-    Raises:
-        UserError: the class cannot be imported.
-    """
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(import_module(module), attribute)
@@ -116,7 +85,6 @@ def _class(name: str) -> Any:
 
 
 def _import_notes(external: ExternalState) -> Iterator[str]:
-    """Yield messages on the imported and the omitted parts."""
     parts: Mapping[str, list[Any] | None] = {
         "optimizer": external.optimizers,
         "scheduler": external.schedulers,

@@ -32,13 +32,9 @@ METADATA_NAME = ".metadata"
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A piece of a tensor in a file."""
-
     key: str
     dtype: str
-    """Name of the element type in torch, without `torch.`."""
     tensor_shape: tuple[int, ...]
-    """Shape of the complete tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -52,7 +48,6 @@ def rank_file_name(rank: int) -> str:
 
 
 def stored_chunks(staged_file: StagedFile, rank: int) -> list[StoredChunk]:
-    """Return the location of each piece in the file of a rank."""
     return [
         StoredChunk(
             item.key,
@@ -69,7 +64,6 @@ def stored_chunks(staged_file: StagedFile, rank: int) -> list[StoredChunk]:
 
 
 def build_tables(everything: Iterable[StoredChunk]) -> dict[str, bytes]:
-    """Return the two tables of a checkpoint, by file name."""
     record: dict[str, Any] = {}
     for item in everything:
         entry = record.setdefault(item.key, {"dtype": item.dtype, "size": item.tensor_shape, "pieces": []})
@@ -105,11 +99,9 @@ class TensorReader(FileSystemReader):
         return self.table
 
     def keys(self, prefixes: Sequence[str]) -> list[str]:
-        """Return the keys that begin with one of `prefixes`."""
         return [key for key in self.table.state_dict_metadata if key.startswith(tuple(prefixes))]
 
     def empty(self, key: str) -> torch.Tensor:
-        """Return an empty CPU tensor with the type and shape of the tensor `key`."""
         entry = self.table.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         return torch.empty(entry.size, dtype=entry.properties.dtype)

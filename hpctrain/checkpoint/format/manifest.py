@@ -24,24 +24,12 @@ _SEAL = b',\n"xxh3_128": "'
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a checkpoint, with the size and checksum as written."""
-
     name: str
     bytes: int
     xxh3_128: str
-    """Checksum, as 32 hexadecimal digits."""
 
     def verify(self, folder: Path, on_read: Callable[[], object] = lambda: None) -> None:
-        """Compare the file in `folder` with its size and checksum.
-
-        Args:
-            folder: the checkpoint.
-            on_read: called after each block.
-
-        Raises:
-            CorruptCheckpoint: the file is missing or differs; the message names it.
-            CheckpointError: the file cannot be read at the moment.
-        """
+        """Raise CorruptCheckpoint if the file differs, CheckpointError if it cannot be read at the moment."""
         path = folder / self.name
         try:
             found = checksum(path, on_read)
@@ -61,23 +49,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a checkpoint and its files."""
-
     step: int
-    """Completed optimizer steps."""
     world_size: int
-    """Number of ranks that wrote the checkpoint."""
     time: float
-    """Time of the snapshot, in seconds since the epoch."""
     score: float | None
-    """Value of the metric that selects the best checkpoints."""
     files: tuple[FileEntry, ...]
     finite: bool | None = None
     """True if all parameters and optimizer states are finite; None if not checked."""
     verified_step: int | None = None
     """Step up to which training was verified; None if it was not verified."""
     metric: str | None = None
-    """Name of the metric of the score; None if it was not recorded."""
 
     def score_by(self, metric: str | None) -> float | None:
         """Return the score if it is of `metric`, or if one of the names is not known; otherwise None."""
@@ -94,12 +75,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, content: bytes, path: Path) -> Manifest:
-        """Parse the output of `encode`; `path` is its source, for messages.
-
-        Raises:
-            CorruptCheckpoint: any byte differs from the written content.
-            CheckpointError: the manifest was written by another version.
-        """
+        """Parse the output of `encode` from `path`; any changed byte raises CorruptCheckpoint."""
         body, _, _ = content.rpartition(_SEAL)
         if not body or content != body + _tail(body):
             raise CorruptCheckpoint(
@@ -121,12 +97,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read the manifest in `folder`.
-
-        Raises:
-            CorruptCheckpoint: the manifest is missing, garbled, or belongs to another step.
-            CheckpointError: it cannot be read at the moment, or was written by another version.
-        """
+        """Read the manifest; raise CorruptCheckpoint or, if it is unreadable now, CheckpointError."""
         path = folder / MANIFEST_NAME
         try:
             content = read_regular(path)
@@ -156,16 +127,10 @@ class Manifest:
 
 
 def make_entry(name: str, content: bytes) -> FileEntry:
-    """Return the entry of a file with this content."""
     return FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content))
 
 
 def checksum(path: Path, on_read: Callable[[], object] = lambda: None) -> FileEntry:
-    """Compute the size and checksum of the file at `path`; call `on_read` after each block.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
     digest, size = xxhash.xxh3_128(), 0
     with open_regular(path) as file:
         while block := file.read(_BLOCK_BYTES):
@@ -176,12 +141,7 @@ def checksum(path: Path, on_read: Callable[[], object] = lambda: None) -> FileEn
 
 
 def read_verified(folder: Path) -> Manifest:
-    """Read the manifest of the checkpoint in `folder` and verify every file.
-
-    Raises:
-        CorruptCheckpoint: the checkpoint is not intact; the message names the cause.
-        CheckpointError: a file cannot be read at the moment.
-    """
+    """Read the manifest of a checkpoint and verify every file."""
     manifest = Manifest.read(folder)
     for entry in manifest.files:
         entry.verify(folder)

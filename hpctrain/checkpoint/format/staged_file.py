@@ -12,8 +12,8 @@ import math
 import mmap
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any, cast
@@ -35,21 +35,12 @@ _PORTABLE = 1
 
 @dataclass(frozen=True)
 class ByteRange:
-    """The position of a piece's archive in the file, in bytes."""
-
     offset: int
     length: int
 
 
 class StagedFile:
-    """The file of a rank, for pieces of given types and shapes."""
-
     def __init__(self, items: Sequence[WriteItem]) -> None:
-        """Compute the layout; `bind_memory` provides the memory.
-
-        Args:
-            items: the content of the file.
-        """
         self.items = tuple(items)
         self.spans: list[ByteRange] = []
         self.num_bytes = 0
@@ -74,13 +65,7 @@ class StagedFile:
             self._targets.append(everything[begin:stop].view(item.dtype).view(item.sizes))
 
     def fill(self, data: Sequence[torch.Tensor]) -> _CopyDone:
-        """Copy the data of all pieces to their positions.
-
-        Copies from a GPU are queued on the current stream and may still be in progress on return.
-
-        Returns:
-            An object to `synchronize()` with before the content is read.
-        """
+        """Queue copies of all data; `synchronize()` the result before reading the content."""
         begun = _record_events(data)
         if data:
             # A single call for all tensors, because a state may have thousands of small tensors.
@@ -89,11 +74,6 @@ class StagedFile:
         return _CopyDone(begun, _record_events(data))
 
     def is_finite(self, checked: Callable[[str], bool]) -> bool:
-        """Return False if a tensor has an infinity or NaN.
-
-        Args:
-            checked: returns True for the keys of the tensors to check.
-        """
         return all(
             math.isfinite(limit)
             for item, target in zip(self.items, self._targets, strict=True)
@@ -115,8 +95,6 @@ def _record_events(data: Sequence[torch.Tensor]) -> list[Any]:
 
 
 class _CopyDone:
-    """Completion of all copies from the GPUs."""
-
     def __init__(self, begun: list[Any], events: list[Any]) -> None:
         self._begun, self._events = begun, events
 
@@ -137,18 +115,13 @@ class _CopyDone:
 
 
 def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
-    """Allocate memory for images, with all pages touched to avoid page faults in saves.
-
-    Args:
-        num_bytes: size of the content in bytes.
-        gpu: pin the memory for asynchronous copies from all GPUs.
-    """
+    """Allocate memory with all pages touched, to avoid page faults in saves, and pinned if there is a GPU."""
     num_bytes += _SLACK_BYTES
     # Private, to avoid limits on shared memory. Not inherited by children: otherwise, after each fork, such
     # as of a data worker, the next save would copy every page.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
-    with _suppress_os_error():
+    with suppress(OSError):  # a kernel without huge pages rejects the hint
         memory.madvise(mmap.MADV_HUGEPAGE)
     torch.frombuffer(memory, dtype=torch.uint8).zero_()
     if gpu is not None:
@@ -157,7 +130,6 @@ def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
 
 
 def pin_memory(memory: mmap.mmap, gpu: torch.device) -> None:
-    """Pin memory for asynchronous copies from all GPUs, until it is freed."""
     # Registered, because torch's own pinned memory is rounded up to powers of two. The current device of a
     # new thread is the first GPU, on which each rank of the node would otherwise create a context.
     with torch.cuda.device(gpu):
@@ -165,15 +137,6 @@ def pin_memory(memory: mmap.mmap, gpu: torch.device) -> None:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(memory), _PORTABLE)))
     weakref.finalize(memory, runtime.cudaHostUnregister, address)
-
-
-@contextmanager
-def _suppress_os_error() -> Iterator[None]:
-    """Suppress OSError: a kernel without huge pages rejects the hint, which is harmless."""
-    try:
-        yield
-    except OSError:
-        return
 
 
 class _Envelope:
@@ -194,14 +157,10 @@ class _Envelope:
         self.tail += rest[skipped:]
         return written
 
-    def flush(self) -> None:
-        """Do nothing: the stream has no buffer."""
+    def flush(self) -> None: ...
 
     def _split(self) -> bytes:
-        """Return the bytes that follow the header of the data's record, and remove them from the head.
-
-        Returns no bytes while that header is incomplete.
-        """
+        """Move the bytes after the header of the data's record out of the head; none until it is complete."""
         at = self.head.find(_RECORD)
         if at < 0:
             return b""
@@ -218,10 +177,7 @@ class _Envelope:
 
 @cache
 def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """Return the bytes that `torch.save` writes before and after the data of a contiguous tensor.
-
-    Checksums in the archive are omitted, as torch allows, because they would depend on the data.
-    """
+    """Return the bytes around a contiguous tensor in a `torch.save` file, without checksums of the data."""
     tensor = torch.empty(sizes, dtype=dtype)  # never touched, so it takes no memory
     stream = _Envelope(tensor.nbytes)
     with_checksums = torch.serialization.get_crc32_options()

@@ -21,16 +21,11 @@ _TENSOR, _TUPLE, _ITEMS, _COUNTER = "$tensor", "$tuple", "$items", "$counter"
 
 
 def rank_key(rank: int) -> str:
-    """Return the key prefix for the tensors of a single rank."""
     return f"rank-{rank:05d}/"
 
 
 def split_tree(tree: Any, path: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return (plain, tensors): `tree` with a reference in place of each tensor, and the tensors by path.
-
-    Raises:
-        CheckpointError: a value is neither a tensor nor None, bool, int, float, str, list, tuple or dict.
-    """
+    """Return the tree with a reference in place of each tensor, and the tensors by path."""
     tensors: dict[str, torch.Tensor] = {}
     return _split(tree, path, tensors), tensors
 
@@ -60,7 +55,6 @@ def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def join_tree(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Rebuild the tree from the result of `split_tree`."""
     if isinstance(plain, list):
         return [join_tree(item, tensors) for item in plain]
     if not isinstance(plain, dict):

@@ -27,7 +27,6 @@ class WriteItem(NamedTuple):
     key: str
     dtype: torch.dtype
     tensor_shape: tuple[int, ...]
-    """Shape of the complete tensor."""
     offsets: tuple[int, ...]
     """Position of the piece in the complete tensor."""
     sizes: tuple[int, ...]
@@ -49,17 +48,7 @@ def plan_writes(
     world_size: int,
     rank_of: Callable[[int], int] = lambda global_rank: global_rank,
 ) -> Iterator[tuple[WriteItem, torch.Tensor]]:
-    """Yield the pieces that this rank writes, with their data, in an order that depends only on shapes.
-
-    Args:
-        tensors: by key; plain tensors are equal on all ranks.
-        rank: this rank.
-        world_size: number of ranks.
-        rank_of: maps a global rank to the rank in the saving group.
-
-    Raises:
-        CheckpointError: a tensor has a kind that cannot be stored.
-    """
+    """Yield the pieces that this rank writes, with their data, in an order that depends only on shapes."""
     groups: dict[tuple[int, ...], list[_LocalPart]] = {}
     everyone = tuple(range(world_size))
     for key, tensor in tensors.items():
@@ -153,5 +142,4 @@ def _storable(key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def item_bytes(item: WriteItem) -> int:
-    """Return the size of a piece's data in bytes."""
     return math.prod(item.sizes) * item.dtype.itemsize

@@ -22,18 +22,7 @@ _ABORT_TIMEOUT_S = 5.0
 
 
 class IoTask(Generic[T]):
-    """A disk operation.
-
-    Attributes:
-        result: the return value after success.
-        error: the error, or None.
-        last_progress: time of the last disk progress, on the monotonic clock.
-        ended: set at the end of all work.
-        stop: set by others to request an early end; not all work supports this.
-    """
-
     def __init__(self, work: Callable[[], T] | None = None) -> None:
-        """Prepare to run `work`."""
         self._work = work
         self.result: T | None = None
         self.error: str | None = None
@@ -41,7 +30,6 @@ class IoTask(Generic[T]):
         self.ended, self.stop = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        """Run the work; store the result or the error."""
         self.last_progress = time.monotonic()
         try:
             self.result = self.work()
@@ -55,15 +43,10 @@ class IoTask(Generic[T]):
         return self._work() if self._work else None
 
     def note_progress(self) -> None:
-        """Record disk progress now."""
         self.last_progress = time.monotonic()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; return False if the disk hangs.
-
-        Args:
-            timeout_s: longest time without disk progress, in seconds.
-        """
+        """Wait for the end; return False if the disk makes no progress for `timeout_s` seconds."""
         while not self.ended.wait(max(0.0, self.last_progress + timeout_s - time.monotonic())):
             if self.is_timed_out(timeout_s):
                 return False
@@ -89,7 +72,6 @@ class IoThread:
         self._is_busy = False
 
     def submit(self, work: Callable[[], T]) -> IoTask[T]:
-        """Queue `work` and return immediately."""
         task = IoTask(work)
         with self._lock:
             self._queue.append(task)
@@ -117,18 +99,7 @@ def wait_on_all_ranks(
     timeout_s: float,
     failure: str,
 ) -> bool:
-    """Wait until no rank has unfinished work; return True if any rank requested an abort.
-
-    The ranks exchange their status several times a second. If a rank fails or requests an abort, the others
-    stop early. All ranks must call this.
-
-    Args:
-        coordinator: the ranks.
-        task: the running task of this rank, or None.
-        abort: if set on any rank, all ranks abort.
-        timeout_s: longest time without disk progress, in seconds.
-        failure: description of a failure, as the start of a sentence.
-    """
+    """Wait until no rank has unfinished work; return True if any rank requested an abort (collective)."""
     round_s, given_up = _MIN_ROUND_S, False
     task = task or _completed_task()
     while True:

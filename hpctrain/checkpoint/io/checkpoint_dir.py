@@ -19,14 +19,7 @@ from pathlib import Path
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
-from hpctrain.files import (
-    fsync_path,
-    is_locked,
-    lock_folder,
-    make_folder,
-    own_file,
-    write_atomic,
-)
+from hpctrain.files import fsync_path, is_locked, lock_folder, make_folder, own_file, write_atomic
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 _SAVING, _DELETING = ".saving-", ".deleting-"
@@ -36,13 +29,6 @@ ABANDONED_AFTER_S = 600.0
 
 
 def temporary_name(step: int, machine: str, token: str) -> str:
-    """Return the name of the hidden folder for writing the checkpoint of a step.
-
-    Args:
-        step: completed optimizer steps.
-        machine: `boot_identity()` of the process that creates the folder.
-        token: unique to this save, across all attempts.
-    """
     return f"{_SAVING}{checkpoint_folder_name(step)}-{machine}-{token}"
 
 
@@ -52,7 +38,6 @@ def is_checkpoint_entry(name: str) -> bool:
 
 
 def new_save_token() -> str:
-    """Return a token that is unique to a save."""
     return secrets.token_hex(4)
 
 
@@ -63,8 +48,6 @@ def boot_identity() -> str:
 
 @dataclass(frozen=True)
 class CheckpointDir:
-    """A folder of checkpoints, for the process that creates and renames its subfolders."""
-
     folder: Path
     durable: bool = True
     """True if commits must survive a power failure."""
@@ -73,13 +56,7 @@ class CheckpointDir:
 
     @contextmanager
     def temporary_folder(self, name: str) -> Iterator[Path]:
-        """Create the hidden folder `name`; on exit, remove it unless it was committed.
-
-        In the meantime, a lock shows that the writer is alive.
-
-        Raises:
-            OSError: the folder cannot be created.
-        """
+        """Create the locked hidden folder `name`; on exit, remove it unless it was committed."""
         path = self.folder / name
         is_new = not self.folder.exists()
         make_folder(self.folder)
@@ -102,21 +79,7 @@ class CheckpointDir:
             shutil.rmtree(path, ignore_errors=True)
 
     def commit(self, path: Path, step: int, files: Mapping[str, bytes]) -> bool:
-        """Write the remaining files into the hidden folder `path` and rename it to its final name.
-
-        The large files must already be on disk.
-
-        Args:
-            path: the hidden folder.
-            step: completed optimizer steps.
-            files: the content of the remaining files by name; the manifest is written last.
-
-        Returns:
-            False if a checkpoint of this step already exists, which remains unchanged.
-
-        Raises:
-            OSError: nothing was committed.
-        """
+        """Write the small files, manifest last, and rename the folder; False if the step exists."""
         for name in sorted(files, key=lambda name: name == MANIFEST_NAME):
             with open(path / name, "xb", opener=own_file) as file:
                 file.write(files[name])
@@ -142,17 +105,7 @@ class CheckpointDir:
         return list_checkpoint_steps(self.folder)
 
     def prune(self, newest: int, retention: Retention) -> list[str]:
-        """Delete the checkpoints before `newest` that no rule retains.
-
-        Deletes nothing if the files of `newest` do not have the sizes in its manifest. Checkpoints without a
-        readable manifest are not deleted and not counted.
-
-        Returns:
-            A message for each checkpoint that could not be deleted.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Delete checkpoints before `newest`, if that is complete, that no rule retains; return messages."""
         try:
             manifest = Manifest.read(self.folder / checkpoint_folder_name(newest))
             for entry in manifest.files:
@@ -184,22 +137,11 @@ class CheckpointDir:
         return notes
 
     def add_score(self, step: int, score: float, metric: str | None) -> None:
-        """Write the score of a step, and its metric, into its manifest.
-
-        Raises:
-            CheckpointError: the manifest cannot be read.
-            OSError: the manifest cannot be written and is unchanged.
-        """
         folder = self.folder / checkpoint_folder_name(step)
         content = replace(Manifest.read(folder), score=score, metric=metric).encode()
         write_atomic(folder / MANIFEST_NAME, content, durable=self.durable)
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of a step.
-
-        Raises:
-            OSError: the checkpoint still exists, or a part of it under a hidden name.
-        """
         hidden = self.folder / f"{_DELETING}{checkpoint_folder_name(step)}-{new_save_token()}"
         (self.folder / checkpoint_folder_name(step)).rename(hidden)
         shutil.rmtree(hidden)
@@ -210,11 +152,7 @@ class CheckpointDir:
             self.delete(step)
 
     def quarantine(self, step: int, suffix: str = "broken") -> Path:
-        """Rename a damaged or unverified checkpoint: it is ignored, but can be inspected.
-
-        Raises:
-            OSError: the checkpoint cannot be renamed.
-        """
+        """Rename a damaged or unverified checkpoint: it is ignored, but can be inspected."""
         folder = self.folder / checkpoint_folder_name(step)
         taken = {entry.name for entry in self.folder.iterdir()}
         free = next(i for i in range(len(taken) + 1) if f"{folder.name}.{suffix}-{i}" not in taken)
@@ -231,7 +169,6 @@ class CheckpointDir:
 
 
 def _is_abandoned(path: Path, now: float) -> bool:
-    """Return true if the writer of a hidden folder is no longer alive."""
     try:
         if path.name.split("-")[-2] == boot_identity():
             return not is_locked(path)

@@ -25,8 +25,6 @@ _CLEANUP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class CommitTarget:
-    """A folder in which the ranks save together, as seen by one rank."""
-
     coordinator: RankCoordinator
     directory: CheckpointDir
     is_leader: bool
@@ -38,19 +36,9 @@ class CommitTarget:
     io_timeout_s: float = 300.0
     """Maximum time without disk progress, in seconds."""
     io_thread: IoThread = field(default_factory=IoThread)
-    """Queue of operations of this rank in the folder."""
 
     def run_on_leaders(self, work: Callable[[], T], failure: str, abort: threading.Event) -> T | None:
-        """Run `work` on the leading ranks, and wait on all ranks; return None on other ranks.
-
-        Args:
-            work: the operation. If a disk hangs, the operation may complete after an exception.
-            failure: description of a failure, as the start of a sentence.
-            abort: if set on any rank, all ranks limit the wait for a hanging disk to a few seconds.
-
-        Raises:
-            CheckpointError: on all ranks.
-        """
+        """Run `work` on the leading ranks; return None on others, and raise errors on all (collective)."""
         task = self.io_thread.submit(work) if self.is_leader else None
         wait_on_all_ranks(self.coordinator, task, abort, timeout_s=self.io_timeout_s, failure=failure)
         self.coordinator.raise_on_all(task.error if task else None, failure)
@@ -63,8 +51,6 @@ class CommitTarget:
 
 @dataclass
 class RankWrite(Generic[RemarkT]):
-    """Contribution of a rank to a checkpoint."""
-
     files: Sequence[FileWrite]
     finalize: Callable[[list[tuple[list[FileEntry], RemarkT]]], Mapping[str, bytes]]
     """Function for rank 0: returns all other files, including the manifest, from all entries and remarks."""
@@ -149,14 +135,13 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
 def shared_manifest(
     coordinator: RankCoordinator, own: Manifest | None, path: Path, waiting_for: str
 ) -> Manifest:
-    """Return rank 0's manifest of the checkpoint at `path`. All ranks must call this."""
+    """Return rank 0's manifest of the checkpoint at `path` (collective)."""
     content = coordinator.broadcast(None if own is None else own.encode(), waiting_for)
     assert content is not None
     return Manifest.decode(content, path)
 
 
 def _difference(of_main: tuple[int, Any], own: tuple[int, Any]) -> str | None:
-    """Describe the difference between the saves of this rank and rank 0."""
     if of_main == own:
         return None
     if of_main[0] != own[0]:

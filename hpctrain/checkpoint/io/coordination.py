@@ -31,26 +31,14 @@ class PeerLost(CheckpointError):
     """Error for a lost rank: saving is impossible until all ranks are restarted."""
 
 
-class SaveAborted(CheckpointError):
-    """Error after a rank has requested to abort the save."""
+class SaveAborted(CheckpointError): ...
 
 
 class RankCoordinator:
-    """The ranks that save together, as seen by one rank. Every method except `rank_of` is a collective.
-
-    See `hpctrain.messages.gather` for the types of values that can be exchanged.
-
-    Attributes:
-        limit_s: maximum time that a rank may block the others, in seconds.
-    """
+    """The ranks that save together, as seen by one rank; all methods except `rank_of` are collective."""
 
     def __init__(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
-        """Create a group with the ranks of `group`; None means a single process.
-
-        Args:
-            group: all ranks.
-            limit_s: maximum time that a rank may block the others, in seconds.
-        """
+        """Create a group; `limit_s` is the longest time that a rank may block the others (collective)."""
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.limit_s = limit_s
@@ -72,11 +60,9 @@ class RankCoordinator:
         return self._lost_reason
 
     def rank_of(self, global_rank: int) -> int:
-        """Return the rank in the saving group for a global rank."""
         return self._members.index(global_rank)
 
     def broadcast(self, value: T, waiting_for: str) -> T:
-        """Return rank 0's `value`."""
         box = [value]
 
         def exchange(group: dist.ProcessGroup) -> None:
@@ -86,7 +72,6 @@ class RankCoordinator:
         return box[0]
 
     def all_gather(self, value: T, waiting_for: str) -> list[T]:
-        """Return the values of all ranks."""
         return self._gather(value, waiting_for, None)
 
     def gather(self, value: T, waiting_for: str) -> list[T]:
@@ -109,14 +94,7 @@ class RankCoordinator:
         incoming: Mapping[int, torch.Tensor],
         waiting_for: str,
     ) -> None:
-        """Send a tensor to `target`, and receive tensors of known sizes from other ranks.
-
-        Args:
-            outgoing: the tensor to send.
-            target: the receiving rank, or None.
-            incoming: by sending rank.
-            waiting_for: description of the data.
-        """
+        """Send a tensor to `target`, and receive tensors of known sizes, by sending rank."""
         sizes = [len(outgoing), *map(len, incoming.values())]
 
         def transfer(group: dist.ProcessGroup) -> None:
@@ -142,15 +120,7 @@ class RankCoordinator:
         return [int(number) for number in numbers]
 
     def run_on_all(self, action: Callable[[], T], failure: str) -> T:
-        """Run `action` on every rank and return its result; if it raises on any rank, raise on all.
-
-        Args:
-            action: the operation of this rank.
-            failure: description of a failure, as the start of a sentence.
-
-        Raises:
-            CheckpointError: with the cause from the first failed rank.
-        """
+        """Run `action` on every rank; if it raises on any rank, raise CheckpointError on all."""
         result: Any = None
         problem: str | None = None
         try:
@@ -161,11 +131,7 @@ class RankCoordinator:
         return result  # type: ignore[no-any-return]
 
     def raise_on_all(self, problem: str | None, failure: str) -> None:
-        """Raise an error on all ranks if any rank has a problem.
-
-        Raises:
-            CheckpointError: as for `run_on_all`.
-        """
+        """Raise CheckpointError, or DiskFull, on all ranks if any rank has a problem."""
         for rank, text in enumerate(self.all_gather(problem, failure)):
             if text:
                 kind = DiskFull if _FULL.search(text) else CheckpointError

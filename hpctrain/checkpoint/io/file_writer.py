@@ -25,15 +25,11 @@ _FLUSH_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class FileWrite:
-    """A file to write."""
-
     name: str
     blocks: Callable[[], Iterator[memoryview]]
 
 
 def bytes_file_write(name: str, content: memoryview) -> FileWrite:
-    """Return the write operation of `content` to the file `name`."""
-
     def blocks() -> Iterator[memoryview]:
         for begin in range(0, len(content), _BLOCK_BYTES):
             yield content[begin : begin + _BLOCK_BYTES]
@@ -42,8 +38,6 @@ def bytes_file_write(name: str, content: memoryview) -> FileWrite:
 
 
 def file_copy_write(path: Path) -> FileWrite:
-    """Return the write operation that copies the file at `path`."""
-
     def blocks() -> Iterator[memoryview]:
         buffer = memoryview(bytearray(_BLOCK_BYTES))
         with open(path, "rb", buffering=0) as file:
@@ -57,19 +51,10 @@ class FileWriter(IoTask[list[FileEntry]]):
     """Background writer of files into a folder; the result is the list of file entries."""
 
     def __init__(self, folder: Path, files: Sequence[FileWrite], *, durable: bool, ready: Any = None) -> None:
-        """Prepare to write; `start` begins the work.
-
-        Args:
-            folder: the target folder.
-            files: the files to write.
-            durable: sync the files, to survive a power failure.
-            ready: object to `synchronize()` with before anything is read, or None.
-        """
         super().__init__()
         self._folder, self._files, self._durable, self._ready = folder, files, durable, ready
 
     def start(self) -> None:
-        """Start writing in a new thread."""
         threading.Thread(target=self.run, name="hpctrain-checkpoint-writing", daemon=True).start()
 
     def work(self) -> list[FileEntry]:
@@ -105,21 +90,7 @@ def write_on_all_ranks(
     timeout_s: float,
     failure: str,
 ) -> list[FileEntry]:
-    """Write the files of all ranks; return when all ranks have finished. All ranks must call this.
-
-    Afterwards, no rank is writing, unless its disk hangs.
-
-    Args:
-        coordinator: the ranks.
-        writer: the writer of this rank, started by this function.
-        abort: if set on any rank, all ranks abort.
-        timeout_s: maximum time without disk progress, in seconds.
-        failure: description of a failure, as the start of a sentence.
-
-    Raises:
-        CheckpointError: on all ranks, if any rank could not write.
-        SaveAborted: on all ranks, if any rank requested an abort.
-    """
+    """Write the files of all ranks; afterwards, no rank is writing, unless its disk hangs (collective)."""
     writer.start()
     try:
         given_up = wait_on_all_ranks(coordinator, writer, abort, timeout_s=timeout_s, failure=failure)

@@ -32,32 +32,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint in memory."""
-
     step: int
     path: Path
     state: Any
-    """The saved `state`."""
     rank_state: dict[str, torch.Tensor] | None
     """The saved `rank_state` of this rank; None if the checkpoint is from another number of ranks."""
     verified_step: int | None = None
-    """See `Manifest`."""
 
 
 @dataclass(frozen=True)
 class VerifiedCheckpoint:
-    """A checkpoint with all files verified."""
-
     folder: Path
     manifest: Manifest
 
 
 def list_shared_steps(target: CommitTarget) -> Iterator[int]:
-    """Return the steps in the folder that all ranks share, newest first. All ranks must call this.
-
-    Raises:
-        CheckpointError: on all ranks: the folder cannot be read.
-    """
+    """Return the steps in the folder that all ranks share, newest first (collective)."""
     coordinator, folder = target.coordinator, target.directory.folder
     failure = f"{folder} cannot be listed"
     steps = coordinator.run_on_all(
@@ -67,12 +57,7 @@ def list_shared_steps(target: CommitTarget) -> Iterator[int]:
 
 
 def check_shared(target: CommitTarget, step: int) -> VerifiedCheckpoint:
-    """Verify the files of a shared checkpoint; each rank verifies a share. All ranks must call this.
-
-    Raises:
-        CorruptCheckpoint: on all ranks: the checkpoint is not intact; the message names the cause.
-        CheckpointError: on all ranks: a file cannot be checked at the moment.
-    """
+    """Verify the files of a shared checkpoint; each rank verifies a share (collective)."""
     coordinator, folder = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
     read = check_on_all(coordinator, lambda _: Manifest.read(folder) if coordinator.is_main else None)
     manifest = shared_manifest(coordinator, read, folder, f"reading {folder}")
@@ -85,19 +70,7 @@ def check_shared(target: CommitTarget, step: int) -> VerifiedCheckpoint:
 def check_files(
     coordinator: RankCoordinator, folder: Path, own: Sequence[FileEntry], *, all_see_it: bool
 ) -> None:
-    """Verify this rank's share of a checkpoint's files. All ranks must call this.
-
-    Args:
-        coordinator: the ranks.
-        folder: the checkpoint.
-        own: this rank's share.
-        all_see_it: true if rank 0 sees the same files. Rank 0 then checks if a file is damaged or only
-            unreadable on another node.
-
-    Raises:
-        CorruptCheckpoint: on all ranks.
-        CheckpointError: on all ranks.
-    """
+    """Verify this rank's files; rank 0 tells damage from a problem of a node (collective)."""
     damaged: list[FileEntry] = []
 
     def check(on_read: Callable[[], object]) -> None:
@@ -132,17 +105,7 @@ def check_files(
 
 
 def check_on_all(coordinator: RankCoordinator, check: Callable[[Callable[[], object]], T]) -> T:
-    """Run `check` on every rank and return its result; if it raises on any rank, raise on all.
-
-    Args:
-        coordinator: the ranks.
-        check: the operation. It must call its argument after each block that it reads, because a disk that
-            makes no progress counts as hanging.
-
-    Raises:
-        CorruptCheckpoint: if every finding is a damaged checkpoint.
-        CheckpointError: if a rank could not complete the check.
-    """
+    """Run `check`, which reports progress to its argument, on every rank; raise the worst finding on all."""
     finding: tuple[bool, str] | None = None
 
     def run() -> T | None:
@@ -165,11 +128,7 @@ def check_on_all(coordinator: RankCoordinator, check: Callable[[Callable[[], obj
 
 
 def load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any) -> LoadedCheckpoint:
-    """Load this rank's part of a checkpoint. All ranks must call this.
-
-    Raises:
-        CheckpointError: on all ranks: a rank could not read it.
-    """
+    """Collective."""
     return coordinator.run_on_all(
         lambda: _load(coordinator, verified, like), f"{verified.folder} cannot be loaded"
     )
@@ -213,7 +172,6 @@ def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, whole: torch.
 
 @contextlib.contextmanager
 def suppress_single_process_warning() -> Iterator[None]:
-    """Suppress DCP's warning about a single process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

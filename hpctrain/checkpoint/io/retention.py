@@ -12,14 +12,9 @@ from hpctrain.rundir import rank_steps
 
 @dataclass(frozen=True)
 class Retention:
-    """Retention rules; a checkpoint is kept if any rule applies.
-
-    Raises:
-        UserError: a rule is out of range.
-    """
+    """Retention rules; a checkpoint is kept if any rule applies."""
 
     last: int = 3
-    """Number of newest checkpoints to keep, at least 1."""
     every: int | None = None
     """Keep the checkpoints whose step is a multiple of this number; None keeps none by this rule."""
     best: int = 0
@@ -45,13 +40,7 @@ class Retention:
         not_finite: Set[int] = frozenset(),
         verified_step: int | None = None,
     ) -> set[int]:
-        """Return the steps to keep; the newest, the newest finite and the newest verified one are among them.
-
-        Args:
-            scores: step → score; None and NaN never count as best.
-            not_finite: steps whose state contains an infinity or NaN.
-            verified_step: last step up to which training was verified; None if it was not verified.
-        """
+        """Return the steps to keep, with the newest, the newest finite and the newest verified one."""
         steps = sorted(scores)
         stay = {*steps[-self.last :], *sorted(scores.keys() - not_finite)[-1:]}
         if verified_step is not None:

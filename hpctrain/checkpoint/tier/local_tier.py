@@ -22,20 +22,20 @@ from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, boot_identity
 from hpctrain.checkpoint.io.commit import CommitTarget
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
 from hpctrain.checkpoint.io.loading import VerifiedCheckpoint
-from hpctrain.checkpoint.tier.node_files import LARGE_SUFFIX, NodeFiles, find_complete, gather_node_files
-from hpctrain.checkpoint.tier.tier_copier import TierCopier, TierCopyFailed
+from hpctrain.checkpoint.tier.tier_copier import (
+    LARGE_SUFFIX,
+    NodeFiles,
+    TierCopier,
+    TierCopyFailed,
+    find_complete,
+    gather_node_files,
+)
 from hpctrain.errors import CheckpointError
 from hpctrain.files import make_private_folder
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 
 class LocalTier:
-    """The local tier of a run, as seen by one rank.
-
-    Attributes:
-        target: the target of saves in the tier.
-    """
-
     def __init__(
         self,
         folder: Path,
@@ -48,7 +48,6 @@ class LocalTier:
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> None:
-        """Internal; use `open`. It determines `machine` and `members`, the ranks that see the same folder."""
         self._shared = shared.directory
         self._limit_bytes, self._num_members = limit_bytes, len(members)
         leads = coordinator.rank == min(members)
@@ -76,20 +75,7 @@ class LocalTier:
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> tuple[LocalTier | None, str | None]:
-        """Create a folder for the run in `base` on every node. All ranks must call this.
-
-        Args:
-            base: the fast folder; the same path on all nodes.
-            shared: the permanent target of checkpoints.
-            coordinator: for communication in parallel to the saves.
-            limit_bytes: capacity of the run's folder per node; half of its file system if None.
-            on_copied: called with the manifest and the start time of the copy after a copy to the shared
-                folder.
-            on_failure: called if a checkpoint could not be copied.
-
-        Returns:
-            The tier, or None and the reason.
-        """
+        """Create a folder in `base` on every node; return the tier, or None and the reason (collective)."""
         folder = tier_folder(base, shared.directory.folder)
         token = coordinator.broadcast(secrets.token_hex(4), f"opening the local_checkpoints folder {base}")
         marker = folder / f".rank-{token}-{coordinator.rank}"
@@ -122,11 +108,7 @@ class LocalTier:
         return tier, None
 
     def make_room(self, num_bytes: int) -> None:
-        """Ensure that a save of `num_bytes` bytes per rank fits. All ranks must call this.
-
-        Raises:
-            CheckpointError: on all ranks: the save does not fit.
-        """
+        """Ensure that a save of `num_bytes` bytes per rank fits (collective)."""
         self._drop_superseded(keep_newest=True)
         self.target.coordinator.run_on_all(
             lambda: self._check_room(num_bytes), "the local_checkpoints folder was not used"
@@ -151,27 +133,14 @@ class LocalTier:
             )
 
     def schedule_copy(self, step: int, *, may_skip: bool) -> None:
-        """Schedule the copy of a step committed in the tier. All ranks must call this, in the background.
-
-        Args:
-            step: the step.
-            may_skip: if copying is slow, a newer step may replace this step.
-        """
+        """Schedule a copy; with `may_skip`, a newer step may replace it if copying is slow (collective)."""
         begin = self.target.coordinator.is_main and self._copier.request(step, may_skip=may_skip)
         if self.target.coordinator.broadcast(begin, f"scheduling the copy of step {step}"):
             self._copier.start(step)
         self._drop_superseded(keep_newest=True)
 
     def close(self, deadline: float | None, *, clean: bool) -> list[str]:
-        """Wait for the copies; with `clean`, remove the tier. All ranks must call this.
-
-        Args:
-            deadline: on the monotonic clock; steps not copied by then remain in the tier.
-            clean: remove the run's folder if its newest step has been copied to the shared folder.
-
-        Returns:
-            Sentences about problems.
-        """
+        """Wait for the copies; `clean` removes the tier if all is copied; return messages (collective)."""
         self._copier.finish(deadline)
         if not clean:
             return []
@@ -193,16 +162,11 @@ class LocalTier:
         return []
 
     def gather_node_files(self) -> dict[int, list[NodeFiles | None]]:
-        """Return the result of `gather_node_files`. All ranks must call this."""
+        """Collective."""
         return gather_node_files(self.target)
 
     def find(self, step: int, node_files: list[NodeFiles | None]) -> VerifiedCheckpoint:
-        """Return the checkpoint of a step if the available parts are complete. All ranks must call this.
-
-        Raises:
-            CorruptCheckpoint: on all ranks: a part is missing or changed.
-            CheckpointError: on all ranks: a part cannot be checked or copied at the moment.
-        """
+        """Return the checkpoint of a step if the available parts are complete (collective)."""
         found = find_complete(self.target, step, node_files)
         if found.all_ranks_see_all:
             return VerifiedCheckpoint(
@@ -213,11 +177,7 @@ class LocalTier:
         return VerifiedCheckpoint(self._shared.folder / checkpoint_folder_name(step), found.manifest)
 
     def reset_to(self, verified: VerifiedCheckpoint | None) -> None:
-        """Drop steps that can no longer be loaded; copy the loaded step. All ranks must call this.
-
-        Args:
-            verified: the checkpoint from which the run resumes.
-        """
+        """Drop steps that can no longer be loaded; copy the loaded step (collective)."""
         directory = self.target.directory
         in_tier = verified is not None and verified.folder.parent == directory.folder
         step = verified.manifest.step if verified is not None else -1
@@ -234,7 +194,7 @@ class LocalTier:
         return coordinator.broadcast(coordinator.is_main and os.path.isfile(path), f"looking for {path}")
 
     def _drop_superseded(self, *, keep_newest: bool) -> None:
-        """Delete all steps except the newest and those not yet copied. All ranks must call this."""
+        """Delete all steps except the newest and those not yet copied (collective)."""
         needed = self.target.coordinator.broadcast(
             sorted(self._copier.pending_steps), "clearing the local_checkpoints folder"
         )
@@ -247,7 +207,6 @@ class LocalTier:
 
 
 def tier_folder(base: Path, shared: Path) -> Path:
-    """Return the folder of a run in `base`, for a run whose checkpoints are in `shared`."""
     home = shared.resolve()
     # Two runs with the same name in different folders must not share a folder.
     return base / f"hpctrain-{home.parent.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(home))}"

@@ -41,8 +41,6 @@ _SLACK_BYTES = 1 << 16
 
 
 class _CopyFile:
-    """A file in memory, and its marker."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.marker = path, path.with_suffix(".json")
         self.memory: mmap.mmap | None = None
@@ -66,25 +64,14 @@ class _CopyFile:
         return self.memory
 
     def end(self, marker: bytes) -> None:
-        """Write the marker. An incomplete marker is not valid JSON, and is ignored."""
+        """Write the marker; an incomplete one is not valid JSON, and is ignored."""
         self.marker.write_bytes(marker)
 
 
 class MemoryCopies:
-    """Copies of the state of a training run, as seen by one rank.
-
-    All ranks must call the constructor, `copy`, `wait`, `clear` and `close` in the same order.
-
-    Attributes:
-        num_bytes: size of this rank's part of the state.
-        gpu_s: seconds that the last complete copy from a GPU took.
-        exchange_s: seconds that the last complete exchange with other nodes took.
-        failure: reason why the last copy failed on this rank, if it did.
-        problem: reason why the ranks make no copies, the same on all ranks; None while they do.
-    """
+    """Copies of the state of a training run, as seen by one rank (collective)."""
 
     def __init__(self, folder: Path, coordinator: RankCoordinator, attempt: int) -> None:
-        """Keep copies in `folder`, which must exist on every node."""
         self._folder, self._coordinator, self._attempt = folder, coordinator, attempt
         machines = coordinator.all_gather((boot_identity(), str(folder)), "copies in memory")
         self._on_node = [rank for rank, each in enumerate(machines) if each == machines[coordinator.rank]]
@@ -106,16 +93,12 @@ class MemoryCopies:
 
     @property
     def has_neighbors(self) -> bool:
-        """True if this rank exchanges copies with other nodes."""
         return self._target is not None or bool(self._sources)
 
     def copy(
         self, step: int, state: Any, rank_state: Mapping[str, torch.Tensor], verified_step: int | None
     ) -> None:
-        """Copy the state after `step`. See `CheckpointStore.async_save` for the arguments.
-
-        The copy is complete after `wait`. If it fails on any rank, there is no copy of this step.
-        """
+        """Copy the state; the copy is complete after `wait`, or on no rank if it fails on any."""
         self.wait()
         if self.problem is not None:
             return
@@ -149,13 +132,11 @@ class MemoryCopies:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the copy is complete on this rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def clear(self) -> None:
-        """Remove the copies of this rank and of its neighbors from this node."""
         self.wait()
         for copy_file in (each for files in self._files.values() for each in files):
             copy_file.marker.unlink(missing_ok=True)
@@ -170,7 +151,7 @@ class MemoryCopies:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _fits(self, num_bytes: int) -> bool:
-        """Return True if copies fit into the memory of all nodes. All ranks must call this."""
+        """Collective."""
         sizes = self._coordinator.all_gather(num_bytes, "the size of the state")
         copies = 4 if self.has_neighbors else 2
         needed, free = copies * sum(sizes[rank] for rank in self._on_node), free_memory(self._folder)
@@ -236,11 +217,7 @@ class MemoryCopies:
 
 
 def find_neighbors(leaders: list[int]) -> dict[int, int]:
-    """Return the rank on the next node that stores a copy of each rank's part; empty with a single node.
-
-    Args:
-        leaders: the lowest rank on the node of each rank.
-    """
+    """Return the rank on the next node that stores a copy of each rank's part; empty with a single node."""
     nodes = [
         [rank for rank, other in enumerate(leaders) if other == leader] for leader in sorted(set(leaders))
     ]
@@ -271,7 +248,7 @@ def free_memory(folder: Path) -> int:
 
 
 def _free_in_cgroup(root: Path, path: str, names: tuple[str, str]) -> Iterator[int]:
-    """Yield the free memory of a cgroup and of those that contain it. Caches of files count as free."""
+    """Yield the free memory of a cgroup and those above it; caches of files count as free."""
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(root):
@@ -285,19 +262,7 @@ def _free_in_cgroup(root: Path, path: str, names: tuple[str, str]) -> Iterator[i
 def commit_newest_copy(
     folder: Path, target: CommitTarget, checked: Callable[[str], bool] | None, limit: int | None = None
 ) -> str | None:
-    """Write the newest complete copy to the folder of checkpoints, and remove all copies.
-
-    Does nothing if a checkpoint is as new. All ranks must call this.
-
-    Args:
-        folder: the folder of the copies on each node.
-        target: the folder of checkpoints.
-        checked: returns True for the keys of tensors that must be finite. None checks nothing.
-        limit: the last step that may be used.
-
-    Returns:
-        A sentence about a copy that could not be written.
-    """
+    """Write the newest complete copy, if newer than all checkpoints, and remove all copies (collective)."""
     coordinator = target.coordinator
     own = _read_markers(folder)
     seen = coordinator.all_gather(
@@ -348,10 +313,7 @@ def _read_markers(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _commit(
-    target: CommitTarget,
-    own: Mapping[Path, dict[str, Any]],
-    step: int,
-    checked: Callable[[str], bool] | None,
+    target: CommitTarget, own: Mapping[Path, dict[str, Any]], step: int, checked: Callable[[str], bool] | None
 ) -> None:
     writes = []
     for path, marker in own.items():

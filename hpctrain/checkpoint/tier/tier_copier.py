@@ -1,20 +1,121 @@
-"""Background copies of checkpoints from the node folders to the shared folder."""
+"""Find the checkpoint files on the nodes, and copy them to the shared folder in the background."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
 
 from hpctrain.checkpoint.format.dcp_format import rank_file_name
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, make_entry
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator
 from hpctrain.checkpoint.io.file_writer import file_copy_write
-from hpctrain.checkpoint.tier.node_files import LARGE_SUFFIX, read_small_files
+from hpctrain.checkpoint.io.loading import check_files, check_on_all
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
-from hpctrain.rundir import checkpoint_folder_name
+from hpctrain.files import read_regular
+from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
+
+#: Suffix of the files that exist only on the node of the writing rank; every node has a copy of other files.
+LARGE_SUFFIX = ".distcp"
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """The files of a step that a rank sees in the folder of its node."""
+
+    manifest: str
+    names: frozenset[str]
+    """Files whose size matches the manifest."""
+
+
+@dataclass(frozen=True)
+class NodeCheckpoint:
+    manifest: Manifest
+    small: dict[str, bytes]
+    """Content of all files except the large ones."""
+    own: Sequence[FileEntry]
+    all_ranks_see_all: bool
+    """True if each rank sees every file."""
+
+
+def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]:
+    """Return the files in the node folders of all ranks, by step (collective)."""
+    coordinator, folder = target.coordinator, target.directory.folder
+    own = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
+    told = coordinator.all_gather(
+        {step: (held.manifest, sorted(held.names)) for step, held in own.items()},
+        "listing the local_checkpoints folder",
+    )
+    everyone = [
+        {step: NodeFiles(manifest, frozenset(names)) for step, (manifest, names) in held.items()}
+        for held in told
+    ]
+    steps = {step for node_files in everyone for step in node_files}
+    return {step: [node_files.get(step) for node_files in everyone] for step in steps}
+
+
+def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | None]) -> NodeCheckpoint:
+    """Verify the parts of a step (collective)."""
+    coordinator, path = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
+    # If two attempts saved this step, use the version that more ranks see.
+    kinds = [each.manifest for each in node_files if each is not None]
+    kind = max(sorted(set(kinds)), key=kinds.count)
+    holders = [rank for rank, each in enumerate(node_files) if each is not None and each.manifest == kind]
+    reads = coordinator.rank == holders[0]
+    own_small = check_on_all(coordinator, lambda _: read_small_files(path) if reads else None)
+    small = next(each for each in coordinator.all_gather(own_small, f"reading {path}") if each is not None)
+    manifest = Manifest.decode(small.get(MANIFEST_NAME, b""), path)
+    shares, loads = {rank: list[FileEntry]() for rank in holders}, dict.fromkeys(holders, 0)
+    for entry in manifest.files:
+        seeing = [rank for rank in holders if entry.name in _names(node_files[rank])]
+        if not seeing:
+            raise CorruptCheckpoint(
+                f"{path} is incomplete: no node of this attempt has a complete copy of {entry.name}."
+            )
+        rank = min(seeing, key=lambda rank: loads[rank])
+        shares[rank].append(entry)
+        loads[rank] += entry.bytes
+    own = shares.get(coordinator.rank, [])
+    check_files(coordinator, path, own, all_see_it=False)
+    everything = {entry.name for entry in manifest.files}
+    all_see_all = len(holders) == coordinator.world_size and all(
+        _names(each) >= everything for each in node_files
+    )
+    return NodeCheckpoint(manifest, small, own, all_see_all)
+
+
+def read_small_files(path: Path) -> dict[str, bytes]:
+    """Return the content of all files except the large ones."""
+    return {
+        entry.name: entry.read_bytes() for entry in path.iterdir() if not entry.name.endswith(LARGE_SUFFIX)
+    }
+
+
+def _local_node_files(folder: Path) -> dict[int, NodeFiles]:
+    own: dict[int, NodeFiles] = {}
+    for step in list_checkpoint_steps(folder):
+        path = folder / checkpoint_folder_name(step)
+        try:
+            content = read_regular(path / MANIFEST_NAME)
+            files = Manifest.decode(content, path).files
+            names = frozenset(
+                entry.name
+                for entry in files
+                if (path / entry.name).is_file() and (path / entry.name).stat().st_size == entry.bytes
+            )
+        except (OSError, CheckpointError):
+            content, names = b"", frozenset()
+        own[step] = NodeFiles(xxhash.xxh3_128_hexdigest(content), names)
+    return own
+
+
+def _names(holding: NodeFiles | None) -> frozenset[str]:
+    return frozenset() if holding is None else holding.names
 
 
 class TierCopyFailed(CheckpointError):
@@ -22,10 +123,7 @@ class TierCopyFailed(CheckpointError):
 
 
 class TierCopier:
-    """Copier of steps, one at a time, by all ranks together.
-
-    Rank 0 has the list of steps to copy and sends each step to the others.
-    """
+    """Copier of steps, one at a time, by all ranks together; rank 0 has the list."""
 
     def __init__(
         self,
@@ -36,7 +134,6 @@ class TierCopier:
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
     ) -> None:
-        """Prepare to copy from `nodes` to `shared`. The saves use a separate `coordinator`."""
         self._nodes, self._shared = nodes, replace(shared, coordinator=coordinator)
         self._coordinator = coordinator
         self._on_copied, self._on_failure = on_copied, on_failure
@@ -49,7 +146,6 @@ class TierCopier:
 
     @property
     def stop_reason(self) -> str | None:
-        """Reason if copying has stopped permanently, otherwise None."""
         return self._coordinator.lost_reason
 
     @property
@@ -59,12 +155,7 @@ class TierCopier:
             return self._in_use | {step for step, _ in self._pending}
 
     def request(self, step: int, *, may_skip: bool) -> bool:
-        """Queue a step for copying, on rank 0; return True if all ranks must call `start`.
-
-        Args:
-            step: the step.
-            may_skip: if copying is slow, a newer step may replace this step.
-        """
+        """Queue a step on rank 0; return True if all ranks must `start`."""
         with self._lock:
             if not self._is_copying:
                 self._is_copying, self._in_use = True, {step}
@@ -75,7 +166,7 @@ class TierCopier:
             return False
 
     def start(self, step: int) -> None:
-        """Copy this step and steps requested during the copy. All ranks must call this."""
+        """Copy this step and steps requested during the copy (collective)."""
         if self._thread is not None:
             self._thread.join()  # the end has already been requested
         self._thread = threading.Thread(
@@ -84,11 +175,7 @@ class TierCopier:
         self._thread.start()
 
     def finish(self, deadline: float | None) -> None:
-        """Wait until all copies have ended.
-
-        Args:
-            deadline: on the monotonic clock; all ranks then abort.
-        """
+        """Wait until all copies have ended; at the deadline, all ranks abort."""
         if self._thread is None:
             return
         self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -97,16 +184,7 @@ class TierCopier:
             self._thread.join()
 
     def copy(self, step: int, large: Iterable[str], small: Mapping[str, bytes] | None) -> Manifest:
-        """Copy a step to the shared folder. All ranks must call this.
-
-        Args:
-            step: the step.
-            large: the files that this rank copies.
-            small: the content of other files; None reads them on rank 0.
-
-        Raises:
-            CheckpointError: on all ranks.
-        """
+        """Copy a step, with this rank's `large` files; without `small`, rank 0 reads them (collective)."""
         path = self._nodes.directory.folder / checkpoint_folder_name(step)
 
         def seal(everything: list[tuple[list[FileEntry], None]]) -> Mapping[str, bytes]:
@@ -138,7 +216,7 @@ class TierCopier:
                 return  # The next save reports the error.
 
     def _copy_shares(self, step: int) -> Manifest:
-        """Copy a step, and divide its large files among the ranks that see them. All ranks must call this."""
+        """Copy a step, and divide its large files among the ranks that see them (collective)."""
         failure = f"step {step} was not copied from {self._nodes.directory.folder}"
         own = self._coordinator.run_on_all(lambda: self._large_files(step), failure)
         seen = self._coordinator.all_gather(own, failure)
@@ -151,7 +229,6 @@ class TierCopier:
         return self.copy(step, large, None)
 
     def _large_files(self, step: int) -> list[str]:
-        """Return the names of the large files on the node of this rank."""
         path = self._nodes.directory.folder / checkpoint_folder_name(step)
         return [each.name for each in path.glob(f"*{LARGE_SUFFIX}")]
 

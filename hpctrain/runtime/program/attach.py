@@ -1,4 +1,4 @@
-"""Command that runs a program beside a rank on this host, with its environment and working directory.
+"""Run a program beside a rank on this host, with its environment and working directory.
 
 `python -P -m hpctrain.runtime.program.attach RUN_DIR ATTEMPT RANK COMMAND…`
 """
@@ -35,8 +35,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run the command line described in the module docstring."""
-    run_dir, attempt, rank, *words = argv
+    run_dir, attempt, rank, *command = argv
     process = require_rank(run_dir, attempt, rank)
     # In a job, Slurm ends this process.
     lock = None if "SLURM_JOB_ID" in os.environ else RunDir(Path(run_dir)).lock
@@ -46,9 +45,9 @@ def main(argv: list[str]) -> NoReturn:
         folder, environ = os.readlink(f"/proc/{process.pid}/cwd"), environment_beside(process, os.environ)
         # In a container, the path may be that of the host. The container starts in the right folder.
         cwd = folder if os.path.isdir(folder) else None
-        child = subprocess.Popen(words, env=environ, cwd=cwd, preexec_fn=die_with_parent)
+        child = subprocess.Popen(command, env=environ, cwd=cwd, preexec_fn=die_with_parent)
     except OSError as error:
-        print(f"Error: cannot run {words[0]!r}: {error.strerror}: {error.filename!r}.", file=sys.stderr)
+        print(f"Error: cannot run {command[0]!r}: {error.strerror}: {error.filename!r}.", file=sys.stderr)
         sys.exit(127)
     try:
         code = _wait(child, lock)
@@ -71,12 +70,11 @@ def require_rank(run_dir: str, attempt: str, rank: str) -> ProcessInfo:
 
 
 def environment_beside(process: ProcessInfo, own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a rank, on the terminal of this process."""
     source = "torchrun" if "TORCHELASTIC_RUN_ID" in process.environ else "slurm"
     ranks = detect({**process.environ, ENVIRONMENT_VARIABLE: source})
     environ = {**process.environ, **ranks.torch_variables()}
-    kept = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_RUN)}
-    return kept | {name: own[name] for name in _TERMINAL if name in own}
+    outside = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_RUN)}
+    return outside | {name: own[name] for name in _TERMINAL if name in own}
 
 
 def _wait(child: subprocess.Popen[bytes], lock: Path | None) -> int:
@@ -99,8 +97,8 @@ def _wait(child: subprocess.Popen[bytes], lock: Path | None) -> int:
 
 def _kill_children() -> None:
     """Kill the processes that the program has left."""
-    while left := [process for process in processes(os.geteuid()) if process.parent == os.getpid()]:
-        for process in left:
+    while children := [process for process in processes(os.geteuid()) if process.parent == os.getpid()]:
+        for process in children:
             process.kill()
             os.waitpid(process.pid, 0)
 

@@ -1,16 +1,17 @@
-"""Relay between the supervisor and the Python processes of a command.
+"""Observe the Python processes of a command, such as a shell script.
 
-A Python process of a command, such as a shell script, reports like a rank (`runtime/child_process.py`), but
-to the worker. The worker sends the messages of one of these processes to the supervisor: the first that
-completes optimizer steps, or else the first that imported torch. Without such a process, the worker reports
-on itself.
+Such a process reports like a rank, but to the worker, over a socket that only processes of the same user can
+open. The worker sends the messages of one of them to the supervisor: the first that completes optimizer
+steps, or else the first that imported torch. Without such a process, the worker reports on itself.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import secrets
+import signal
 import socket
 import struct
 import sys
@@ -18,49 +19,101 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 from hpctrain.cluster import Ranks
-from hpctrain.rundir import CHILD_VARIABLE
-from hpctrain.runtime.supervisor_connection import Connection, Message
+from hpctrain.errors import UserError
+from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.failure_file import failure_record, write_failure
+from hpctrain.runtime.program.heartbeat import heartbeat_message, on_message
+from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
+from hpctrain.runtime.program.script_monitor import ScriptMonitor
+from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
+from hpctrain.runtime.program.step_log import StepLog
+from hpctrain.runtime.stopping.agreed_stop import agreed_stop
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
+from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal
+from hpctrain.runtime.supervisor_connection import Connection, Message, start_heartbeat
+from hpctrain.spec.program import RANK_LAUNCHERS
 
 #: The folder with the hook that Python runs at its start.
 _HOOK_FOLDER = Path(__file__).with_name("startup_hook")
 #: struct ucred of unix(7): pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
+#: Variables that a launcher inside of the command, such as torchrun, sets for each of its processes.
+_LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
+
+
+def observe_process() -> None:
+    """Observe this process from now on, unless an observed process started it as a helper.
+
+    Helpers, such as data workers, do not train. Launchers do not train either, but the processes that they
+    start do.
+    """
+    if CHILD_VARIABLE not in os.environ or os.path.basename(sys.argv[0]) in RANK_LAUNCHERS:
+        return
+    command = json.loads(os.environ[CHILD_VARIABLE])
+    launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
+    if command.get("launch") == launch and command["pid"] != os.getpid():
+        return
+    try:
+        connect_to_worker(command["socket"]).close()
+    except OSError:  # Another job has inherited the variables.
+        return
+    os.environ[CHILD_VARIABLE] = json.dumps({**command, "launch": launch, "pid": os.getpid()})
+    ranks = Ranks(**command["ranks"])
+    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    is_rank = launch[1:] == [str(ranks.rank), str(ranks.world_size)]
+    if is_rank and threading.current_thread() is threading.main_thread():
+        faulthandler.register(signal.SIGQUIT)
+        if all(signal.getsignal(number) is signal.SIG_DFL for number in STOP_SIGNALS):
+            agreed_stop.is_enabled = True
+            start_signal_recorder()
+            exit_on_stop_signal()
+    if os.environ.get(STEP_HOOK_VARIABLE) != "0":
+        group_check = ProcessGroupCheck(os.environ)
+        install_step_hook(partial(_after_step, group_check, run, attempt, ranks), is_restart=attempt > 0)
+    start_heartbeat(
+        partial(connect_to_worker, command["socket"]),
+        partial(heartbeat_message, dict(os.environ)),
+        partial(on_message, run, attempt, ranks),
+    )
+    step_log = StepLog(run, attempt) if launch[1] == "0" else None
+    if step_log is not None:
+        step_log.write_at_exit()
+    ScriptMonitor(step_log=step_log).start()
+
+
+def _after_step(group_check: ProcessGroupCheck, run: RunDir, attempt: int, ranks: Ranks) -> None:
+    """Check the process after an optimizer step. An error of the user becomes the failure of the rank."""
+    try:
+        group_check.after_step()
+    except UserError as error:
+        log = run.rank_log(attempt, ranks.rank)
+        environ = {**os.environ, "RANK": str(ranks.rank)}
+        write_failure(run.failure(attempt, ranks.rank), failure_record(error, environ), log, environ)
+        raise
+    exit_after_step()
 
 
 def connect_to_worker(name: str) -> Connection:
-    """Return a connection of a process of the command to the worker.
-
-    Raises:
-        OSError: no worker of this user listens at this name.
-    """
-    return Connection(connect_to_own_process(name))
-
-
-def connect_to_own_process(name: str) -> socket.socket:
-    """Return a connection to a process of this user that listens at an abstract address.
-
-    Raises:
-        OSError: no process of this user listens at this name.
-    """
+    """Connect a process of the command to the worker that listens at an abstract address."""
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(f"\0{name}")
-    if not is_own_process(connected):
+    if not _is_own_process(connected):
         connected.close()
         raise PermissionError(f"the socket {name} belongs to another user")
-    return connected
+    return Connection(connected)
 
 
-def is_own_process(connected: socket.socket) -> bool:
-    """Return true if the peer is a process of the same user."""
+def _is_own_process(connected: socket.socket) -> bool:
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
 
 
 class ChildRelay:
-    """Socket for the Python processes of the command. Only processes of the same user can connect."""
+    """The worker's socket for the Python processes of the command."""
 
     def __init__(
         self,
@@ -68,13 +121,7 @@ class ChildRelay:
         heartbeat_message: Callable[[], Message],
         on_message: Callable[[Connection, Message], None],
     ) -> None:
-        """Start to listen.
-
-        Args:
-            ranks: the ranks of the worker.
-            heartbeat_message: returns the worker's own heartbeat.
-            on_message: handles a message of the supervisor in the worker.
-        """
+        """Start to listen. The functions are those of the worker itself."""
         self._ranks, self._own_heartbeat, self._handle = ranks, heartbeat_message, on_message
         self._changed = threading.Condition()
         #: The last heartbeat of each connected process; empty before the first.
@@ -92,8 +139,8 @@ class ChildRelay:
         """Environment variables of the command."""
         ranks = {name: value for name, value in vars(self._ranks).items() if name != "sources"}
         paths = [str(_HOOK_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-        told = json.dumps({"socket": self._name, "ranks": ranks})
-        return {CHILD_VARIABLE: told, "PYTHONPATH": os.pathsep.join(paths)}
+        command = json.dumps({"socket": self._name, "ranks": ranks})
+        return {CHILD_VARIABLE: command, "PYTHONPATH": os.pathsep.join(paths)}
 
     def heartbeat_message(self) -> Message:
         """Return the heartbeat of the observed process, or of the worker."""
@@ -102,11 +149,7 @@ class ChildRelay:
         return {**heartbeat, "modules": []} if heartbeat else self._own_heartbeat()
 
     def on_message(self, connection: Connection, message: Message) -> None:
-        """Pass a message of the supervisor to the observed process, or handle it in the worker.
-
-        Raises:
-            OSError: the supervisor is gone.
-        """
+        """Pass a message of the supervisor to the observed process, or handle it in the worker."""
         self._supervisor = connection
         child, _ = self._observed()
         if child is None:
@@ -123,19 +166,19 @@ class ChildRelay:
     def _observed(self) -> tuple[Connection | None, Message]:
         """Return the process whose messages the supervisor receives, and its last heartbeat."""
         with self._changed:
-            known = [child for child in self._children.items() if child[1]]
-        return max(known, key=lambda child: child[1]["step"] > 0, default=(None, {}))
+            children = [child for child in self._children.items() if child[1]]
+        return max(children, key=lambda child: child[1]["step"] > 0, default=(None, {}))
 
     def _accept(self) -> None:
         while True:
             try:
                 accepted, _ = self._socket.accept()
             except OSError as error:  # too many open files
-                words = f"hpctrain: cannot monitor a process that the command started ({error}); will retry"
-                print(words, file=sys.stderr)
+                problem = f"cannot monitor a process that the command started ({error}); will retry"
+                print(f"hpctrain: {problem}", file=sys.stderr)
                 time.sleep(1)
                 continue
-            if not is_own_process(accepted):
+            if not _is_own_process(accepted):
                 accepted.close()
                 continue
             child = Connection(accepted)

@@ -1,4 +1,4 @@
-"""The program of a rank: a script, a module, or a command."""
+"""Run the program of a rank: a script, a module, or a command."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.snapshot_imports import copied_path
-from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal
-from hpctrain.runtime.stopping.stop_grace import read_stop_grace
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal, read_stop_grace
 from hpctrain.spec.program import RANK_LAUNCHERS, ProgramKind
 
 #: Python options with which a command can still run in this interpreter.
@@ -39,11 +38,7 @@ class Program:
 
     @classmethod
     def resolve(cls, kind: ProgramKind, entry: str, args: Sequence[str]) -> Program:
-        """Return the program. A command that runs Python code in this interpreter is replaced with the code.
-
-        These are `python script.py`, `python -m module`, Python files, and console scripts such as `litgpt`.
-        They then have the same features as a script.
-        """
+        """Return the program; `python script.py` and console scripts run in this interpreter, as scripts."""
         program = cls(kind, entry, tuple(args))
         if kind != "command":
             return program
@@ -66,15 +61,7 @@ class Program:
         return copied_path(os.getcwd(), os.environ)
 
     def run(self, relay: ChildRelay | None = None) -> None:
-        """Run the program as `__main__`, or as a child process.
-
-        Args:
-            relay: observes the Python processes of a command.
-
-        Raises:
-            SystemExit: the program exited with a code.
-            CommandFailed: a child process exited with a code other than 0.
-        """
+        """Run the program as `__main__`, or as a child process."""
         if self.kind == "command":
             _run_command([self.entry, *self.args], relay)
         # As in `python SCRIPT`; this interpreter was started with -P, so no other folder precedes it.
@@ -94,13 +81,13 @@ class CommandFailed(SystemExit):
 
 def _parse_python_command(program: Program) -> Program:
     """Return the code that `python ...` would run, or the command itself if an option is unknown."""
-    words = list(program.args)
-    while words and words[0] in _HARMLESS_OPTIONS:
-        words.pop(0)
-    if len(words) > 1 and words[0] == "-m":
-        return Program("module", words[1], tuple(words[2:]))
-    if words and not words[0].startswith("-"):
-        return Program("script", os.path.abspath(words[0]), tuple(words[1:]))
+    args = list(program.args)
+    while args and args[0] in _HARMLESS_OPTIONS:
+        args.pop(0)
+    if len(args) > 1 and args[0] == "-m":
+        return Program("module", args[1], tuple(args[2:]))
+    if args and not args[0].startswith("-"):
+        return Program("script", os.path.abspath(args[0]), tuple(args[1:]))
     return program
 
 
@@ -109,36 +96,31 @@ def _is_this_python(command: str) -> bool:
     path = shutil.which(command) if command else None
     if path is None or not os.path.basename(path).startswith("python"):
         return False
-    own = (os.path.dirname(sys.executable), os.path.realpath(sys.executable))
-    return (os.path.dirname(path), os.path.realpath(path)) == own
+    this_python = (os.path.dirname(sys.executable), os.path.realpath(sys.executable))
+    return (os.path.dirname(path), os.path.realpath(path)) == this_python
 
 
 def _shebang_interpreter(path: str) -> str:
     """Return the interpreter in the first line of a script, or an empty string."""
     with open(path, "rb") as file:
-        first = file.readline(1024)
-    if not first.startswith(b"#!"):
-        return ""
-    words = first[2:].decode(errors="replace").split()
-    if words and os.path.basename(words[0]) == "env":
-        words.pop(0)
-    return words[0] if words else ""
+        line = file.readline(1024)
+    command = line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []
+    if command and os.path.basename(command[0]) == "env":
+        command.pop(0)
+    return command[0] if command else ""
 
 
-def _run_command(words: list[str], relay: ChildRelay | None) -> NoReturn:
-    """Run a command as a child process, and exit with its exit code.
-
-    Signals to this process also reach the child, which is in the same process group and job step.
-    """
+def _run_command(command: list[str], relay: ChildRelay | None) -> NoReturn:
+    """Run a command as a child process, and exit with its exit code."""
     for number in STOP_SIGNALS:
-        # Recorded by `signal_recorder`; the command decides when to exit.
+        # Recorded by `signal_recorder`. They also reach the command, which decides when to exit.
         signal.signal(number, lambda *_: None)
-    words = [copied_path(word, os.environ) if os.path.exists(word) else word for word in words]
+    command = [copied_path(word, os.environ) if os.path.exists(word) else word for word in command]
     try:
         environ = {**os.environ, **(relay.variables if relay is not None else {})}
-        child = subprocess.Popen(words, env=environ, preexec_fn=die_with_parent)
+        child = subprocess.Popen(command, env=environ, preexec_fn=die_with_parent)
     except OSError as error:
-        raise RuntimeError(f"cannot start the command {shlex.join(words)}: {error.strerror}") from error
+        raise RuntimeError(f"cannot start the command {shlex.join(command)}: {error.strerror}") from error
     ScriptMonitor(child.pid).start()
     code = child.wait()
     stop = pending_stop_signal()

@@ -1,4 +1,4 @@
-"""Progress of a script without the Trainer, sampled from outside its code.
+"""Observe the progress of a script without the Trainer from outside its code.
 
 A rank makes progress if it completes optimizer steps, prints, or is busy: its main thread changes position or
 computes in native code. A rank that sleeps, or waits at one position for other ranks, makes no progress. On
@@ -11,14 +11,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import FrameType
 
 from hpctrain.cluster.processes import child_pids, stat_fields
-from hpctrain.runtime.program.process_group_check import find_rendezvous
 from hpctrain.runtime.program.step_log import StepLog
-from hpctrain.runtime.program.wait_modules import loads_data, waits_for_data, waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import has_started
 
@@ -31,17 +29,21 @@ _IDLE_SHARE = 0.02
 #: Seconds between two checks of CPU time and output.
 _CHECK_EVERY_S = 1.0
 
+#: Modules in which a rank waits for other ranks, or for a device that waits.
+_EXCHANGE = (
+    *("torch.distributed", "torch.autograd", "torch.nn.parallel", "torch.cuda"),
+    *("hpctrain.training.loop.step_sync", "hpctrain.runtime.distributed_context"),
+    "hpctrain.checkpoint.io.coordination",
+)
+#: Modules that call data sets in the process of the rank, and in which it waits for its data workers.
+_LOADER = ("torch.utils.data",)
+_DATA = (*_LOADER, "multiprocessing", "queue")
+
 
 class ScriptMonitor:
-    """Samples the main thread, or the processes of a command, and updates `activity`."""
+    """Samples the main thread, or the command with this pid, and updates `activity`."""
 
     def __init__(self, pid: int | None = None, step_log: StepLog | None = None) -> None:
-        """Prepare without starting.
-
-        Args:
-            pid: process of a command started by this process; None for the script in this process.
-            step_log: log of the steps.
-        """
         self._step_log = step_log
         self._pid = pid
         self._main = threading.main_thread()
@@ -72,17 +74,17 @@ class ScriptMonitor:
         frame = sys._current_frames().get(self._main.ident or 0)
         if frame is None:
             return False
-        stack = tuple(_positions(frame))
+        frames = list(outer_frames(frame))
+        stack = tuple(position for frame in frames for position in (id(frame.f_code), frame.f_lasti))
         self._has_moved |= stack != self._stack
         self._stack = stack
-        module = str(frame.f_globals.get("__name__"))
-        is_waiting = waits_for_ranks(module) and _is_asleep(self._main.native_id)
+        is_waiting = waits_for_ranks(frame) and _is_asleep(self._main.native_id)
         # torch polls the store, and prints warnings.
         self._is_joining = not activity.step and find_rendezvous(frame, os.environ) is not None
         if activity.step:
             if is_waiting:
                 activity.exchange_s += elapsed_s
-            elif waits_for_data(module) or any(loads_data(name) for name in _modules(frame)):
+            elif _is_in(frame, _DATA) or any(_is_in(frame, _LOADER) for frame in frames):
                 activity.data_s += elapsed_s
             else:
                 activity.compute_s += elapsed_s
@@ -98,17 +100,34 @@ class ScriptMonitor:
         self._has_moved, self._checked_at, self._cpu_s, self._printed = False, now, cpu_s, printed
 
 
-def _positions(frame: FrameType | None) -> Iterator[int]:
+def waits_for_ranks(frame: FrameType) -> bool:
+    """Return true if the code of the innermost frame waits for other ranks."""
+    return _is_in(frame, _EXCHANGE)
+
+
+def find_rendezvous(frame: FrameType | None, environ: Mapping[str, str]) -> str | None:
+    """Return the address at which a thread waits for the process group; None if it does not wait for it."""
+    for outer in outer_frames(frame):
+        module = outer.f_globals.get("__name__")
+        if outer.f_code.co_name == "init_process_group" and module == "torch.distributed.distributed_c10d":
+            method = outer.f_locals.get("init_method") or "env://"
+            if outer.f_locals.get("store") is not None:
+                return "the store of the script"
+            if str(method).startswith("env://"):
+                return f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+            return str(method)
+    return None
+
+
+def outer_frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        yield id(frame.f_code)
-        yield frame.f_lasti
+        yield frame
         frame = frame.f_back
 
 
-def _modules(frame: FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        yield str(frame.f_globals.get("__name__"))
-        frame = frame.f_back
+def _is_in(frame: FrameType, packages: tuple[str, ...]) -> bool:
+    module = str(frame.f_globals.get("__name__"))
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 def _is_asleep(thread: int | None) -> bool:
@@ -121,14 +140,14 @@ def _is_asleep(thread: int | None) -> bool:
 def _cpu_seconds(pid: int | None) -> float:
     """Return the CPU time of this process, or of `pid`, and of all its descendants."""
     total = time.process_time() if pid is None else 0.0
-    pids = child_pids(os.getpid()) if pid is None else [pid]
-    while pids:
-        each = pids.pop()
+    pending = child_pids(os.getpid()) if pid is None else [pid]
+    while pending:
+        pid = pending.pop()
         with suppress(OSError, IndexError):
-            fields = stat_fields(each)
+            fields = stat_fields(pid)
             # utime, stime, and those of children that were waited for, in clock ticks (man 5 proc).
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-            pids += child_pids(each)
+            pending += child_pids(pid)
     return total
 
 

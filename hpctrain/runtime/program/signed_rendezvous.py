@@ -1,12 +1,7 @@
-"""Rendezvous of torchrun agents, with an authentication code over their shared state.
-
-torch unpickles this state from a store without authentication. Without the code, any program that reaches the
-store could run code as the owner of the run.
-"""
+"""Sign the state that torchrun agents share, because torch unpickles it from an unauthenticated store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -43,18 +38,12 @@ class SignedBackend(RendezvousBackend):
         return f"hpctrain-{self._backend.name}"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """See base class.
-
-        Raises:
-            ForgedState: the state was written by a process without the secret.
-        """
-        found = self._backend.get_state()
-        return None if found is None else (self._unseal(found[0]), found[1])
+        state = self._backend.get_state()
+        return None if state is None else (self._unseal(state[0]), state[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """See base class. Raises the same errors as `get_state`."""
-        found = self._backend.set_state(seal(self._secret, state, "rendezvous"), token)
-        return None if found is None else (self._unseal(found[0]), *found[1:])
+        current = self._backend.set_state(seal(self._secret, state, "rendezvous"), token)
+        return None if current is None else (self._unseal(current[0]), *current[1:])
 
     def _unseal(self, sealed: bytes) -> bytes:
         try:
@@ -67,25 +56,18 @@ class SignedBackend(RendezvousBackend):
 
 
 def register(backend: str, secret: bytes) -> str:
-    """Register the signed form of a rendezvous backend with torchrun, and return its name.
-
-    A backend without pickling keeps its name.
-    """
+    """Register the signed form of a rendezvous backend that pickles, and return its name."""
     if backend not in _PICKLING:
         return backend
-    signed = f"hpctrain-{backend}"
-    rendezvous_handler_registry.register(signed, _creator(backend, secret))
-    return signed
 
-
-def _creator(backend: str, secret: bytes) -> Callable[[RendezvousParameters], RendezvousHandler]:
     def create(params: RendezvousParameters) -> RendezvousHandler:
         create_backend: Any
         if backend == "c10d":
             from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
         else:
             from torch.distributed.elastic.rendezvous.etcd_rendezvous_backend import create_backend
-        made, store = create_backend(params)
-        return create_handler(store, SignedBackend(made, secret), params)
+        unsigned, store = create_backend(params)
+        return create_handler(store, SignedBackend(unsigned, secret), params)
 
-    return create
+    rendezvous_handler_registry.register(f"hpctrain-{backend}", create)
+    return f"hpctrain-{backend}"

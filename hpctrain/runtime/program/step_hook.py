@@ -1,4 +1,4 @@
-"""Steps of a script without the Trainer, counted by torch's global optimizer hooks.
+"""Count the steps of a script without the Trainer with torch's global optimizer hooks.
 
 The hooks are installed when the script imports torch, so there is no cost for ranks without torch.
 """
@@ -25,16 +25,11 @@ STEP_HOOK_VARIABLE = "HPCTRAIN_STEP_HOOK"
 #: The module that holds the global hooks.
 _OPTIMIZER_MODULE = "torch.optim.optimizer"
 
-#: Called after each counted step, in the main thread.
-AfterStep = Callable[[], None]
 
+def install_step_hook(after_step: Callable[[], None] = lambda: None, *, is_restart: bool = False) -> None:
+    """Count optimizer steps of this process, and call `after_step` in the main thread after each.
 
-def install_step_hook(after_step: AfterStep = lambda: None, *, is_restart: bool = False) -> None:
-    """Count optimizer steps of this process, starting now or at the import of torch.
-
-    Args:
-        after_step: called after each step.
-        is_restart: True if the script may load weights of an earlier attempt, not only pretrained ones.
+    With `is_restart`, the script may load weights of an earlier attempt, not only pretrained ones.
     """
     hook = _StepHook(after_step, is_restart)
     step_profiler.counts_steps = True
@@ -47,7 +42,7 @@ def install_step_hook(after_step: AfterStep = lambda: None, *, is_restart: bool 
 class _StepHook:
     """Hooks that count only steps of the first optimizer, because a script may update several in a step."""
 
-    def __init__(self, after_step: AfterStep, is_restart: bool) -> None:
+    def __init__(self, after_step: Callable[[], None], is_restart: bool) -> None:
         self._after_step, self._is_restart = after_step, is_restart
         self._counted: Any = lambda: None
         self._restored: dict[int, int | None] = {}
@@ -57,7 +52,6 @@ class _StepHook:
         self._has_loaded_weights = False
 
     def register(self, module: ModuleType) -> None:
-        """Register the hooks in torch's module."""
         self._first_step_handle = module.register_optimizer_step_pre_hook(self._before_first_step)
         module.register_optimizer_step_post_hook(self)
         load = module.Optimizer.load_state_dict
@@ -68,18 +62,16 @@ class _StepHook:
             self._loaded.add(optimizer)
 
         module.Optimizer.load_state_dict = load_state_dict
+        # Plain SGD has no state to load, so the load of weights counts.
         if self._is_restart and (modules := sys.modules.get("torch.nn.modules.module")) is not None:
-            modules.Module.load_state_dict = self._note_load(modules.Module.load_state_dict)
+            load_weights = modules.Module.load_state_dict
 
-    def _note_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of modules that notes the load of weights: plain SGD has no state to load."""
+            @functools.wraps(load_weights)
+            def load_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+                self._has_loaded_weights = True
+                return load_weights(module, *args, **kwargs)
 
-        @functools.wraps(load)
-        def load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
-            self._has_loaded_weights = True
-            return load(module, *args, **kwargs)
-
-        return load_state_dict
+            modules.Module.load_state_dict = load_module
 
     def _before_first_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         unknown = None if optimizer in self._loaded or self._has_loaded_weights else 0
@@ -104,11 +96,7 @@ class _StepHook:
 
 
 def restored_steps(optimizer: Any) -> int | None:
-    """Return the number of steps in the state of an optimizer, as stored by Adam and most others.
-
-    Returns:
-        0 for a new optimizer; None for a state without a number of steps.
-    """
+    """Return the number of steps in the state of an optimizer, as stored by Adam and most others."""
     if not optimizer.state:
         return 0
     steps = [state["step"] for state in optimizer.state.values() if "step" in state]

@@ -1,7 +1,4 @@
-"""Metrics lines of a script without the Trainer: optimizer steps and a time breakdown.
-
-These lines provide the steps for `status`, `top` and the report, and the data for the time breakdown.
-"""
+"""Write the steps and the time breakdown of a script without the Trainer to `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -53,11 +50,7 @@ class StepLog:
         os._exit = write_and_exit
 
     def write(self) -> None:
-        """Write a line if steps were completed since the last line.
-
-        The time of the steps in the first line is unknown. Does nothing if another thread is still writing
-        after `_WRITE_LIMIT_S`, such as to a disk that hangs, or if a signal handler interrupted the write.
-        """
+        """Write a line, unless a write of another thread hangs, or a signal handler interrupted the write."""
         if self._writing.acquire(timeout=_WRITE_LIMIT_S):
             try:
                 self._write()
@@ -68,17 +61,16 @@ class StepLog:
         step, now = activity.optimizer_steps, time.perf_counter()
         if activity.logs_metrics or has_started() or step == self._written:
             return
-        is_first = self._first_step is None
+        first: dict[str, int] = {}
         if self._first_step is None:
             try:
+                # The time of the steps in the first line is unknown.
                 self._first_step, self._since = self._begin(), now
             except OSError:
                 return  # another attempt follows
             self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
-        spent = {
-            "all": now - self._since,
-            "data": activity.data_s - self._data_s,
-        }
+            first = {"first_step": self._first_step + 1}
+        spent = {"all": now - self._since, "data": activity.data_s - self._data_s}
         # DDP communicates in the backward pass, in which the wait cannot be observed.
         if (exchange_s := activity.exchange_s - self._exchange_s) > 0:
             spent["communication"] = exchange_s
@@ -87,7 +79,7 @@ class StepLog:
                 "step": self._first_step + step,
                 "time": time.time(),
                 "attempt": self._attempt,
-                **({"first_step": self._first_step + 1} if is_first else {}),
+                **first,
                 "spent": {name: round(seconds, 6) for name, seconds in spent.items()},
             }
         )
@@ -101,8 +93,8 @@ class StepLog:
             if event["kind"] == "resumed" and event["attempt"] == self._attempt:
                 return restored or int(event["step"])  # recorded by a plugin
         if restored is None:
-            last = next(iter(read_last_records(self._run.metrics, is_metrics)), {})
-            restored = int(last.get("step", 0))
+            newest = next(iter(read_last_records(self._run.metrics, is_metrics)), {})
+            restored = int(newest.get("step", 0))
         if restored:
             BufferedLineWriter(self._run.events, _print).append(
                 event_record("resumed", self._attempt, step=restored)

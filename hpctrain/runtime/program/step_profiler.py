@@ -1,4 +1,4 @@
-"""Profile of a few optimizer steps of this rank, requested while it trains.
+"""Profile a few optimizer steps of this rank, on request while it trains.
 
 The step hook starts and stops torch's profiler between two steps, in the thread that trains. A background
 thread writes the files. An error ends the profile, never the training.
@@ -27,8 +27,6 @@ _NUM_OPERATORS = 10
 
 @dataclass(frozen=True)
 class _Request:
-    """A requested profile of this rank."""
-
     run: RunDir
     number: int
     rank: int
@@ -145,14 +143,14 @@ def _operators(profile: Any) -> list[dict[str, Any]]:
     """Return the operators with the longest own time: on the GPU if there is one, otherwise on the CPU."""
     operators = [
         {
-            "name": one.key,
-            "calls": one.count,
-            "cpu_s": one.self_cpu_time_total / 1e6,
-            "gpu_s": one.self_device_time_total / 1e6,
+            "name": operator.key,
+            "calls": operator.count,
+            "cpu_s": operator.self_cpu_time_total / 1e6,
+            "gpu_s": operator.self_device_time_total / 1e6,
         }
-        for one in profile.key_averages()
+        for operator in profile.key_averages()
     ]
-    operators.sort(key=lambda one: (one["gpu_s"], one["cpu_s"]), reverse=True)
+    operators.sort(key=lambda operator: (operator["gpu_s"], operator["cpu_s"]), reverse=True)
     return operators[:_NUM_OPERATORS]
 
 

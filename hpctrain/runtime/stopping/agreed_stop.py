@@ -1,4 +1,4 @@
-"""Stop of a script without the Trainer after the same optimizer step on all ranks.
+"""Stop a script without the Trainer after the same optimizer step on all ranks.
 
 An immediate exit on a stop signal could interrupt a write. Instead, the rank requests a common step from the
 supervisor, which requests the position of every rank. Each rank answers from its heartbeat thread, even while
@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.runtime.stopping.stop_grace import read_stop_grace
+from hpctrain.runtime.stopping.signal_recorder import read_stop_grace
 
 #: Maximum seconds from the request to the common step, before the rank exits immediately: this time, or this
 #: fraction of the grace time after the signal, if shorter.
@@ -44,7 +44,7 @@ class AgreedStop:
         """The signal that caused this rank's request."""
 
     def request(self, number: signal.Signals) -> bool:
-        """Request a common step after a signal. False without counted steps or after an earlier request."""
+        """Request a common step; return false without counted steps or after an earlier request."""
         if self.signal is not None or not self._is_possible():
             return False
         self.signal = number

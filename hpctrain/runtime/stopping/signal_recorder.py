@@ -1,11 +1,11 @@
-"""Recording of the stop signals of this rank, independent of their handlers.
+"""Record the stop signals of this rank, independent of their handlers.
 
 A script without hpctrain may handle signals itself, and exit with code 0 during its training. The interpreter
 therefore records each signal (`signal.set_wakeup_fd`), which determines the meaning of the rank's exit code.
 Only asyncio's handlers replace this mechanism.
 
 A script's handler may also hang: Lightning's handler communicates with the other ranks, which may be in
-another collective and wait for this one. This module ends a rank that is stuck in such a handler
+another collective. This module ends a rank that is stuck in such a handler
 (docs/adr/0014-exit-from-deadlocked-signal-handlers.md).
 """
 
@@ -24,7 +24,7 @@ from types import CodeType
 from typing import NoReturn
 
 from hpctrain.errors import EXIT_CONTINUE, UserError
-from hpctrain.runtime.stopping.stop_grace import read_stop_grace
+from hpctrain.rundir import STOP_GRACE_VARIABLE
 
 #: SIGTERM announces preemption, SIGUSR2 the time limit (NCCL uses SIGUSR1).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -37,8 +37,25 @@ STUCK_HANDLER_TIMEOUT_S = 30.0
 HANDLER_POLL_S = 5.0
 
 
+def read_stop_grace(environ: Mapping[str, str]) -> dict[str, float]:
+    """Return the seconds after each signal; the variable is, for example, `SIGTERM=30,SIGUSR2=120`.
+
+    Raises:
+        UserError: the variable is malformed.
+    """
+    text = environ.get(STOP_GRACE_VARIABLE, "")
+    try:
+        pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+        return {name.strip(): float(seconds) for name, _, seconds in pairs}
+    except ValueError:
+        raise UserError(
+            f"{STOP_GRACE_VARIABLE} is {text!r}, but must list signals with grace times in seconds, for "
+            "example SIGTERM=30,SIGUSR2=120."
+        ) from None
+
+
 class _SignalRecord:
-    """Received signals, in order."""
+    """Received stop signals, in order."""
 
     def __init__(self) -> None:
         """Start to record signals. Only the main thread may call this."""
@@ -52,10 +69,9 @@ class _SignalRecord:
         self._stop_signals: list[signal.Signals] = []
         self.received_at = 0.0
         """Time of the last stop signal, on the monotonic clock."""
-        self._report: Callable[[signal.Signals], None] | None = None
+        self.report: Callable[[signal.Signals], None] | None = None
 
     def first_stop_signal(self) -> signal.Signals | None:
-        """Return the first stop signal that is not handled."""
         with self._lock:
             with contextlib.suppress(BlockingIOError):
                 numbers = os.read(self._reading, 4096)
@@ -64,20 +80,7 @@ class _SignalRecord:
                     self.received_at = time.monotonic()
             return self._stop_signals[0] if self._stop_signals else None
 
-    def report_to(self, report: Callable[[signal.Signals], None]) -> None:
-        """Report the first stop signal, now or when it arrives."""
-        self._report = report
-        if (number := self.first_stop_signal()) is not None:
-            report(number)
-
-    def report_first(self) -> None:
-        """Report the first stop signal, if any; the supervisor may be gone."""
-        if self._report is not None and (number := self.first_stop_signal()) is not None:
-            with contextlib.suppress(OSError):
-                self._report(number)
-
     def clear(self) -> None:
-        """Forget the signals so far."""
         self.first_stop_signal()
         with self._lock:
             self._stop_signals.clear()
@@ -115,7 +118,9 @@ def is_failure_part_of_stop(environ: Mapping[str, str]) -> bool:
 def report_stop_signal(report: Callable[[signal.Signals], None]) -> None:
     """Report the first stop signal as soon as it arrives: the script's reaction may end this process."""
     if _record:
-        _record.report_to(report)
+        _record.report = report
+        if (number := pending_stop_signal()) is not None:
+            report(number)
 
 
 def wait_for_stop_signal(timeout_s: float) -> None:
@@ -131,20 +136,24 @@ def clear_stop_signals() -> None:
         _record.clear()
 
 
-def _watch(notes: _SignalRecord) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
+def _watch(record: _SignalRecord) -> None:
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
     while True:
-        notes.wait()
-        notes.report_first()
-        place, polls = None, 0
-        while (told := notes.first_stop_signal()) is not None:
-            if (now := _handler_instruction(main, told)) is None or now != place:
-                place, polls = now, 0
-            elif polls * HANDLER_POLL_S >= STUCK_HANDLER_TIMEOUT_S:
-                _exit_stuck_handler(told)
+        record.wait()
+        number = record.first_stop_signal()
+        if number is not None and record.report is not None:
+            with contextlib.suppress(OSError):  # The supervisor has exited.
+                record.report(number)
+        instruction, num_polls = None, 0
+        while (number := record.first_stop_signal()) is not None:
+            previous, instruction = instruction, _handler_instruction(main_thread, number)
+            if instruction is None or instruction != previous:
+                num_polls = 0
+            elif num_polls * HANDLER_POLL_S >= STUCK_HANDLER_TIMEOUT_S:
+                _exit_stuck_handler(number)
             time.sleep(HANDLER_POLL_S)
-            polls += 1  # a pause of this process counts as one
+            num_polls += 1  # a pause of this process counts as one
 
 
 def _handler_instruction(thread: int, number: signal.Signals) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Agreement of all ranks to stop, for code that trains without the `Trainer`."""
+"""Agree on all ranks to stop, for code that trains without the `Trainer`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ def should_stop() -> bool:
     and exit with `sys.exit(75)`, which requests a continuation. After the first call, a signal no longer ends
     the rank. Each call performs a small all-reduce on the CPU.
     """
-    told = _consensus().any_rank_signalled()
+    is_stopping = _consensus().any_rank_signalled()
     # Each call counts as a step, instead of those of optimizers.
     activity.is_managed = True
     activity.set_phase(RankPhase.SCRIPT)
     activity.step_done()
-    return told
+    return is_stopping
 
 
 class _StopConsensus:
-    """State for the agreement of the ranks."""
-
     def __init__(self) -> None:
         """Start to record signals, and join the other ranks. All ranks must call this."""
         # Never exited, because the script is expected to call this again.
@@ -43,7 +41,6 @@ class _StopConsensus:
             self._group = init_distributed(ranks, os.environ).cpu_group
 
     def any_rank_signalled(self) -> bool:
-        """True if any rank received a stop signal. All ranks must call this."""
         stop = self._flag.is_set if self._is_single else self._all_reduce_flag()
         if stop and self._is_main and not self._announced:
             self._announced = True
@@ -54,9 +51,9 @@ class _StopConsensus:
         import torch
         import torch.distributed as dist
 
-        told = torch.tensor([int(self._flag.is_set)])
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(told.item())
+        is_signalled = torch.tensor([int(self._flag.is_set)])
+        dist.all_reduce(is_signalled, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(is_signalled.item())
 
 
 @cache

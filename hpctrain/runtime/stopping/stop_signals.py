@@ -1,4 +1,4 @@
-"""Reaction of a rank to stop signals.
+"""React to stop signals in a rank.
 
 A handler only records the signal: saving in a handler would interrupt arbitrary code, at different points on
 different ranks. While no code captures signals (start-up, imports, a script of plain PyTorch), there is
@@ -35,11 +35,13 @@ EXIT_TIMEOUT_S = 15.0
 #: Time for the script to end after a stop signal that came too late to stop the training.
 LATE_SIGNAL_TIMEOUT_S = 5.0
 
-_late_signal: signal.Signals | None = None
-"""A stop signal that came too late to stop a training, until it takes effect."""
+#: Modules that start workers, by way of multiprocessing.
+_LOADER_MODULES = ("torch.utils.data.", "torchdata.")
 
+#: A stop signal that came too late to stop a training, until it takes effect.
+_late_signal: signal.Signals | None = None
+#: The signal that caused the exit of this process.
 _exit_signal: int | None = None
-"""The signal that caused the exit of this process."""
 
 
 class StoppedBeforeTraining(SystemExit):
@@ -70,9 +72,6 @@ def capture_stop_signals(*, repeats_late: bool = False) -> Iterator[StopFlag]:
 
     With `repeats_late`, a signal that did not stop the block takes effect at the next such block, or a few
     seconds later. A script that ends in the meantime is complete.
-
-    Python delivers signals only to the main thread. In another thread the flag is never set, and a message
-    is printed to stderr.
     """
     global _late_signal
     flag = StopFlag()
@@ -81,6 +80,7 @@ def capture_stop_signals(*, repeats_late: bool = False) -> Iterator[StopFlag]:
         flag.record(number, None)
         _late_signal = None
     if threading.current_thread() is not threading.main_thread():
+        # Python delivers signals only to the main thread.
         print(
             "hpctrain: training does not run in the main thread, so it cannot receive stop signals. Start "
             "training in the main thread.",
@@ -115,13 +115,10 @@ def handles_stop_signals() -> bool:
 
 
 def ignore_signals_at_exit() -> None:
-    """Ignore stop signals when the interpreter shuts down, after the script's own exit handlers.
-
-    The interpreter removes signal handlers first: a signal would end a finished rank, which would then appear
-    to need a continuation.
-    """
+    """Ignore stop signals when the interpreter shuts down, after the script's own exit handlers."""
 
     def ignore() -> None:
+        # The interpreter removes handlers: a signal would end a finished rank, which would then be continued.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -130,11 +127,7 @@ def ignore_signals_at_exit() -> None:
 
 
 def is_exiting() -> bool:
-    """Return true if a signal caused the exit of this process, and no code has captured signals since.
-
-    Later errors are consequences: code that swallows the exception, such as an import, may fail with a
-    different error.
-    """
+    """Return true if a signal caused the exit of this process, so that later errors are consequences."""
     return _exit_signal is not None and signal.getsignal(_exit_signal) is _exit_for_signal
 
 
@@ -157,22 +150,14 @@ def _exit(number: signal.Signals, step: int | None = None) -> NoReturn:
             # print is not used, because the signal may have interrupted it.
             with contextlib.suppress(OSError):
                 os.write(2, f"hpctrain: {exit_message(number, os.environ, step)}\n".encode())
-    if _is_importing_torch():
+    if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
         # C++ code that initializes torch does not pass an exception on, but aborts the process.
         os._exit(EXIT_CONTINUE)
     raise StoppedBeforeTraining(EXIT_CONTINUE)
 
 
-def _is_importing_torch() -> bool:
-    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
-
-
 def exit_after_step() -> None:
-    """Exit and request a continuation if all ranks stop after the step that this rank has completed.
-
-    Raises:
-        StoppedBeforeTraining: all ranks stop after this step.
-    """
+    """Exit and request a continuation if all ranks stop after the step that this rank has completed."""
     if agreed_stop.after_step():
         _exit(agreed_stop.signal or signal.SIGTERM, activity.step)
 
@@ -192,11 +177,7 @@ def _repeat_late_signal(number: signal.Signals) -> None:
 
 
 def _force_exit_after_timeout() -> None:
-    """End this process if it has not exited by itself.
-
-    The exception interrupts arbitrary code: a finalizer or callback, in which Python swallows it, an import,
-    or a library's clean-up that waits for peers that have exited.
-    """
+    """End this process if the exception was swallowed by a finalizer, or its clean-up waits for peers."""
     time.sleep(EXIT_TIMEOUT_S)
     if not is_exiting():
         return  # Signals are captured now, and that code received this signal.
@@ -222,33 +203,26 @@ def _install_fork_hooks() -> None:
 
     def before() -> None:
         held_back.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        held_back.is_worker = not held_back.mask.issuperset(STOP_SIGNALS) and is_forked_by_loader()
+        held_back.is_worker = not held_back.mask.issuperset(STOP_SIGNALS) and _is_forked_by_loader()
 
     def after() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, held_back.mask)
 
     def in_child() -> None:
         for number in STOP_SIGNALS:
-            if _is_ours(signal.getsignal(number)):
+            handler = signal.getsignal(number)
+            if handler is _exit_for_signal or getattr(handler, "__func__", None) is StopFlag.record:
                 signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
         if held_back.is_worker:
-            exit_on_signal_of_rank()
+            threading.Thread(target=_exit_on_signal_of, args=(os.getppid(),), daemon=True).start()
         else:
             after()
 
     os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)
 
 
-def _is_ours(handler: object) -> bool:
-    return handler is _exit_for_signal or getattr(handler, "__func__", None) is StopFlag.record
-
-
-#: Modules that start workers, by way of multiprocessing.
-_LOADER_MODULES = ("torch.utils.data.", "torchdata.")
-
-
-def is_forked_by_loader() -> bool:
-    """Return true if a DataLoader forks this process now. Call this in a callback of the fork."""
+def _is_forked_by_loader() -> bool:
+    """Return true if a DataLoader forks this process now."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -258,28 +232,15 @@ def is_forked_by_loader() -> bool:
     return False
 
 
-def exit_on_signal_of_rank() -> None:
-    """Exit on stop signals that the rank sends, as multiprocessing does at its exit, and on no others.
-
-    The signals must be blocked. A thread receives them.
-    """
-    threading.Thread(target=_exit_on_signal_of, args=(os.getppid(),), daemon=True).start()
-
-
-def _exit_on_signal_of(parent: int) -> None:
-    while signal.sigwaitinfo(STOP_SIGNALS).si_pid != parent:
+def _exit_on_signal_of(rank: int) -> None:
+    """Exit on a blocked stop signal that the rank sends, as multiprocessing does at its exit."""
+    while signal.sigwaitinfo(STOP_SIGNALS).si_pid != rank:
         pass
     os._exit(0)
 
 
 def exit_message(number: signal.Signals, environ: Mapping[str, str], step: int | None = None) -> str:
-    """Return a message with the signal, its cause and the lost work, for the log of rank 0.
-
-    Args:
-        number: the signal.
-        environ: variables of this process.
-        step: the optimizer step of this attempt after which all ranks exit; None for an immediate exit.
-    """
+    """Describe the signal and the lost work; `step` is the last step of all ranks, if they agreed."""
     exiting = "exiting" if step is None else f"all ranks exit after step {step} of this attempt"
     run = RunDir(Path(environ[RUN_DIR_VARIABLE])) if RUN_DIR_VARIABLE in environ else None
     try:
@@ -310,11 +271,11 @@ def _lost(run: RunDir | None) -> str:
     unused = "This script does not use hpctrain's Trainer, so hpctrain has not saved the state."
     if run is None:
         return unused
-    if (found := newest_script_checkpoint(run.checkpoints)) is None:
+    if (checkpoint := newest_script_checkpoint(run.checkpoints)) is None:
         return (
             f"{unused} {run.checkpoints} contains no checkpoint written by the script, so work that the "
             "script has not saved elsewhere is lost."
         )
-    path, saved = found
-    age = format_duration(max(0.0, time.time() - saved))
+    path, saved_at = checkpoint
+    age = format_duration(max(0.0, time.time() - saved_at))
     return f"{unused} The script's last checkpoint is {path} ({age} old). Work since then is lost."

@@ -25,11 +25,15 @@ from hpctrain.supervisor.failures.failure_files import (
     collect_failures,
     root_cause,
 )
-from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
+from hpctrain.supervisor.job_control.job_control import (
+    EARLY_SIGNAL_TOLERANCE_S,
+    JobControl,
+    known_seconds_left,
+)
 from hpctrain.supervisor.launch.job_step import TaskResult
-from hpctrain.supervisor.policy.decide import AttemptEnd
+from hpctrain.supervisor.policy.decide import AttemptEnd, describe_nodes
 from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
+from hpctrain.supervisor.workers.attempt_monitor import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 
 log = logging.getLogger(__name__)
@@ -211,7 +215,7 @@ class FailureAnalyzer:
         if lost:
             # The loss of the node explains all reports of the ranks.
             return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
-        if not failures and result.is_stopping:
+        if not failures and result.monitor.is_stopping:
             return self._diagnose_stop(result)
         if not failures:
             cause = "the job step failed, but no rank reported a cause"
@@ -223,7 +227,7 @@ class FailureAnalyzer:
         if first.corruption is not None:
             return Diagnosis(self._record_corruption(attempt, first, first.corruption, hosts))
         kind = EndKind.GPU if gpu_faults(self.run, [first.host], result.started_at) else classify(first)
-        if result.is_stopping and (kind in _PART_OF_STOP or first.kind == "exit"):
+        if result.monitor.is_stopping and (kind in _PART_OF_STOP or first.kind == "exit"):
             log.info("after the stop request, %s: this is part of the stop", first)
             return self._diagnose_stop(result)
         # A rank whose peers have stopped may fail with a subsequent error.
@@ -330,8 +334,3 @@ class FailureAnalyzer:
 
 def _log_failure(attempt: int, kind: EndKind, cause: str, path: str | None) -> None:
     log.error("attempt %d failed (%s): %s%s", attempt, kind, cause, f" (log: {path})" if path else "")
-
-
-def describe_nodes(reasons: Mapping[str, str]) -> str:
-    """Join nodes and their problems into one string."""
-    return "; ".join(f"{host}: {why}" for host, why in reasons.items())

@@ -76,17 +76,7 @@ def collect_failures(
     since: int = 0,
     early_exits: Mapping[int, str] | None = None,
 ) -> list[RankFailure]:
-    """Return the failures of `attempt`, and write the failure files that ranks could not write.
-
-    Args:
-        run: the run.
-        spec: its job specification.
-        attempt: number of the attempt.
-        exits: processes that exited by themselves.
-        hosts: the nodes in rank order.
-        since: size of the job's own log, in bytes, when the attempt started.
-        early_exits: ranks that exited with code 0 during training, and the location of that training.
-    """
+    """Return the failures of `attempt`, and write the failure files that ranks could not write."""
     failures = {failure.rank: failure for failure in _read(run, attempt)}
     for rank, where in (early_exits or {}).items():
         if rank not in failures:

@@ -1,4 +1,4 @@
-"""Job control through Slurm's commands, for the job of this batch script."""
+"""Control the job of this batch script, and the jobs that continue its run, through Slurm."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from hpctrain import system
 from hpctrain.crash_output import file_size
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError, SpecError
 from hpctrain.files import open_regular
-from hpctrain.rundir import RunDir
+from hpctrain.records.lease import Lease, LeaseHolder
+from hpctrain.records.successor import JobChanges, find_successor, submit_successor
+from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.duration import parse_duration
@@ -22,7 +25,6 @@ from hpctrain.slurm.parsing import SOON_S
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import REQUEUE_HOLD_S
 from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
-from hpctrain.supervisor.job_control.slurm_successors import SlurmSuccessors
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
@@ -37,11 +39,14 @@ log = logging.getLogger(__name__)
 
 
 class SlurmJobControl:
-    """The job of this batch script. See `JobControl`."""
+    """The job of this batch script. Methods raise SchedulerError if Slurm refuses or does not answer."""
 
+    #: Monotonic time at which the supervisor must end the job; None because Slurm ends it.
     ends_job_at: float | None = None
-    # Slurm signals the steps itself; a SIGTERM to the batch script means that Slurm is ending the job.
+    #: Signals to the supervisor, each with the signal to forward to the ranks. Slurm signals the steps
+    #: itself; a SIGTERM to the batch script means that Slurm is ending the job.
     on_signal: Mapping[signal.Signals, signal.Signals | None] = {signal.SIGTERM: None}
+    #: Signals from the user, not the scheduler, that end the job.
     cancel_signals: frozenset[signal.Signals] = frozenset()
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
@@ -53,7 +58,7 @@ class SlurmJobControl:
         self._log_begin = file_size(run.slurm_log)
 
     def seconds_left(self) -> float | None:
-        """Ask `squeue`. See `JobTime.seconds_left`."""
+        """Return the remaining seconds of the job; None if unlimited or unknown."""
         text = run_slurm(
             ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"], self._environ
         ).strip()
@@ -65,7 +70,7 @@ class SlurmJobControl:
             return None  # NOT_SET
 
     def disposition(self) -> JobDisposition:
-        """Read the job's state, and the reason for its end from its log. See `JobControl.disposition`.
+        """Read the job's state, and the reason for its end from its log.
 
         For any cause, the state is COMPLETING until the last process has exited (seen with Slurm 22.05).
         """
@@ -77,12 +82,12 @@ class SlurmJobControl:
         return JobDisposition.EVICTED if _EVICTED.search(self._log()) else JobDisposition.ENDS
 
     def requeue(self) -> bool:
-        """Run `scontrol requeue`. See `JobControl.requeue`."""
+        """Requeue the job. Return true if this process will be ended, false if the run continues in it."""
         requeue_job(self.job_id, self._environ)
         return True
 
     def can_requeue(self) -> bool:
-        """Read the job's record and the configuration. See `JobControl.can_requeue`."""
+        """Return true if the site requeues jobs, including this job."""
         return query_job(self.job_id, self._environ).requeues and query_config(self._environ).job_requeue
 
     def _log(self) -> str:
@@ -93,6 +98,40 @@ class SlurmJobControl:
                 return log.read().decode(errors="replace")
         except OSError:
             return ""
+
+
+class SlurmSuccessors:
+    """The predecessor and the successor of this job, of which only one holds the lease at a time."""
+
+    def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        self._run, self._spec, self._batch_environ = run, spec, environ
+        self._job_id, self._environ = own_job_id(environ), strip_job_env(environ)
+        self.predecessor = environ.get(PREDECESSOR_VARIABLE)
+        restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
+        self.lease = Lease(run, self._job_id, restarts, self._environ, _leave)
+        # A thread submits, too, if the batch script is killed.
+        self._submission = system.Lock()
+
+    def submit(self, attempt: int, changes: JobChanges) -> str:
+        """Submit a job that continues the run after `attempt`, and return its id. This job must then exit."""
+        with self._submission:
+            return submit_successor(
+                self._run, self._spec, self._job_id, attempt, self._batch_environ, changes
+            )
+
+    def find(self) -> str | None:
+        return find_successor(self._run, self._job_id, self._environ)
+
+
+def _leave(claimed_by: LeaseHolder) -> None:
+    """Exit immediately, which ends the job: another job now trains in the folder."""
+    message = (
+        f"Job {claimed_by.job_id} has taken over the run because this job was unresponsive for too long. "
+        "This job is exiting."
+    )
+    log.critical(message)
+    print(f"Error: {message}", file=sys.stderr, flush=True)
+    system.exit_now(SpecError.exit_code)
 
 
 def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
@@ -106,10 +145,6 @@ def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
     - A job with `--requeue=expedite` is not delayed. But if its script fails, Slurm 26.05 requeues the job
       and holds it until a user releases it.
     - Before 26.05, a job that was warned of a preemption is also requeued when its next start completes.
-
-    Args:
-        environ: environment variables of the job.
-        exit_code: exit code of this process.
     """
     earlier_restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
     if not exit_code and not earlier_restarts:
@@ -126,5 +161,5 @@ def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
             update_job([job_id], outer, until_killed=True, Requeue="0")
     except SchedulerError as error:
         consequence = "Slurm may delay the requeued job, or requeue the job although the run has ended"
-        words = f"hpctrain: cannot update this job before its end, so {consequence}: {error}"
-        print(words, file=sys.stderr, flush=True)
+        message = f"hpctrain: cannot update this job before its end, so {consequence}: {error}"
+        print(message, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The nodes of a Slurm job: detection of lost and free nodes, release and exclusion.
+"""Find the lost, draining and free nodes of a Slurm job, and release or exclude nodes.
 
 Slurm marks a node down after `SlurmdTimeout`, five minutes by default, and then ends the job. Until then, a
 step that needs the node does not start. The supervisor therefore contacts the slurmd of each node. If the
@@ -54,9 +54,6 @@ class SlurmNodes:
     """Nodes of the job that are separate machines and may fail independently.
 
     Methods raise SchedulerError if Slurm refuses or does not answer.
-
-    Attributes:
-        own_host: node of the supervisor, without which the job cannot continue.
     """
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:

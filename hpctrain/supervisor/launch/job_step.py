@@ -98,33 +98,12 @@ class HangDetected:
 
 
 @dataclass(frozen=True)
-class StragglerDetected:
-    """A rank that is slower than the others and makes them wait."""
-
-    host: str
-    rank: int
-    ratio: float
-    """Ratio of its time to the typical time of the ranks."""
-    part: str
-    """Part in which the rank loses the most time: `data` or `compute`."""
-    lasting: bool
-    """True if the rank has been slow for a while."""
-
-
-@dataclass(frozen=True)
 class LauncherStuck:
     """All tasks of the step have exited, but the launcher was not notified and would wait forever."""
 
 
 StepEvent = (
-    TaskExit
-    | StepEnded
-    | SignalReceived
-    | RankSignalled
-    | StopRequested
-    | HangDetected
-    | StragglerDetected
-    | LauncherStuck
+    TaskExit | StepEnded | SignalReceived | RankSignalled | StopRequested | HangDetected | LauncherStuck
 )
 EmitEvent = Callable[[StepEvent], None]
 
@@ -136,11 +115,7 @@ class JobStep(Protocol):
         """Send a signal to every task."""
 
     def is_over(self) -> bool:
-        """Return true if the scheduler no longer lists the step, even without `StepEnded`.
-
-        Raises:
-            SchedulerError: the scheduler does not respond.
-        """
+        """Return true if the scheduler no longer lists the step, even without `StepEnded`."""
 
     def kill(self) -> None:
         """Kill every task immediately; `StepEnded` follows."""
@@ -162,11 +137,4 @@ class Launcher(Protocol):
     def start(
         self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
     ) -> JobStep:
-        """Start one task per rank, each running `command` with `variables` added to the environment.
-
-        Args:
-            command: command of each task.
-            variables: variables of each task, including the attempt number.
-            emit: receives the events of the step.
-            beside: True if the step shares the nodes with a running step.
-        """
+        """Start one task per rank, each running `command` with `variables` added to the environment."""

@@ -16,9 +16,13 @@ from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, gpu_variables, visibl
 from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.rundir import CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
-from hpctrain.supervisor.launch.rank_env import job_variables, prefixed, restore_names_command
+from hpctrain.supervisor.launch.task_command import (
+    containerize,
+    job_variables,
+    prefixed,
+    restore_names_command,
+)
 from hpctrain.telemetry.sampling.nvml import count_gpus
 
 #: Maximum seconds for killed processes to exit; immediate unless the kernel blocks them.

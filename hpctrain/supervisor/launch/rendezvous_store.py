@@ -20,15 +20,7 @@ class RendezvousStore:
     """
 
     def __init__(self, address: str, *, hosted: bool = False) -> None:
-        """Reserve a free port.
-
-        Args:
-            address: address of this host for the ranks.
-            hosted: host the store in this process.
-
-        Raises:
-            OSError: no port can be bound.
-        """
+        """Reserve a free port."""
         self._address = address
         # The store has no authentication, so other hosts can reach it only if ranks run there.
         self._socket = bind_socket(local_only=address == "127.0.0.1")

@@ -20,9 +20,13 @@ from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_requests import signal_steps
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.step_options import srun_options
-from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
-from hpctrain.supervisor.launch.rank_env import job_variables, prefixed, restore_names_command
+from hpctrain.supervisor.launch.task_command import (
+    containerize,
+    job_variables,
+    prefixed,
+    restore_names_command,
+)
 
 #: Maximum number of nodes to try for a route: with a hanging resolver, each try takes seconds.
 _MAX_ROUTE_PROBES = 4

@@ -137,13 +137,7 @@ class Decision:
 
 
 def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
-    """Decide the next action after an attempt.
-
-    Args:
-        situation: the state of the run.
-        end: kind and cause of the end of the attempt.
-        now: current time, on the clock of `situation.ends_at`.
-    """
+    """Decide the next action after an attempt."""
     match end.kind, situation.intent:
         case EndKind.DONE, _:
             return Decision(Action.COMPLETE)
@@ -184,6 +178,11 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
             note = _describe_risk(situation.history, end.kind, usable)
             return Decision(_action(situation.nodes.in_use, usable), usable, reason=note)
     return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
+
+
+def describe_nodes(reasons: Mapping[str, str]) -> str:
+    """Join nodes and their problems into one string."""
+    return "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
 
 
 def suspect_nodes(policy: RestartPolicy, history: History) -> dict[str, str]:

@@ -148,11 +148,6 @@ def shows_no_progress(kind: EndKind, seconds: float, *, agreed: bool) -> bool:
     """Return true if an attempt without a new checkpoint certainly made no progress.
 
     In a long attempt, the script may have saved its own checkpoint, unless the ranks agreed to stop.
-
-    Args:
-        kind: kind of the end of the attempt.
-        seconds: duration of the attempt.
-        agreed: True if the ranks agreed to stop.
     """
     return seconds < SHORT_ATTEMPT_S or (agreed and kind is EndKind.TIME_LIMIT)
 

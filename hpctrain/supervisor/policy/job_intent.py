@@ -1,4 +1,4 @@
-"""Pure functions on the jobs of a run: choice of the training job, intent for the job, and continuation."""
+"""Decide which job of a run trains, and in which job the run continues, as pure functions."""
 
 from __future__ import annotations
 
@@ -57,13 +57,7 @@ class ContinuationMethod(Enum):
 def continuation_methods(
     resume_mode: ResumeMode, intent: JobIntent, *, can_requeue: bool
 ) -> tuple[ContinuationMethod, ...]:
-    """Return the methods in the order in which to try them, until the scheduler accepts one.
-
-    Args:
-        resume_mode: the user's preference.
-        intent: the intent for the job.
-        can_requeue: true if the site requeues jobs, including this job.
-    """
+    """Return the methods in the order in which to try them, until the scheduler accepts one."""
     if intent is JobIntent.RELOCATE:
         return (ContinuationMethod.SUCCESSOR,)
     match resume_mode:
@@ -85,6 +79,18 @@ class OwnershipDecision(Enum):
     """Exit: another job continues the run."""
     CANCEL = "cancel"
     """End the run: the user cancelled it while no supervisor was running."""
+
+
+@dataclass(frozen=True)
+class Continue:
+    """The run continues in this job."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """This job exits with this exit code."""
+
+    code: int
 
 
 @dataclass(frozen=True)

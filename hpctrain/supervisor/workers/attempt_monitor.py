@@ -1,4 +1,4 @@
-"""Monitor of one attempt, from its start to its end."""
+"""Watch one attempt from its start to its end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobTime, known_seconds_left
+from hpctrain.supervisor.job_control.job_control import (
+    EARLY_SIGNAL_TOLERANCE_S,
+    JobControl,
+    known_seconds_left,
+)
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,
     JobStep,
@@ -22,11 +27,9 @@ from hpctrain.supervisor.launch.job_step import (
     StepEnded,
     StepEvent,
     StopRequested,
-    StragglerDetected,
     TaskExit,
     TaskResult,
 )
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +53,25 @@ _PAUSE_S = 10.0
 _KILL_LIMIT_S = 60.0
 
 
+class AttemptOutcome(Enum):
+    DONE = "done"
+    """Every rank finished."""
+    STOPPED = "stopped"
+    """The ranks received a stop signal and exited; the run continues later."""
+    FAILED = "failed"
+    """A rank crashed."""
+    NOT_STARTED = "not started"
+    """The scheduler did not start the step, for example because a node is broken."""
+    OUT_OF_TIME = "out of time"
+    """The ranks did not exit before the time limit."""
+
+
 @dataclass
 class AttemptMonitor:
     """Waits for the end of a step, and ends it if necessary."""
 
     events: system.SimpleQueue[StepEvent]
-    job_control: JobTime
+    job_control: JobControl
     ends_at: float | None
     """End of the job's time on the monotonic clock; None if the scheduler enforces it."""
     stop_before_limit_s: float
@@ -68,8 +84,6 @@ class AttemptMonitor:
     """Signals that the supervisor received."""
     hang: HangDetected | None = None
     """The hang that caused the step to be killed."""
-    stragglers: list[StragglerDetected] = field(default_factory=list)
-    """Slow ranks, in order of detection."""
     draining: Mapping[str, str] = field(default_factory=dict)
     """Nodes that caused the ranks to be stopped, with the reason."""
     end: StepEnded | None = None
@@ -84,11 +98,7 @@ class AttemptMonitor:
     _is_leaving: bool = False
 
     def wait(self, step: JobStep) -> AttemptOutcome:
-        """Wait until `step` is over, and return its outcome.
-
-        Raises:
-            TimeoutError: the step was killed and did not end.
-        """
+        """Wait until `step` is over, and return its outcome."""
         while self.end is None:
             timeout_s, begun = self._time_left(), system.monotonic()
             if timeout_s is not None:
@@ -116,8 +126,6 @@ class AttemptMonitor:
                 self.end = event
             case TaskExit():
                 self._task_ended(event)
-            case StragglerDetected():
-                self.stragglers.append(event)
             case HangDetected():
                 if not self._killed:
                     self.hang = event
@@ -151,7 +159,7 @@ class AttemptMonitor:
                 )
                 if self._killed or forward is None:
                     return
-                cancels = [got for got in self.signals if got in self.job_control.cancel_signals]
+                cancels = [past for past in self.signals if past in self.job_control.cancel_signals]
                 if len(cancels) > 1 and number in cancels:
                     log.info("received a second cancel request: ending the job step")
                     self._kill(step)
@@ -183,8 +191,8 @@ class AttemptMonitor:
 
     def _left_to_requeue_s(self) -> float:
         """Return the maximum time to wait for ranks that leaves enough time to requeue the job."""
-        left = known_seconds_left(self.job_control)
-        return math.inf if left is None else max(_MIN_EXIT_GRACE_S, left - _REQUEUE_S)
+        left_s = known_seconds_left(self.job_control)
+        return math.inf if left_s is None else max(_MIN_EXIT_GRACE_S, left_s - _REQUEUE_S)
 
     def _limit(self, seconds: float, awaited: str) -> None:
         """Wait at most `seconds` from now on. An earlier deadline, or that of a killed step, is kept."""
@@ -198,8 +206,8 @@ class AttemptMonitor:
             moments.append(self._stop_ends_at)
         if self.ends_at is not None and not self._killed:
             moments.append(self.ends_at if self._warned else self.ends_at - self.stop_before_limit_s)
-        known = [moment for moment in moments if moment is not None]
-        return max(0.0, min(known) - system.monotonic()) if known else None
+        deadlines = [moment for moment in moments if moment is not None]
+        return max(0.0, min(deadlines) - system.monotonic()) if deadlines else None
 
     def _on_time_limit(self, step: JobStep) -> None:
         now = system.monotonic()

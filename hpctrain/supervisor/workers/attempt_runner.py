@@ -1,4 +1,4 @@
-"""An attempt: a rendezvous store, a job step for the ranks, and the monitor."""
+"""Run an attempt: a rendezvous store, a job step for the ranks, and the monitor."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ from hpctrain.rundir import (
     is_metrics,
 )
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.base import EARLY_SIGNAL_TOLERANCE_S, JobTime, known_seconds_left
+from hpctrain.supervisor.job_control.job_control import (
+    EARLY_SIGNAL_TOLERANCE_S,
+    JobControl,
+    known_seconds_left,
+)
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
-from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 from hpctrain.supervisor.workers.stager import Stager
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 from hpctrain.text import pluralize
@@ -67,8 +70,6 @@ class AttemptResult:
     started_at: float
     """Start of the attempt, in seconds since the epoch."""
     world_size: int
-    is_stopping: bool
-    """True if the ranks were asked to stop before the first of them failed."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class AttemptRunner:
     run: RunDir
     spec: JobSpec
     launcher: Launcher
-    job_control: JobTime
+    job_control: JobControl
     events: system.SimpleQueue[StepEvent]
     worker_group: WorkerGroup
     grace_variables: Mapping[str, str]
@@ -94,46 +95,29 @@ class AttemptRunner:
     def start(self, attempt: int) -> AttemptResult:
         """Start the ranks and monitor them until they exit."""
         lead = required_lead_s(self.run, self.spec.stop_before_limit_s, self.spec.time_limit_s)
-        new_monitor = partial(
-            AttemptMonitor,
-            events=self.events,
-            job_control=self.job_control,
-            ends_at=self._ends_at(lead),
-            stop_before_limit_s=lead,
-        )
-        monitor = new_monitor(
-            process_name="rank" if self.spec.torchrun is None else "agent",
-        )
-        hosts, begun = self.launcher.hosts, system.time()
+        ends_at = self._ends_at(lead)
+        new_monitor = partial(AttemptMonitor, self.events, self.job_control, ends_at, lead)
+        hosts, started_at = self.launcher.hosts, system.time()
         script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints)
         with RendezvousStore(self.launcher.address, hosted=self.spec.torchrun is not None) as rendezvous:
-            fields = {"nodes": len(hosts), "world_size": self.world_size, "hosts": hosts}
-            if starts_over(self.run):
-                fields["starts_over"] = True
-                log.warning(
-                    "no checkpoint in %s: attempt %d starts over, unless the script saves elsewhere",
-                    self.run.checkpoints,
-                    attempt,
+            self._record_start(attempt)
+            log_offset = file_size(self.run.slurm_log)
+
+            def result(
+                outcome: AttemptOutcome, monitor: AttemptMonitor, *, has_process_group: bool = False
+            ) -> AttemptResult:
+                monitor.is_stopping |= self.run.is_asked_to_requeue(attempt)
+                return AttemptResult(
+                    attempt, outcome, monitor, has_process_group, log_offset, started_at, self.world_size
                 )
-            self.run.log_event("started", attempt, **fields)
-            result = partial(
-                AttemptResult,
-                attempt=attempt,
-                job_log_offset=file_size(self.run.slurm_log),
-                started_at=begun,
-                world_size=self.world_size,
-            )
-            ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
-            log.info("attempt %d: starting %s on %s", attempt, ranks, nodes)
+
             if self.stager is not None:
-                copying = new_monitor(process_name="staging process")
-                outcome = self.stager.stage(attempt, hosts, copying)
+                monitor = new_monitor("staging process")
+                outcome = self.stager.stage(attempt, hosts, monitor)
                 if outcome is not AttemptOutcome.DONE:
-                    is_stopping = self._is_stopping(attempt, copying)
-                    return result(
-                        outcome=outcome, monitor=copying, has_process_group=False, is_stopping=is_stopping
-                    )
+                    return result(outcome, monitor)
             variables = partial(self._variables, lead=lead)
+            monitor = new_monitor("rank" if self.spec.torchrun is None else "agent")
             step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
             try:
                 rendezvous.serve()
@@ -144,15 +128,21 @@ class AttemptRunner:
         path = script_checkpoints.newest_since()
         if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
-        return result(
-            outcome=outcome,
-            monitor=monitor,
-            has_process_group=self.worker_group.has_process_group,
-            is_stopping=self._is_stopping(attempt, monitor),
-        )
+        return result(outcome, monitor, has_process_group=self.worker_group.has_process_group)
 
-    def _is_stopping(self, attempt: int, monitor: AttemptMonitor) -> bool:
-        return monitor.is_stopping or self.run.is_asked_to_requeue(attempt)
+    def _record_start(self, attempt: int) -> None:
+        hosts = self.launcher.hosts
+        fields = {"nodes": len(hosts), "world_size": self.world_size, "hosts": hosts}
+        if starts_over(self.run):
+            fields["starts_over"] = True
+            log.warning(
+                "no checkpoint in %s: attempt %d starts over, unless the script saves elsewhere",
+                self.run.checkpoints,
+                attempt,
+            )
+        self.run.log_event("started", attempt, **fields)
+        ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
+        log.info("attempt %d: starting %s on %s", attempt, ranks, nodes)
 
     def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
         """True if a plugin has already recorded the checkpoint in this attempt."""
@@ -169,10 +159,10 @@ class AttemptRunner:
         is_later_signal = lead <= self.spec.stop_before_limit_s
         if self.job_control.ends_job_at is not None or (is_later_signal and not self._is_restart()):
             return self.job_control.ends_job_at
-        left = known_seconds_left(self.job_control)
-        if left is None or (is_later_signal and left > lead + EARLY_SIGNAL_TOLERANCE_S):
+        left_s = known_seconds_left(self.job_control)
+        if left_s is None or (is_later_signal and left_s > lead + EARLY_SIGNAL_TOLERANCE_S):
             return None
-        return system.monotonic() + left
+        return system.monotonic() + left_s
 
     def _is_restart(self) -> bool:
         """Return true if this job has already run an attempt."""
@@ -214,22 +204,14 @@ _STEPS_SEEN, _EVENTS_SEEN = 200, 1000
 
 
 def minimum_lead_s(step_s: float, save_s: float) -> float:
-    """Return the seconds that ranks need to save their state and exit.
-
-    Args:
-        step_s: the longest step, including a validation between two steps.
-        save_s: the longest save, including the commit.
-    """
+    """Return the seconds that ranks need to save their state and exit, from the longest step and save."""
     return _SIGNAL_S + _STEPS * step_s + longest_save_s(save_s)
 
 
 def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -> float:
     """Return the lead before the time limit: the user's value, or more if the ranks need it.
 
-    Args:
-        run: the run.
-        asked_s: the user's value, in seconds.
-        limit_s: the time limit; half of it is reserved for training, regardless of the save time.
+    Half of the time limit is reserved for training, regardless of the save time.
     """
     saves = [
         float(event["seconds"])

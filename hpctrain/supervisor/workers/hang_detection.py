@@ -1,4 +1,4 @@
-"""Hang detection: no rank makes progress for longer than any earlier phase of this run.
+"""Detect hangs: no rank makes progress for longer than any earlier phase of this run.
 
 Ranks wait for each other, so one stuck rank blocks all ranks. A slow rank, such as during a save, also blocks
 the others, but legitimately. The attempt hangs if no rank makes progress for longer than a limit. This limit
@@ -52,7 +52,6 @@ class PhaseLimits:
     """Longest duration of each phase in this run."""
 
     def limit_s(self, phase: str) -> float:
-        """Return the limit of a phase in seconds."""
         if self.floor_s is None or phase == RankPhase.END:
             return math.inf
         floor = _NO_STEP_FLOOR if phase == _STEP_GAP else _FLOORS.get(phase, math.inf)
@@ -73,9 +72,7 @@ class RankProgress:
     since: float = 0.0
     """Time of the last progress."""
     last_message_at: float = 0.0
-    """Time of the last message."""
     last_step_at: float = 0.0
-    """Time of the last step."""
 
     @property
     def limit_phase(self) -> str:
@@ -86,8 +83,6 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class HangInfo:
-    """Duration of a hang, and the exceeded limit."""
-
     seconds: float
     limit_s: float
 
@@ -107,7 +102,6 @@ class HangDetector:
         self._checked_at, self._has_silent = -math.inf, False
 
     def on_heartbeat(self, rank: int, phase: str, step: int, progress_count: int, now: float) -> None:
-        """Handle a heartbeat."""
         if self._waiting_since is not None:
             self.limits.record(RankPhase.START, now - self._waiting_since)
             self._waiting_since = None
@@ -133,12 +127,10 @@ class HangDetector:
         return self._has_silent
 
     def on_message(self, rank: int, now: float) -> None:
-        """Record a message of a rank, even without progress."""
         if (state := self.ranks.get(rank)) is not None:
             state.last_message_at = now
 
     def remove_rank(self, rank: int) -> None:
-        """Remove an exited rank."""
         self.ranks.pop(rank, None)
 
     def discount_pause(self, seconds: float) -> None:
@@ -190,21 +182,17 @@ def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> 
 
     Returns the first non-empty group: ranks that do not respond, ranks that are steps behind, ranks that are
     not waiting while others wait, and ranks at a different position than most.
-
-    Args:
-        snapshots: reports of the ranks that responded.
-        silent: ranks that did not respond.
     """
     if silent and snapshots:
         return sorted(silent)
-    newest = max((one.step for one in snapshots.values()), default=0)
-    if behind := [rank for rank, one in snapshots.items() if one.step < newest]:
+    newest = max((snapshot.step for snapshot in snapshots.values()), default=0)
+    if behind := [rank for rank, snapshot in snapshots.items() if snapshot.step < newest]:
         return sorted(behind)
-    busy = [rank for rank, one in snapshots.items() if not one.waits]
+    busy = [rank for rank, snapshot in snapshots.items() if not snapshot.waits]
     if 0 < len(busy) < len(snapshots):
         return sorted(busy)
-    places = [one.place for one in snapshots.values()]
-    most = max(places, key=places.count, default="")
-    if 2 * places.count(most) > len(places):
-        return sorted(rank for rank, one in snapshots.items() if one.place != most)
+    places = [snapshot.place for snapshot in snapshots.values()]
+    majority = max(places, key=places.count, default="")
+    if 2 * places.count(majority) > len(places):
+        return sorted(rank for rank, snapshot in snapshots.items() if snapshot.place != majority)
     return []

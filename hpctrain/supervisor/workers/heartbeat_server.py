@@ -1,4 +1,4 @@
-"""Server for the connections of all ranks: a thread receives the messages and performs regular checks."""
+"""Receive the messages of all ranks, and check them regularly, in one thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any, Protocol, Self
 
 from hpctrain import system
 from hpctrain.authentication import NONCE_LENGTH, Signed, new_nonce, new_secret, sign_connection
-from hpctrain.cluster.connection_owners import connection_owner
 from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import Unauthenticated
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
@@ -55,14 +54,11 @@ class RankConnection:
 class HeartbeatHandler(Protocol):
     """Receiver of the ranks' messages. All calls are made by one thread."""
 
-    def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of a rank."""
+    def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None: ...
 
-    def on_disconnect(self, attempt: int, rank: int) -> None:
-        """Handle the exit of a rank or the loss of its connection."""
+    def on_disconnect(self, attempt: int, rank: int) -> None: ...
 
-    def on_tick(self) -> None:
-        """Check timeouts; called regularly."""
+    def on_tick(self) -> None: ...
 
 
 class HeartbeatServer:
@@ -73,15 +69,6 @@ class HeartbeatServer:
     """
 
     def __init__(self, address: str, handler: HeartbeatHandler) -> None:
-        """Bind a free port.
-
-        Args:
-            address: address of this host for the ranks.
-            handler: receiver of the messages.
-
-        Raises:
-            OSError: no port can be bound.
-        """
         self._address, self._handler = address, handler
         (self._secret,) = new_secret().values()
         self._socket = bind_socket(local_only=address == "127.0.0.1")
@@ -106,22 +93,18 @@ class HeartbeatServer:
 
     def send(self, attempt: int, message: Mapping[str, Any]) -> int:
         """Send a message to all connected ranks of an attempt; returns the number of ranks reached."""
-        told = 0
+        num_reached = 0
         with self._lock:
-            for rank_connection in [
-                rank_connection for (of, _), rank_connection in self._connections.items() if of == attempt
-            ]:
+            receivers = [rank for (of, _), rank in self._connections.items() if of == attempt]
+            for rank_connection in receivers:
                 assert rank_connection.down is not None
                 data = rank_connection.down.seal(message)
-                try:
+                with suppress(OSError):
                     # A full send buffer means that the rank has stopped reading.
-                    told += rank_connection.connection.send(data) == len(data)
-                except OSError:
-                    continue
-        return told
+                    num_reached += rank_connection.connection.send(data) == len(data)
+        return num_reached
 
     def num_connected(self, attempt: int) -> int:
-        """Return the number of the attempt's connected ranks."""
         with self._lock:
             return sum(of == attempt for of, _ in self._connections)
 
@@ -160,9 +143,8 @@ class HeartbeatServer:
                 self._read(key.data)
         if system.monotonic() >= self._next_tick:
             self._next_tick = system.monotonic() + TICK_INTERVAL_S
-            for rank_connection in [
-                each for each in self._unproven if self._next_tick - each.since > _UNPROVEN_S
-            ]:
+            overdue = [rank for rank in self._unproven if self._next_tick - rank.since > _UNPROVEN_S]
+            for rank_connection in overdue:
                 self._refuse(rank_connection, f"it did not authenticate within {_UNPROVEN_S:g} s")
             try:
                 self._handler.on_tick()
@@ -182,9 +164,8 @@ class HeartbeatServer:
             return
         rank_connection = RankConnection(connection, peer[:2])
         if len(self._unproven) >= _MAX_UNPROVEN:
-            self._refuse(
-                next(iter(self._unproven)), f"more than {_MAX_UNPROVEN} connections are not authenticated"
-            )
+            oldest = next(iter(self._unproven))
+            self._refuse(oldest, f"more than {_MAX_UNPROVEN} connections are not authenticated")
         with suppress(OSError):
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -238,17 +219,12 @@ class HeartbeatServer:
         with self._lock:
             self._connections[rank_connection.attempt, rank_connection.rank] = rank_connection
 
-    def _refuse(self, rank_connection: RankConnection, why: str) -> None:
+    def _refuse(self, rank_connection: RankConnection, reason: str) -> None:
         self._num_refused += 1
         if self._num_refused <= _MAX_REPORTS:
-            address, port = rank_connection.peer
-            owner = connection_owner(port, self._port) or "an unknown user"
-            more = (
-                "; further refused connections will not be reported"
-                if self._num_refused == _MAX_REPORTS
-                else ""
-            )
-            log.warning("a connection from %s (%s) was refused: %s%s", address, owner, why, more)
+            is_last = self._num_refused == _MAX_REPORTS
+            more = "; further refused connections will not be reported" if is_last else ""
+            log.warning("a connection from %s was refused: %s%s", rank_connection.peer[0], reason, more)
         self._drop(rank_connection)
 
     def _drop(self, rank_connection: RankConnection) -> None:

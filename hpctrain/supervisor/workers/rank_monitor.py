@@ -1,4 +1,4 @@
-"""Monitor of an attempt's ranks: evaluates their messages to detect hangs and stragglers."""
+"""Evaluate the messages of an attempt's ranks to detect hangs and stragglers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from hpctrain.supervisor.launch.job_step import (
     JobStep,
     LauncherStuck,
     RankSignalled,
-    StragglerDetected,
 )
 from hpctrain.supervisor.workers.hang_detection import (
     HangDetector,
@@ -74,18 +73,6 @@ class RankMonitor:
         host_of: Callable[[int], str],
         world_size: int,
     ) -> None:
-        """Start the monitor.
-
-        Args:
-            run: the run.
-            attempt: number of the attempt.
-            step: the ranks' step.
-            send: sends a message to all ranks; returns the number of ranks reached.
-            emit: receives events.
-            limits: time limits of the phases, which adapt.
-            host_of: returns the host of a rank.
-            world_size: number of ranks.
-        """
         self._run, self._attempt, self._step = run, attempt, step
         self._send, self._emit, self._host_of, self._world_size = send, emit, host_of, world_size
         self._stop_agreement = StopAgreement(world_size, send)
@@ -104,7 +91,6 @@ class RankMonitor:
         self.has_process_group = False
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of a rank."""
         self._check_for_pause(system.monotonic())
         if "paused" in message:
             self._on_rank_pause(rank, *map(float, message["paused"]))
@@ -129,7 +115,6 @@ class RankMonitor:
             self._probe.written.add(rank)
 
     def on_disconnect(self, rank: int) -> None:
-        """Record that a rank has disconnected."""
         self._hang_detector.remove_rank(rank)
         self._empty_since = None if self._hang_detector.ranks else system.monotonic()
 
@@ -138,12 +123,11 @@ class RankMonitor:
         """Slow imports common to all ranks; None until all ranks have imported PyTorch."""
         if len(self._modules) < self._world_size:
             return None
-        first, *others = self._modules.values()
-        common = [name for name in first if all(name in other for other in others)]
+        imports, *rest = self._modules.values()
+        common = [name for name in imports if all(name in modules for modules in rest)]
         return common if "torch" in common else None
 
     def are_connected(self, ranks: Iterable[int]) -> bool:
-        """Return true if all `ranks` report to the supervisor."""
         return all(rank in self._hang_detector.ranks for rank in ranks)
 
     @property
@@ -175,7 +159,6 @@ class RankMonitor:
             self._report_stragglers(now)
 
     def close(self) -> None:
-        """Stop monitoring after the attempt."""
         self._stopped = True
 
     def _check_for_pause(self, now: float) -> None:
@@ -187,10 +170,7 @@ class RankMonitor:
     def _on_rank_pause(self, rank: int, seconds: float, monotonic_s: float) -> None:
         """Discount and record a pause of a rank, for which the others had to wait, unless already done.
 
-        Args:
-            rank: the rank.
-            seconds: duration by the system clock.
-            monotonic_s: duration by the monotonic clock, which stops while the machine sleeps.
+        The monotonic clock, which measured `monotonic_s`, stops while the machine sleeps.
         """
         now, clock = system.monotonic(), system.time()
         if monotonic_s > _PAUSE_S and now - monotonic_s >= self._discounted_at:
@@ -211,20 +191,18 @@ class RankMonitor:
             self._empty_since += seconds
 
     def _probe_ranks(self, probe: _HangProbe, now: float) -> None:
-        there = self._hang_detector.ranks.keys()
-        waited = now - probe.since
+        connected = self._hang_detector.ranks.keys()
         if probe.signalled_at is not None:
             if now - probe.signalled_at >= _SIGNAL_PAUSE_S:
                 self._report_hang(probe)
-        elif there <= probe.written:
+        elif connected <= probe.written:
             self._report_hang(probe)
-        elif waited >= _SNAPSHOT_TIMEOUT_S:
-            if there <= probe.snapshots.keys():
+        elif now - probe.since >= _SNAPSHOT_TIMEOUT_S:
+            if connected <= probe.snapshots.keys():
                 self._report_hang(probe)
                 return
-            log.warning(
-                "no response from %s: sending SIGQUIT", format_ranks(sorted(there - probe.snapshots.keys()))
-            )
+            silent = sorted(connected - probe.snapshots.keys())
+            log.warning("no response from %s: sending SIGQUIT", format_ranks(silent))
             probe.signalled_at = now
             # Slurm may be slow; this thread must keep receiving from the ranks.
             system.Thread(target=self._signal, daemon=True).start()
@@ -260,20 +238,9 @@ class RankMonitor:
             if not lasting and straggler.rank in self._reported:
                 continue
             self._reported.add(straggler.rank)
-            host = self._host_of(straggler.rank)
-            self._record(straggler, host, lasting=lasting)
-            self._emit(
-                StragglerDetected(host, straggler.rank, round(straggler.ratio, 2), straggler.part, lasting)
-            )
+            self._record(straggler, self._host_of(straggler.rank), lasting=lasting)
 
     def _record(self, straggler: Straggler, host: str, *, lasting: bool) -> None:
-        def parts(spent: StepTimes) -> dict[str, float]:
-            return {
-                "data": round(spent.data_s, 6),
-                "compute": round(spent.compute_s, 6),
-                "exchange": round(spent.exchange_s, 6),
-            }
-
         log.warning(
             "rank %d on %s %s %.1f times as long per step as most ranks (slow part: %s)",
             straggler.rank,
@@ -290,8 +257,8 @@ class RankMonitor:
             ratio=round(straggler.ratio, 2),
             part=straggler.part,
             lasting=lasting,
-            seconds=parts(straggler.own_times),
-            typical=parts(straggler.typical_times),
+            seconds=straggler.own_times.by_part(),
+            typical=straggler.typical_times.by_part(),
         )
 
 
@@ -307,7 +274,8 @@ def describe_hang(
     text = f"hung: no rank made progress for {hang.seconds:.0f} s (limit {hang.limit_s:.0f} s)"
     if not snapshots and not silent:
         return f"{text}; no rank has connected to the supervisor in this attempt"
-    if waiting := {rank: one.rendezvous for rank, one in snapshots.items() if one.rendezvous is not None}:
+    joining = {rank: snapshot.rendezvous for rank, snapshot in snapshots.items()}
+    if waiting := {rank: address for rank, address in joining.items() if address is not None}:
         addresses = sorted(set(waiting.values()))
         text += (
             f"; {format_ranks(sorted(waiting))} waiting for the process group at {' and '.join(addresses)}"
@@ -317,21 +285,22 @@ def describe_hang(
         if len(addresses) > 1:
             return f"{text}. Set MASTER_ADDR and MASTER_PORT, or the init_method, equally on all ranks"
     if not missing:
-        places = ", ".join(sorted({one.place for one in snapshots.values()})) or "not reported"
+        places = ", ".join(sorted({snapshot.place for snapshot in snapshots.values()})) or "not reported"
         return f"{text}; the rank that the others are waiting for is unknown; positions: {places}"
-    first = missing[0]
-    where = f"rank {first} on {host_of(first)}"
-    if first in silent:
-        text += f"; {where} is not responding"
+    culprit = missing[0]
+    name = f"rank {culprit} on {host_of(culprit)}"
+    if culprit in silent:
+        text += f"; {name} is not responding"
     else:
-        one = snapshots[first]
-        text += f"; {where} is in {one.place}, phase {one.phase}, after {pluralize(one.step, 'step')}"
+        snapshot = snapshots[culprit]
+        steps = pluralize(snapshot.step, "step")
+        text += f"; {name} is in {snapshot.place}, phase {snapshot.phase}, after {steps}"
     if len(missing) > 1:
         text += f" (also affected: {format_ranks(missing[1:])})"
-    others = [one.place for rank, one in snapshots.items() if rank not in missing]
-    if others:
-        most = max(others, key=others.count)
-        text += f", with {others.count(most)} of {len(snapshots) + len(silent)} ranks waiting in {most}"
+    waiting_at = [snapshot.place for rank, snapshot in snapshots.items() if rank not in missing]
+    if waiting_at:
+        place = max(waiting_at, key=waiting_at.count)
+        text += f", with {waiting_at.count(place)} of {len(snapshots) + len(silent)} ranks waiting in {place}"
     return text
 
 
@@ -339,19 +308,12 @@ class StopAgreement:
     """The supervisor's side of `runtime.stopping.agreed_stop`."""
 
     def __init__(self, world_size: int, send: Callable[[Mapping[str, Any]], object]) -> None:
-        """Wait for the request of a rank.
-
-        Args:
-            world_size: number of ranks.
-            send: sends a message to all ranks.
-        """
         self._world_size, self._send = world_size, send
         self._is_requested = False
         self._steps: dict[int, int | None] = {}
         """Earliest step after which each rank can stop; None for a rank without counted steps."""
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a request or an answer of a rank."""
         if message.get("stop") and not self._is_requested:
             self._is_requested = True
             self._send({"prepare_stop": True})

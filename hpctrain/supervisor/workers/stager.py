@@ -28,11 +28,10 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.drain_step import clean_nodes
-from hpctrain.supervisor.launch.container_command import module_command
 from hpctrain.supervisor.launch.job_step import HangDetected, Launcher, StepEvent
-from hpctrain.supervisor.policy.outcome import AttemptOutcome
-from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor
+from hpctrain.supervisor.launch.task_command import module_command
+from hpctrain.supervisor.node_steps import clean_nodes
+from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 from hpctrain.telemetry.startup_parts import describe_staging
 from hpctrain.text import format_duration, pluralize
 
@@ -110,7 +109,7 @@ class Stager:
             OSError: a process cannot be started.
         """
         begun = system.monotonic()
-        command = [*module_command(self.plan.host_spec, "staging.stage_node"), self.plan.arguments]
+        command = [*module_command(self.plan.host_spec, "stage_node"), self.plan.arguments]
         variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
         log.info("attempt %d: staging on %s, in %s", attempt, pluralize(len(hosts), "node"), self.plan.folder)
         self.launcher.hosts = hosts

@@ -1,4 +1,4 @@
-"""Standby workers: a step started in advance for the next attempt.
+"""Start a step of standby workers in advance for the next attempt.
 
 Standby workers run the same command on the same nodes as other workers, with the same Slurm environment. The
 slow imports are done in advance. Training begins when the workers receive the address of the next attempt's
@@ -33,19 +33,6 @@ class StandbyWorkers:
         modules: Sequence[str],
         world_size: int,
     ) -> None:
-        """Start the step.
-
-        Args:
-            launcher: starts the step.
-            server: connections for the command to begin.
-            command: command of each process.
-            variables: variables of the next attempt, as far as available.
-            modules: modules to import in advance.
-            world_size: number of ranks.
-
-        Raises:
-            OSError: the step cannot be started.
-        """
         self.attempt = int(variables[ATTEMPT_VARIABLE])
         self.hosts = list(launcher.hosts)
         self._server, self._world_size = server, world_size
@@ -53,11 +40,10 @@ class StandbyWorkers:
         self._emit: EmitEvent | None = None
         self._ready: set[int] = set()
         self._is_broken = False
-        told = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
-        self._step = launcher.start(command, told, self._on_event, beside=True)
+        environ = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
+        self._step = launcher.start(command, environ, self._on_event, beside=True)
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of a worker that is ready or has failed."""
         if message.get("ready"):
             self._ready.add(rank)
             if len(self._ready) == self._world_size:
@@ -81,9 +67,9 @@ class StandbyWorkers:
 
         Returns None if a worker could not be reached; in that case, the step is closed.
         """
-        told = self._server.send(self.attempt, {"go": dict(variables)})
+        num_reached = self._server.send(self.attempt, {"go": dict(variables)})
         with self._lock:
-            if told < self._world_size:
+            if num_reached < self._world_size:
                 self._is_broken = True
             else:
                 self._emit = emit
@@ -93,7 +79,7 @@ class StandbyWorkers:
             )
             self.close()
             return None
-        log.info("attempt %d: using %s", self.attempt, pluralize(told, "standby worker"))
+        log.info("attempt %d: using %s", self.attempt, pluralize(num_reached, "standby worker"))
         return self._step
 
     def close(self) -> None:

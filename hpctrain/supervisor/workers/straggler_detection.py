@@ -1,4 +1,4 @@
-"""Straggler detection: finds slow ranks that make the others wait at each step.
+"""Find slow ranks that make the others wait at each step.
 
 Each rank reports its time for data, for computing, and for exchange with the others. All ranks need the same
 time for a step, so step durations do not show stragglers. The time outside the exchange does.
@@ -42,6 +42,13 @@ class StepTimes:
         data_s = self.data_s / max(1, self.steps)
         return StepTimes(1, data_s, self.compute_s / timed, self.exchange_s / timed, 1, 1)
 
+    def by_part(self) -> dict[str, float]:
+        return {
+            "data": round(self.data_s, 6),
+            "compute": round(self.compute_s, 6),
+            "exchange": round(self.exchange_s, 6),
+        }
+
     @property
     def own_time_s(self) -> float:
         """Time without the exchange."""
@@ -66,34 +73,28 @@ class Straggler:
     """Typical step of the ranks."""
 
 
-def find_stragglers(spent: Mapping[int, StepTimes]) -> list[Straggler]:
-    """Return the slow ranks, slowest first.
-
-    Args:
-        spent: times of each rank over the same period.
-    """
-    steps = {rank: each.per_step() for rank, each in spent.items()}
+def find_stragglers(times: Mapping[int, StepTimes]) -> list[Straggler]:
+    """Return the slow ranks, slowest first, from the times of each rank over the same period."""
+    steps = {rank: total.per_step() for rank, total in times.items()}
     if len(steps) < 2:
         return []
-    typical = StepTimes(
-        1,
-        statistics.median_low(each.data_s for each in steps.values()),
-        statistics.median_low(each.compute_s for each in steps.values()),
-        statistics.median_low(each.exchange_s for each in steps.values()),
-        1,
-        1,
-    )
-    most_s = max(statistics.median_low(each.own_time_s for each in steps.values()), 1e-9)
-    whole_s = max(each.own_time_s + each.exchange_s for each in steps.values())
-    found = [
-        Straggler(rank, each.own_time_s / most_s, _part(each, typical), each, typical)
-        for rank, each in steps.items()
-        if each.own_time_s >= _SLOW_RATIO * most_s and each.own_time_s - most_s >= _SLOW_PART * whole_s
+
+    def median(part: str) -> float:
+        return statistics.median_low(getattr(step, part) for step in steps.values())
+
+    typical = StepTimes(1, median("data_s"), median("compute_s"), median("exchange_s"), 1, 1)
+    typical_s = max(median("own_time_s"), 1e-9)
+    longest_s = max(step.own_time_s + step.exchange_s for step in steps.values())
+    stragglers = [
+        Straggler(rank, step.own_time_s / typical_s, _slow_part(step, typical), step, typical)
+        for rank, step in steps.items()
+        if step.own_time_s >= _SLOW_RATIO * typical_s
+        and step.own_time_s - typical_s >= _SLOW_PART * longest_s
     ]
-    return sorted(found, key=lambda straggler: -straggler.ratio)
+    return sorted(stragglers, key=lambda straggler: -straggler.ratio)
 
 
-def _part(own: StepTimes, typical: StepTimes) -> str:
+def _slow_part(own: StepTimes, typical: StepTimes) -> str:
     return "data" if own.data_s - typical.data_s > own.compute_s - typical.compute_s else "compute"
 
 
@@ -109,7 +110,6 @@ class StragglerDetector:
         self._ignored: dict[int, int] = {}
 
     def on_heartbeat(self, rank: int, spent: StepTimes) -> None:
-        """Handle a heartbeat."""
         if spent.measured_steps > self._ignored.get(rank, 0):
             self._newest[rank] = spent
 
@@ -125,13 +125,11 @@ class StragglerDetector:
         if not self._window:
             self._window, self._window_start = dict(self._newest), now
             return []
-        spent = {rank: each - self._window[rank] for rank, each in self._newest.items()}
-        if (
-            now - self._window_start < self._window_s
-            or min(each.measured_steps for each in spent.values()) < _WINDOW_STEPS
-        ):
+        times = {rank: newest - self._window[rank] for rank, newest in self._newest.items()}
+        num_measured = min(total.measured_steps for total in times.values())
+        if now - self._window_start < self._window_s or num_measured < _WINDOW_STEPS:
             return []
         self._window, self._window_start = dict(self._newest), now
-        slow = find_stragglers(spent)
-        self._in_a_row = {each.rank: self._in_a_row.get(each.rank, 0) + 1 for each in slow}
-        return [(each, self._in_a_row[each.rank]) for each in slow]
+        stragglers = find_stragglers(times)
+        self._in_a_row = {slow.rank: self._in_a_row.get(slow.rank, 0) + 1 for slow in stragglers}
+        return [(slow, self._in_a_row[slow.rank]) for slow in stragglers]

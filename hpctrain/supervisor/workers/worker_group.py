@@ -1,4 +1,4 @@
-"""Worker group: connections to the ranks of all attempts of a job, and standby workers."""
+"""Start the ranks of each attempt, receive their messages, and keep standby workers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.launch.container_command import worker_command
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
+from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
@@ -71,18 +71,11 @@ class WorkerGroup:
     def start(
         self,
         attempt: int,
-        met_at: Mapping[str, str],
+        rendezvous: Mapping[str, str],
         variables: Callable[[int], Mapping[str, str]],
         emit: EmitEvent,
     ) -> JobStep:
-        """Start the ranks of an attempt.
-
-        Args:
-            attempt: its number.
-            met_at: variables with the address of the store.
-            variables: returns all other variables of the attempt with the given number.
-            emit: receives events.
-        """
+        """Start the ranks of an attempt, with the store's address and the variables of its number."""
         spec, hosts = self._spec, list(self._launcher.hosts)
         world_size = len(hosts) * spec.ntasks_per_node
 
@@ -91,11 +84,11 @@ class WorkerGroup:
 
         startup = StartupRecord(self._run, attempt, world_size, host_of, self._job_started_at)
         self._job_started_at = None
-        known = {**met_at, **variables(attempt)}
-        step = self._start_from_standby(attempt, hosts, known, emit)
+        environ = {**rendezvous, **variables(attempt)}
+        step = self._start_from_standby(attempt, hosts, environ, emit)
         if step is None:
             command = worker_command(spec, len(hosts))
-            step = self._launcher.start(command, {**known, **self._server.variables, **new_secret()}, emit)
+            step = self._launcher.start(command, {**environ, **self._server.variables, **new_secret()}, emit)
         monitor = RankMonitor(
             self._run,
             attempt,
@@ -113,7 +106,6 @@ class WorkerGroup:
         return step
 
     def stop_monitoring(self) -> None:
-        """Stop monitoring the attempt's ranks, which have exited or will be killed."""
         with self._lock:
             monitor, self._monitor = self._monitor, None
         if monitor is not None:
@@ -125,7 +117,6 @@ class WorkerGroup:
             )
 
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
-        """Pass a message to the attempt's monitor or standby workers. See `HeartbeatHandler`."""
         with self._lock:
             monitor, startup = (self._monitor if attempt == self._attempt else None), self._startup
             standby = self._standby if self._standby and self._standby.attempt == attempt else None
@@ -136,14 +127,12 @@ class WorkerGroup:
             standby.on_message(rank, message)
 
     def on_disconnect(self, attempt: int, rank: int) -> None:
-        """Report a lost connection to the attempt's monitor. See `HeartbeatHandler`."""
         with self._lock:
             monitor = self._monitor if attempt == self._attempt else None
         if monitor is not None:
             monitor.on_disconnect(rank)
 
     def on_tick(self) -> None:
-        """Check the attempt's ranks regularly. See `HeartbeatHandler`."""
         with self._lock:
             monitor = self._monitor
         if monitor is not None:
@@ -176,14 +165,14 @@ class WorkerGroup:
             self._server.send(attempt, {"profile": request})
 
     def _start_from_standby(
-        self, attempt: int, hosts: list[str], known: Mapping[str, str], emit: EmitEvent
+        self, attempt: int, hosts: list[str], environ: Mapping[str, str], emit: EmitEvent
     ) -> JobStep | None:
         with self._lock:
             standby, self._standby = self._standby, None
         if standby is None:
             return None
         if standby.is_usable(attempt, hosts):
-            return standby.activate(known, emit)
+            return standby.activate(environ, emit)
         standby.close()
         return None
 
@@ -258,22 +247,12 @@ class StartupRecord:
         host_of: Callable[[int], str],
         job_started_at: float | None,
     ) -> None:
-        """Start the clock.
-
-        Args:
-            run: the run.
-            attempt: number of the attempt.
-            world_size: number of ranks.
-            host_of: returns the host of a rank.
-            job_started_at: start of the job, in seconds since the epoch, if this is its first attempt.
-        """
         self._run, self._attempt, self._world_size, self._host_of = run, attempt, world_size, host_of
         self._begun = system.time()
         self._job_s = None if job_started_at is None else round(max(0.0, self._begun - job_started_at), 3)
         self._durations: dict[int, dict[str, float]] = {}
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Record the start of a rank, if the message reports it. After the last rank, write the event."""
         if (ends := message.get("startup")) is None or rank in self._durations:
             return
         self._durations[rank] = durations_s(
@@ -288,14 +267,14 @@ class StartupRecord:
         job_s, ranks = self._job_s, self._durations
         parts = {} if job_s is None else {StartupPart.JOB.value: PartDuration(job_s, job_s)}
         for part in StartupPart:
-            if found := {rank: spent[part] for rank, spent in ranks.items() if part in spent}:
-                slowest = max(found, key=found.__getitem__)
-                median = round(statistics.median(found.values()), 3)
-                parts[part.value] = PartDuration(median, found[slowest], self._host_of(slowest))
+            if seconds := {rank: spent[part] for rank, spent in ranks.items() if part in spent}:
+                slowest = max(seconds, key=seconds.__getitem__)
+                median = round(statistics.median(seconds.values()), 3)
+                parts[part.value] = PartDuration(median, seconds[slowest], self._host_of(slowest))
         nodes: dict[str, dict[str, float]] = {}
         for rank, spent in ranks.items():
             node = nodes.setdefault(self._host_of(rank), {})
             node |= {part: max(seconds, node.get(part, 0.0)) for part, seconds in spent.items()}
         slowest_nodes = sorted(nodes, key=lambda host: -sum(nodes[host].values()))[:_MAX_NODES]
-        seconds = max(sum(spent.values()) for spent in ranks.values())
-        return StartupDurations(round(seconds, 3), parts, {host: nodes[host] for host in slowest_nodes})
+        total_s = max(sum(spent.values()) for spent in ranks.values())
+        return StartupDurations(round(total_s, 3), parts, {host: nodes[host] for host in slowest_nodes})

@@ -93,7 +93,6 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
 
 
 def find_devices(devices: Devices, environ: Mapping[str, str], *, use_gpus: bool = True) -> list[int | None]:
-    """Return `choose_devices` for the current state of this machine, or for no GPUs."""
     num_gpus = torch.cuda.device_count() if use_gpus and torch.cuda.is_available() else 0
     busy: list[int] = []
     if num_gpus:
@@ -109,15 +108,11 @@ def _others(index: int, pids: Collection[int]) -> int:
 
 
 def has_launcher(ranks: Ranks) -> bool:
-    """Return true if a launcher started the ranks and therefore assigned their devices."""
     return ranks.environment != "local"
 
 
 def process_devices(ranks: Ranks, environ: Mapping[str, str]) -> list[int | None]:
-    """Return the devices of a rank that a launcher has started with several; empty if it has one.
-
-    The job says how many a rank has. Without this, the only rank on a node has all visible GPUs.
-    """
+    """Return the devices of a rank that a launcher has started with several; empty if it has one."""
     per_task = gpus_per_task(environ)
     if per_task < 2 and ranks.local_world_size > 1:
         return []
@@ -127,7 +122,6 @@ def process_devices(ranks: Ranks, environ: Mapping[str, str]) -> list[int | None
 
 
 def with_devices(context: DistributedContext, indices: Sequence[int | None]) -> DistributedContext:
-    """Return the context of a single rank on these devices; unchanged if `indices` is empty."""
     if not indices:
         return context
     first, *others = (
@@ -146,7 +140,6 @@ def describe_hardware(device: torch.device) -> str:
 
 
 def cpu_model() -> str | None:
-    """Return the name of the processor; None if the system does not provide it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):

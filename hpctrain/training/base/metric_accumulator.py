@@ -27,10 +27,7 @@ class MetricAccumulator:
         self._names: set[str] | None = None
 
     def add(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
-        """Add means over samples that are `share` of the global batch.
-
-        With `num_tokens`, `loss` is the mean over this number of tokens, independent of the samples.
-        """
+        """Add means over `share` of the global batch, or over tokens for a loss with `num_tokens`."""
         if self._names not in (None, scalars.keys()):
             raise UserError(
                 f"training_step returned the metrics {sorted(scalars)} for a micro-batch, but "
@@ -57,7 +54,6 @@ class MetricAccumulator:
             self.values[name] = self.values[name] + part if name in self.values else part
 
     def put(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
-        """Insert means; existing means with the same name are replaced."""
         beside = MetricAccumulator()
         beside.add(scalars, share)
         self.values |= beside.values

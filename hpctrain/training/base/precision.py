@@ -19,7 +19,6 @@ _APEX = ("apex", "amp", "O0", "O1", "O2", "O3")
 
 
 def canonical_precision(precision: str | int) -> str:
-    """Return the canonical name of a precision, which may be a Lightning or Hugging Face name."""
     precision = _ALIASES.get(str(precision), str(precision))
     if precision in _APEX:
         raise UserError(
@@ -32,25 +31,21 @@ def canonical_precision(precision: str | int) -> str:
 
 
 def cast_module(module: nn.Module, precision: str) -> None:
-    """Convert the weights and buffers of `module` to their data type for training."""
     if precision == "bf16-true":
         module.to(torch.bfloat16)
 
 
 def casts_batches(precision: str) -> bool:
-    """True if `cast_batch` changes batches."""
     return precision == "bf16-true"
 
 
 def cast_batch(batch: Any, precision: str) -> Any:
-    """Return `batch` with floating-point tensors converted to the weights' type, unless it is float32."""
     if not casts_batches(precision):
         return batch
     return map_tensors(batch, lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
 
 
 def forward_context(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return the context of a forward pass: autocast for mixed precision, with float32 weights."""
     dtype = _AUTOCAST[precision]
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
@@ -58,12 +53,7 @@ def forward_context(precision: str, device: torch.device) -> contextlib.Abstract
 def make_scaler(
     precision: str, device: torch.device, *, has_shards: bool = False
 ) -> torch.amp.GradScaler | None:
-    """Return the loss scaler of `16-mixed`, which keeps small gradients from vanishing; None otherwise.
-
-    If gradients overflow, the step is skipped and the scale is reduced. All ranks make the same decision: an
-    infinity on one rank is part of the averaged gradients of all ranks. If each rank only `has_shards` of
-    them, the scaler asks the others. DTensor does not if the first parameter is a scalar.
-    """
+    """Return the loss scaler of `16-mixed`; if each rank has only shards of gradients, it asks the others."""
     if precision != "16-mixed":
         return None
     if not has_shards:

@@ -18,7 +18,6 @@ def derive_seed(*parts: object) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch (on CPUs and GPUs), Python's `random` and NumPy's legacy generator, if imported."""
     # `torch.manual_seed` also records a traceback for each type of device that does not exist: 0.5 ms.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
@@ -30,7 +29,6 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
-    """Seed the generators for the block, and restore them afterwards."""
     before = capture_rng_state()
     seed_all(seed)
     try:
@@ -52,7 +50,6 @@ def capture_rng_state() -> dict[str, torch.Tensor]:
 
 
 def restore_rng_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Restore the result of `capture_rng_state`, for the generators available in this process."""
     torch.set_rng_state(state["torch"])
     (version, *words), gauss = _from_tensors(state, "python")
     random.setstate((version, tuple(words), gauss))
@@ -72,7 +69,6 @@ def resume_rng_state(state: Mapping[str, torch.Tensor] | None, *new_seed: object
 
 
 def _as_tensors(name: str, words: list[int], gauss: float | None) -> dict[str, torch.Tensor]:
-    """Return the state of a Mersenne Twister, including the cached normal number, if any."""
     kept = [0.0, 0.0] if gauss is None else [1.0, gauss]
     return {
         name: torch.tensor(words, dtype=torch.int64),

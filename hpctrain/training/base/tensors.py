@@ -44,20 +44,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return true if the ranks have different parts of a tensor."""
     return isinstance(tensor, DTensor) and any(isinstance(each, Shard) for each in tensor.placements)
 
 
 def slice_batch(batch: Any, num_samples: int, low: int, high: int) -> Any:
-    """Return samples `low` to `high` of a batch; leaves without a sample dimension are unchanged.
-
-    Args:
-        batch: tensors whose first dimension is `num_samples`, and lists or tuples of as many plain values,
-            such as names, in any containers.
-        num_samples: samples of the batch.
-        low: first sample.
-        high: sample after the last.
-    """
+    """Return samples `low` to `high` of a batch; leaves without a sample dimension are unchanged."""
 
     def is_column(node: Any) -> bool:
         return (

@@ -13,8 +13,6 @@ from hpctrain.training.data.sample_order import SampleOrder
 
 @dataclass(frozen=True)
 class DataRank:
-    """Division of a batch among the ranks, for a single rank."""
-
     rank: int
     world_size: int
     grain_size: int | None = None
@@ -33,14 +31,9 @@ class DataRank:
 
 
 class RankBatch(NamedTuple):
-    """Part of a rank in a global batch."""
-
     step: int
-    """Optimizer step of this batch, counted from 1."""
     epoch: int
-    """Epoch of the batch, counted from 0."""
     batch_idx: int
-    """Number of the batch in its epoch, counted from 0."""
     batch_size: int
     """Total number of samples of all ranks."""
     largest: int
@@ -54,12 +47,7 @@ class RankBatch(NamedTuple):
     """Position of the first sample of this rank in the global batch."""
 
     def parts(self, micro_batch_size: int | None, grain_size: int | None = None) -> list[tuple[int, int]]:
-        """Return this rank's micro-batches as half-open, possibly empty ranges; the same number on all ranks.
-
-        Args:
-            micro_batch_size: maximum samples per micro-batch; None for a single micro-batch.
-            grain_size: samples of each micro-batch, in place of `micro_batch_size`.
-        """
+        """Return this rank's micro-batches as possibly empty ranges; the same number on all ranks."""
         if grain_size is not None:
             num_samples = len(self.indices)
             starts = range(0, self.largest, grain_size)
@@ -72,15 +60,11 @@ class RankBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Order in which a run consumes its data set: a pure function of the step, for any number of ranks.
-
-    Step s is in epoch (s - 1) // steps_per_epoch. The last batch of an epoch may be shorter.
-    """
+    """Order of samples, a pure function of the step: step s is in epoch (s - 1) // steps_per_epoch."""
 
     order: SampleOrder
     global_batch_size: int
     drop_last: bool = False
-    """True to omit the last batch of each epoch if it is incomplete."""
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -100,11 +84,9 @@ class BatchPlan:
         }
 
     def state_dict(self, step: int) -> dict[str, Any]:  # noqa: ARG002
-        """Return an empty state: the step determines the position."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing."""
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def last_step(self, epochs: int) -> int | None:
         return self.steps_per_epoch * epochs
@@ -116,7 +98,6 @@ class BatchPlan:
         return -rank_batch.step if self.order.repeats else rank_batch.epoch
 
     def rank_batch(self, step: int, data_rank: DataRank) -> RankBatch:
-        """Return a rank's part of the batch of `step`, counted from 1."""
         epoch, batch = divmod(step - 1, self.steps_per_epoch)
         start = batch * self.global_batch_size
         size = min(self.global_batch_size, self.order.num_samples - start)
@@ -126,8 +107,5 @@ class BatchPlan:
 
 
 def split_range(count: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Return the half-open range of part `part` when `count` items are split into `num_parts` parts.
-
-    Sizes differ by at most one, and part 0 is among the largest.
-    """
+    """Return the range of `part` if `count` items are split into `num_parts`; part 0 is among the largest."""
     return -(-count * part // num_parts), -(-count * (part + 1) // num_parts)

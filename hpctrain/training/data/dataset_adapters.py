@@ -30,7 +30,7 @@ def make_step_source(
     until: StopCondition,
     strategy: str = "auto",
 ) -> StepSource:
-    """Return the step source for a training set, map-style or stream. All ranks must call this."""
+    """Collective."""
     name = "train_dataset"
     parts, unpacked = unpack_dataloader(dataset, loading, name)
     source: StepSource
@@ -89,7 +89,7 @@ def make_validation_set(
     context: DistributedContext,
     name: str = "val_dataset",
 ) -> _ValidationMap | _ValidationStream:
-    """Return the adapter for a validation set, map-style or stream. All ranks must call this."""
+    """Collective."""
     loading = replace(loading, global_batch_size_is_set=False, accumulate_grad_batches=1)
     parts, loading = unpack_dataloader(dataset, loading, name)
     if is_stream(parts.dataset):
@@ -181,12 +181,7 @@ class _ValidationStream:
     def batches(self) -> Generator[tuple[int, Any], None, None]:
         size = min(self._batch_size, self.max_batch_size or self._batch_size)
         readers = ShardReaders(
-            self._stream,
-            self._loading,
-            self._data_rank,
-            self._loading.seeds("validation"),
-            chunk_size=size,
-            num_epochs=1,
+            self._stream, self._loading, self._data_rank, "validation", chunk_size=size, num_epochs=1
         )
         waiting: list[Any] = []
         with closing(readers):

@@ -21,8 +21,6 @@ _BLOCK_BATCHES, _BLOCK_BYTES = 32, 1 << 18
 
 
 class Fetcher(Protocol):
-    """Producer of batches from the samples of a data set."""
-
     num_samples: int
     refuses_none: bool
 
@@ -34,7 +32,6 @@ class Fetcher(Protocol):
 
 
 def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, name: str) -> Fetcher:
-    """Return the fetcher for `dataset`: by columns, by `__getitems__`, or sample by sample."""
     subset, inner = _without_subset(dataset)
     columns = _columns(inner, name, strict=collate_fn is None)
     if columns is not None and collate_fn is not None:
@@ -52,12 +49,9 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
             ) from None
     if (num_samples if subset is None else len(subset)) < 1:
         raise UserError(f"{name} is empty.")
-    collate = collate_fn or default_collate
     if columns is not None:
         return ColumnFetcher(inner, columns, subset)
-    if callable(getattr(inner, "__getitems__", None)):
-        return ItemsFetcher(inner, num_samples, subset, collate, seeds, name)
-    return SampleFetcher(inner, num_samples, subset, collate, seeds, name)
+    return SampleFetcher(inner, num_samples, subset, collate_fn or default_collate, seeds, name)
 
 
 class _Rows:
@@ -76,7 +70,7 @@ class _Rows:
 
 
 class ColumnFetcher:
-    """Fetcher that indexes tensors by batches. It runs no user code, so nothing is random."""
+    """Fetcher that indexes tensors by batches; it runs no user code, so nothing is random."""
 
     refuses_none = False
 
@@ -125,14 +119,11 @@ def _index_rows(column: Any, indices: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(column.take(indices.numpy(), 0))
 
 
-class _SampleFetcherBase:
-    """Base of the fetchers that run user code and collate the samples.
-
-    Attributes:
-        refuses_none: true to refuse None as a sample, which a `collate_fn` usually removes.
-    """
+class SampleFetcher:
+    """Fetcher that runs user code, in one call of `__getitems__` per batch, or for each sample."""
 
     refuses_none = False
+    """True to refuse None as a sample, which a `collate_fn` usually removes."""
 
     def __init__(
         self,
@@ -145,6 +136,7 @@ class _SampleFetcherBase:
     ) -> None:
         self._dataset, self._subset, self._collate = dataset, subset, collate
         self._seeds, self._name = seeds, name
+        self._gets_batches = callable(getattr(dataset, "__getitems__", None))
         # In this case, no user code runs for samples or collation, so nothing is random.
         self._is_plain = type(dataset) in (list, tuple) and collate is default_collate
         self.num_samples = num_samples if subset is None else len(subset)
@@ -154,11 +146,27 @@ class _SampleFetcherBase:
             yield self.fetch(epoch, indices)
 
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
-        raise NotImplementedError
-
-    def _inner(self, indices: torch.Tensor) -> list[int]:
         inner: list[int] = (indices if self._subset is None else self._subset[indices]).tolist()
-        return inner
+        if self._is_plain:
+            return self._collate([self._dataset[index] for index in inner])
+        samples: list[Any] = []
+        action = f"fetching or collating samples {inner}"
+        try:
+            with self._seeds.fetching():
+                if self._gets_batches:
+                    self._seeds.enter_batch(epoch, inner)
+                    return self._collated(self._dataset.__getitems__(inner), inner)
+                for index in inner:
+                    action = f"fetching sample {index}"
+                    self._seeds.enter(epoch, index)
+                    samples.append(self._dataset[index])
+                action = f"collating samples {inner}"
+                return self._collated(samples, inner)
+        except Exception as error:
+            error.add_note(
+                f"hpctrain: This error was raised while {action} of {self._name} in {describe_round(epoch)}."
+            )
+            raise
 
     def _collated(self, samples: list[Any], inner: list[int]) -> Any:
         if self.refuses_none and any(sample is None for sample in samples):
@@ -171,45 +179,6 @@ class _SampleFetcherBase:
             )
         return self._collate(samples)
 
-    def _add_sample_note(self, error: Exception, what: str, epoch: int) -> None:
-        when = describe_round(epoch)
-        error.add_note(f"hpctrain: This error was raised while {what} of {self._name} in {when}.")
-
-
-class ItemsFetcher(_SampleFetcherBase):
-    """Fetcher that reads all samples of a batch in one call of torch's `__getitems__`."""
-
-    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
-        inner = self._inner(indices)
-        try:
-            with self._seeds.fetching():
-                self._seeds.enter_batch(epoch, inner)
-                return self._collated(self._dataset.__getitems__(inner), inner)
-        except Exception as error:
-            self._add_sample_note(error, f"fetching or collating samples {inner}", epoch)
-            raise
-
-
-class SampleFetcher(_SampleFetcherBase):
-    """Fetcher that reads samples one by one, each with separate random generators."""
-
-    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
-        inner = self._inner(indices)
-        if self._is_plain:
-            return self._collate([self._dataset[index] for index in inner])
-        samples: list[Any] = []
-        try:
-            with self._seeds.fetching():
-                for index in inner:
-                    self._seeds.enter(epoch, index)
-                    samples.append(self._dataset[index])
-                return self._collated(samples, inner)
-        except Exception as error:
-            failed = len(samples) < len(inner)
-            what = f"fetching sample {inner[len(samples)]}" if failed else f"collating samples {inner}"
-            self._add_sample_note(error, what, epoch)
-            raise
-
 
 def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
     """Unwrap torch's Subset, whose `__getitems__` would hide the best fetcher for the inner data set."""
@@ -221,10 +190,7 @@ def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
 
 
 def _columns(dataset: Any, name: str, *, strict: bool) -> list[Any] | None:
-    """Return the tensors and arrays of equal length in `dataset`; None for other data sets.
-
-    Unless `strict`, a dict of samples and a tuple of samples of different lengths are other data sets.
-    """
+    """Return the tensors and arrays of equal length in `dataset`; None for other data sets."""
     parts: list[Any]
     if type(dataset) is TensorDataset:
         parts = list(dataset.tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """Data settings of the user; see `TrainerConfig`."""
-
     seed: int = 0
     global_batch_size: int = 32
     num_workers: int = 0
@@ -47,7 +45,6 @@ class LoaderConfig:
     global_batch_size_is_set: bool = False
     """True if the user set `global_batch_size`, so that a DataLoader cannot replace it."""
     accumulate_grad_batches: int = 1
-    """Batches of a DataLoader per optimizer step."""
 
     def with_loader_batch_size(self, batch_size: int, name: str) -> LoaderConfig:
         """Return these settings with the `batch_size` of a DataLoader, unless the user set another."""
@@ -63,7 +60,6 @@ class LoaderConfig:
         return self
 
     def check_accumulation(self, problem: str, remedy: str) -> None:
-        """Raise an error if several batches of a DataLoader would form a step."""
         if self.accumulate_grad_batches > 1:
             raise UserError(
                 f"accumulate_grad_batches is {self.accumulate_grad_batches}, but {problem}, so the batches "
@@ -91,18 +87,16 @@ class LoaderConfig:
     def batches(
         self, fetcher: Fetcher, orders: Iterable[BatchOrder], name: str
     ) -> Generator[Any, None, None]:
-        """Yield the batch for each order. Data workers load batches in advance."""
         if not self.num_workers:
             batches = fetcher.batches(orders)
             yield from map(pin_batch, batches) if self.pin_memory else batches
             return
         # A list is sent within a message; a tensor would need a file descriptor.
-        lists = _OrderSampler((epoch, indices.tolist()) for epoch, indices in orders)
+        lists = ((epoch, indices.tolist()) for epoch, indices in orders)
         with closing(self.workers(_BatchDataset(fetcher), lists, name, self.num_workers)) as workers:
             yield from workers
 
     def workers(self, dataset: Any, orders: Any, name: str, num_workers: int) -> LoaderWorkers:
-        """Start data workers on a data set whose elements are batches."""
         return LoaderWorkers(
             dataset,
             orders,
@@ -116,7 +110,6 @@ class LoaderConfig:
 
 
 def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> LoaderConfig:
-    """Return the data settings for a rank."""
     return LoaderConfig(
         seed=settings.seed,
         global_batch_size=settings.global_batch_size,
@@ -132,12 +125,10 @@ def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> 
 
 
 def needs_transfer(device: torch.device) -> bool:
-    """Return true if `to_device` has to copy."""
     return device.type != "cpu"
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor in its tuples, lists and dicts on `device`."""
     if not needs_transfer(device):
         return batch
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
@@ -159,38 +150,19 @@ class _BatchDataset:
         return self._fetcher.fetch(epoch, torch.tensor(indices, dtype=torch.int64))
 
 
-class _OrderSampler:
-    """Sampler for a DataLoader that wraps a generator."""
-
-    def __init__(self, orders: Iterator[Any]) -> None:
-        self._orders = orders
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._orders
-
-
 @dataclass(frozen=True)
 class DataLoaderParts:
-    """A data set, and the order in which a DataLoader reads it."""
-
     dataset: Any
     shuffle: bool = True
     """True for an order that depends on seed and epoch. Only for training, and without `sampler`."""
     drop_last: bool = False
     """True to omit the last batch of each epoch if it is incomplete."""
     sampler: Iterable[Any] | None = None
-    """Sampler that determines the order, or None."""
     yields_batches: bool = False
-    """True if `sampler` is a batch sampler."""
 
 
 def unpack_dataloader(data: Any, loading: LoaderConfig, name: str) -> tuple[DataLoaderParts, LoaderConfig]:
-    """Return the parts of a DataLoader, and `loading` with its settings. The loader itself is never iterated.
-
-    A batch of the DataLoader is divided among all ranks: its `batch_size` becomes the global batch size,
-    unless `loading` has one that the user set. Settings with torch's default value do not replace those of
-    `loading`. Other data is returned unchanged, as the data set.
-    """
+    """Return the parts of a DataLoader, which is never iterated, and `loading` with its settings."""
     if not isinstance(data, DataLoader):
         return DataLoaderParts(data), loading
     _check_supported(data, name)

@@ -40,7 +40,7 @@ _EXIT_TIMEOUT_S = 1.0
 
 
 class LoaderWorkers:
-    """Iterator over the results of a DataLoader's workers. Close it, or use it as a context manager."""
+    """Iterator over the results of a DataLoader's workers, to be closed."""
 
     def __init__(
         self,
@@ -86,7 +86,6 @@ class LoaderWorkers:
         return self
 
     def __next__(self) -> Any:
-        """Return the next result."""
         if self._results is None:
             raise StopIteration
         begun, polls = time.monotonic(), 0
@@ -150,10 +149,7 @@ class LoaderWorkers:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block the job's signals for processes started in this block.
-
-    Signals to this process are delivered at the end of the block.
-    """
+    """Block the job's signals for processes started in this block."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
     try:
         yield
@@ -162,11 +158,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _exclude_from_death_handler(results: Any) -> None:
-    """Exclude these data workers from torch's SIGCHLD handler, which raises anywhere in the main thread.
-
-    The handler would report a data worker that is killed because it is no longer needed, in place of the
-    error for which it is killed. `LoaderWorkers` checks its processes itself.
-    """
+    """Keep torch's SIGCHLD handler, which raises in the main thread, from reporting these workers."""
     torch._C._remove_worker_pids(id(results))
     results._worker_pids_set = False
 

@@ -69,8 +69,6 @@ def contains_mixture(dataset: Any) -> bool:
 
 
 class MixtureOrder(SampleOrder):
-    """Order of a mixture: a pure function of seed and position."""
-
     repeats = True
 
     def __init__(self, mixture: Mixture, batch_size: int, seed: int) -> None:
@@ -100,10 +98,7 @@ class MixtureOrder(SampleOrder):
         return self._cached_block[1][row][low : low + stop - start]
 
     def _divide(self, block: int) -> tuple[list[list[int]], tuple[list[int], list[float]]]:
-        """Return the samples of each data set per step of a block, and the totals after it.
-
-        A step makes up for the rounding of the steps before.
-        """
+        """Return the samples of each data set per step of a block, and the totals after it."""
         taken, planned = self._before[block]
         planned = [*planned]
         counts: list[list[int]] = []

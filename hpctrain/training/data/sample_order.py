@@ -81,7 +81,6 @@ class SampleOrder:
         return left.mul_(self._b).add_(right)
 
     def _round_keys(self, epoch: int) -> list[int]:
-        """Return one signed 64-bit key per round, independent between seeds, epochs and rounds."""
         stem = f"{self.seed}/{epoch}/{self.num_samples}".encode()
         return [
             int.from_bytes(
@@ -92,8 +91,6 @@ class SampleOrder:
 
 
 class SequentialOrder(SampleOrder):
-    """Order of the data set itself, in every epoch."""
-
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "shuffle": False}
 

@@ -30,8 +30,6 @@ PROGRESS_FIELDS = 3
 
 
 class SampleSeeds:
-    """Source of the random generators of a data set's samples."""
-
     def __init__(self, seed: int, purpose: str, *, seed_globals: bool = True) -> None:
         self._seed, self._purpose, self._seed_globals = seed, purpose, seed_globals
         self._stem: tuple[int | None, bytes] = (None, b"")
@@ -52,10 +50,7 @@ class SampleSeeds:
                 numpy.random.seed(seed & 0xFFFFFFFF)
 
     def enter_batch(self, epoch: int, indices: list[int]) -> None:
-        """Start fetching several samples together; `sample_generator` then requires the index of a sample.
-
-        The global generators are seeded for the first sample.
-        """
+        """Start fetching several samples together; `sample_generator` then requires the index of a sample."""
         self.enter(epoch, *indices[:1])
         if _now.sample is not None and len(indices) > 1:
             _now.sample.among = frozenset(indices)
@@ -73,14 +68,11 @@ class SampleSeeds:
 
 
 def describe_round(number: int) -> str:
-    """Return the name of a round, which is an epoch or, if negative, a step."""
     return f"epoch {number}" if number >= 0 else f"step {-number}"
 
 
 @dataclass
 class _Sample:
-    """The sample being fetched."""
-
     key: bytes
     index: tuple[int, ...]
     among: frozenset[int] | None = None
@@ -92,8 +84,6 @@ class _Sample:
 
 @dataclass
 class _FetchState:
-    """State of fetching in this process."""
-
     sample: _Sample | None = None
     board: MutableSequence[int] | None = None
     """Shared array for a data worker's progress: `PROGRESS_FIELDS` numbers."""
@@ -103,7 +93,6 @@ _now = _FetchState()
 
 
 def write_progress_to(board: MutableSequence[int]) -> None:
-    """Write the fetching progress of this process to `board`, which the rank reads."""
     _now.board = board
 
 

@@ -11,7 +11,7 @@ import random
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -24,25 +24,59 @@ from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, Weight
 from hpctrain.errors import UserError
 from hpctrain.training.base.rng import derive_seed, seeded_rng
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
-from hpctrain.training.data.length_grouped_batch_sampler import LengthGroupedBatchSampler
 from hpctrain.training.data.loader_config import DataLoaderParts
 
 #: Maximum length of an epoch: 1 GB of indices. A longer epoch is probably endless.
 _MAX_SAMPLES = 1 << 27
+#: Number of batches whose samples are sorted together: more save padding, but make batches less random.
+_BATCHES_PER_GROUP = 50
+
+
+class LengthGroupedBatchSampler(Sampler[list[int]]):
+    """Random batches of samples with similar lengths, which need little padding.
+
+    Each sample occurs once per epoch.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
+        """Set up the groups.
+
+        Args:
+            lengths: length of each sample.
+            batch_size: samples per batch; with the `Trainer`, of all ranks together.
+
+        Raises:
+            UserError: `batch_size` is less than 1.
+        """
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}, but must be at least 1.")
+        self._lengths, self._batch_size = torch.as_tensor(lengths), batch_size
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch."""
+        return -(-len(self._lengths) // self._batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        groups = torch.split(torch.randperm(len(self._lengths)), self._batch_size * _BATCHES_PER_GROUP)
+        batches = [batch for group in groups for batch in torch.split(self._sort(group), self._batch_size)]
+        for number in torch.randperm(len(batches)).tolist():
+            yield batches[number].tolist()
+
+    def _sort(self, samples: torch.Tensor) -> torch.Tensor:
+        # An unstable sort orders samples of equal length differently on other CPUs.
+        return samples[self._lengths[samples].argsort(descending=True, stable=True)]
+
+
 #: Samplers whose epochs have the same number of batches.
 _CONSTANT_SAMPLERS = RandomSampler, SubsetRandomSampler, WeightedRandomSampler, LengthGroupedBatchSampler
 
 
 @dataclass(frozen=True)
 class DrawnEpoch:
-    """Order of the samples in an epoch."""
-
     indices: torch.Tensor
     """All samples in order, as int64 of shape [n]."""
     ends: list[int]
-    """End of each batch in `indices`."""
     digest: str
-    """Hash of the order."""
 
     @cached_property
     def repeats(self) -> bool:
@@ -53,7 +87,7 @@ class DrawnEpoch:
 
 
 class SamplerPlan:
-    """Order in which a run consumes its data set: a pure function of the step, for any number of ranks."""
+    """Order of a run's samples by a sampler of the user, a pure function of the step."""
 
     def __init__(
         self, parts: DataLoaderParts, batch_size: int, num_samples: int, seed: int, name: str
@@ -80,7 +114,6 @@ class SamplerPlan:
         return {"seed": self._seed, "num_samples": self._num_samples, **size, **self._identity}
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the known epochs until `step`."""
         ends = [end for end in self._epoch_ends if end <= step]
         return {"epoch_ends": ends, "order": self.draw(len(ends)).digest if step not in ends else None}
 
@@ -100,7 +133,6 @@ class SamplerPlan:
         return len(self.draw(0).ends) * epochs if is_constant else None
 
     def epochs_completed(self, step: int) -> int:
-        """Return the number of epochs that end at or before `step`, which was planned before."""
         return bisect_right(self._epoch_ends, step)
 
     def seed_round(self, rank_batch: RankBatch) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import io
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset
@@ -18,15 +18,23 @@ from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.loader_workers import LoaderWorkers
 from hpctrain.training.data.sample_seeds import SampleSeeds
-from hpctrain.training.data.stream_order import list_rank_shards, owner_rank
 
-#: Returns true if this rank keeps a sample: (epoch, shard, number in the shard) -> bool. Other samples are
-#: read and dropped.
-SampleFilter = Callable[[int, int, int], bool]
+Number = TypeVar("Number", int, torch.Tensor)
 
 
-@dataclass(frozen=True)
-class ReaderCheckpoint:
+def owner_rank(shard: Number, number: Number, num_shards: int, world_size: int) -> Number:
+    """Return the rank that trains a sample; several ranks that read the same shard take turns."""
+    if num_shards >= world_size:
+        return shard % world_size
+    ranks_of_shard = (world_size - 1 - shard) // num_shards + 1
+    return shard + num_shards * (number % ranks_of_shard)
+
+
+def list_rank_shards(rank: int, num_shards: int, world_size: int) -> list[int]:
+    return list(range(rank, num_shards, world_size)) if num_shards >= world_size else [rank % num_shards]
+
+
+class ReaderCheckpoint(NamedTuple):
     """Position in a shard at which reading can start."""
 
     number: int = 0
@@ -37,8 +45,7 @@ class ReaderCheckpoint:
     """True if the stream has a `state_dict`, so reading can also start at other positions."""
 
 
-@dataclass(frozen=True)
-class ShardChunk:
+class ShardChunk(NamedTuple):
     """Consecutive samples of a shard."""
 
     epoch: int
@@ -46,11 +53,9 @@ class ShardChunk:
     checkpoint: ReaderCheckpoint | None
     """Start of the chunk; None if the stream cannot resume at this position."""
     samples: dict[int, Any]
-    """Samples to keep, by their numbers in the shard."""
+    """Samples of this rank that are not yet trained, by their numbers in the shard."""
     stop: int
-    """Number of the sample after the chunk."""
     ended: bool
-    """True if the shard ends with this chunk."""
 
 
 class ShardedStream:
@@ -63,14 +68,13 @@ class ShardedStream:
                 "IterableDataset whose __iter__ starts from the beginning in each epoch."
             )
         self._dataset, self.name = dataset, name
-        offered = getattr(dataset, "num_shards", None)
-        has_shards = callable(getattr(dataset, "shard", None))
-        self.num_shards = offered if isinstance(offered, int) and has_shards else 1
+        num_shards = getattr(dataset, "num_shards", None)
+        has_shards = isinstance(num_shards, int) and callable(getattr(dataset, "shard", None))
+        self.num_shards: int = num_shards if has_shards else 1  # type: ignore[assignment]
         if self.num_shards < 1:
             raise UserError(f"{name} has {self.num_shards} shards, but must have at least one.")
 
     def shard(self, index: int) -> Any:
-        """Return a shard as an iterable, positioned at its beginning."""
         if self.num_shards == 1:
             return self._dataset
         return self._dataset.shard(num_shards=self.num_shards, index=index)
@@ -80,15 +84,21 @@ class _ShardReader:
     """Reader of one shard in one epoch."""
 
     def __init__(self, stream: ShardedStream, shard: int, epoch: int, checkpoint: ReaderCheckpoint) -> None:
-        self._epoch, self._shard, self._number = epoch, shard, checkpoint.number
-        self._opened_at = checkpoint
-        self._name = stream.name
+        self.epoch, self.shard, self.number = epoch, shard, checkpoint.number
+        self._opened_at, self._name = checkpoint, stream.name
         dataset = stream.shard(shard)
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         self._samples = iter(dataset)
         # In torchdata's protocol, either the iterator or the data set has the state.
-        self._holder = next((h for h in (self._samples, dataset) if _keeps_state(h)), None)
+        self._holder = next(
+            (
+                holder
+                for holder in (self._samples, dataset)
+                if hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict")
+            ),
+            None,
+        )
         if checkpoint.state is None:
             return
         if self._holder is None:
@@ -101,39 +111,30 @@ class _ShardReader:
         if self._holder is dataset:
             self._samples = iter(dataset)
 
-    def chunk(self, size: int, keep: SampleFilter, seeds: SampleSeeds) -> ShardChunk:
-        """Read the next `size` samples, or fewer at the end of the shard."""
-        epoch, shard, start = self._epoch, self._shard, self._number
-        checkpoint = self._checkpoint()
-        samples: dict[int, Any] = {}
-        ended = False
-        with seeds.fetching():
-            while self._number < start + size and not ended:
-                seeds.enter(epoch, shard, self._number)
-                try:
-                    sample = next(self._samples)
-                except StopIteration:
-                    ended = True
-                except Exception as error:
-                    error.add_note(
-                        f"hpctrain: This error was raised while reading sample {self._number} of shard "
-                        f"{shard} of {self._name} in epoch {epoch}."
-                    )
-                    raise
-                else:
-                    if keep(epoch, shard, self._number):
-                        samples[self._number] = sample
-                    self._number += 1
-        return ShardChunk(epoch, shard, checkpoint, samples, self._number, ended)
+    def next_sample(self, seeds: SampleSeeds) -> Any:
+        """Return the next sample; raise StopIteration at the end of the shard."""
+        seeds.enter(self.epoch, self.shard, self.number)
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"hpctrain: This error was raised while reading sample {self.number} of shard {self.shard} "
+                f"of {self._name} in epoch {self.epoch}."
+            )
+            raise
+        self.number += 1
+        return sample
 
-    def _checkpoint(self) -> ReaderCheckpoint | None:
+    def checkpoint(self) -> ReaderCheckpoint | None:
         resumable = self._holder is not None
-        if self._number == self._opened_at.number:
+        if self.number == self._opened_at.number:
             # Some streams have no state before the first read.
-            return replace(self._opened_at, resumable=resumable)
+            return self._opened_at._replace(resumable=resumable)
         if self._holder is None:
             return None
-        return ReaderCheckpoint(self._number, copy.deepcopy(self._holder.state_dict()), resumable=True)
+        return ReaderCheckpoint(self.number, copy.deepcopy(self._holder.state_dict()), resumable=True)
 
 
 @dataclass
@@ -142,14 +143,16 @@ class InterleavedReader(IterableDataset[ShardChunk]):
 
     stream: ShardedStream
     shards: list[int]
+    data_rank: DataRank
+    _: KW_ONLY
+    seeds: SampleSeeds
+    chunk_size: int
+    num_epochs: int | None
+    first_epoch: int
+    trained: Sequence[int]
+    """Number of samples of each shard that are already trained in the first epoch."""
     checkpoints: Mapping[int, ReaderCheckpoint | None]
     """First position to read in each shard in the first epoch, by default 0; None after its end."""
-    _: KW_ONLY
-    first_epoch: int
-    num_epochs: int | None
-    chunk_size: int
-    keep: SampleFilter
-    seeds: SampleSeeds
 
     def __iter__(self) -> Iterator[ShardChunk]:
         # In a DataLoader worker, some streams return only a part of their samples, but each shard has a
@@ -164,59 +167,43 @@ class InterleavedReader(IterableDataset[ShardChunk]):
             )
             while reading:
                 reader = reading.popleft()
-                chunk = reader.chunk(self.chunk_size, self.keep, self.seeds)
+                chunk = self._next_chunk(reader)
                 if not chunk.ended:
                     reading.append(reader)
                 yield chunk
             epoch, checkpoints = epoch + 1, {}
 
+    def _next_chunk(self, reader: _ShardReader) -> ShardChunk:
+        checkpoint, stop = reader.checkpoint(), reader.number + self.chunk_size
+        samples: dict[int, Any] = {}
+        ended = False
+        with self.seeds.fetching():
+            while reader.number < stop and not ended:
+                try:
+                    sample = reader.next_sample(self.seeds)
+                except StopIteration:
+                    ended = True
+                else:
+                    if self._is_needed(reader.epoch, reader.shard, reader.number - 1):
+                        samples[reader.number - 1] = sample
+        return ShardChunk(reader.epoch, reader.shard, checkpoint, samples, reader.number, ended)
 
-def is_stream(dataset: Any) -> bool:
-    """Return true if `dataset` has no index and is read from its beginning."""
-    if isinstance(dataset, IterableDataset):
-        return True
-    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-
-
-def _keeps_state(thing: Any) -> bool:
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-
-
-def dump_checkpoints(checkpoints: list[ReaderCheckpoint | None], name: str) -> torch.Tensor:
-    """Serialize checkpoints to a uint8 tensor."""
-    buffer = io.BytesIO()
-    plain = [
-        None if checkpoint is None else (checkpoint.number, checkpoint.state, checkpoint.resumable)
-        for checkpoint in checkpoints
-    ]
-    torch.save(plain, buffer)
-    dumped = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    try:
-        load_checkpoints(dumped)
-    except Exception as error:
-        raise UserError(
-            f"The state_dict() of {name} contains a value that a checkpoint cannot store. Return only "
-            "numbers, strings, tensors, None, and lists, tuples and dicts of these. torch.load reported: "
-            f"{error}"
-        ) from error
-    return dumped
-
-
-def load_checkpoints(dumped: torch.Tensor) -> list[ReaderCheckpoint | None]:
-    """Return the checkpoints from a tensor of `dump_checkpoints`."""
-    plain = torch.load(io.BytesIO(bytes(dumped.tolist())), weights_only=True)
-    return [None if pair is None else ReaderCheckpoint(*pair) for pair in plain]
+    def _is_needed(self, epoch: int, shard: int, number: int) -> bool:
+        if epoch == self.first_epoch and number < self.trained[shard]:
+            return False
+        rank, world_size = self.data_rank.rank, self.data_rank.world_size
+        return owner_rank(shard, number, self.stream.num_shards, world_size) == rank
 
 
 class ShardReaders:
-    """Chunks of a rank's shards. Close the object to stop the data workers."""
+    """Chunks of a rank's shards, to be closed."""
 
     def __init__(
         self,
         stream: ShardedStream,
         loading: LoaderConfig,
         data_rank: DataRank,
-        seeds: SampleSeeds,
+        purpose: str,
         *,
         chunk_size: int,
         num_epochs: int | None,
@@ -224,22 +211,21 @@ class ShardReaders:
         trained: Sequence[int] | None = None,
         checkpoints: Mapping[int, ReaderCheckpoint | None] | None = None,
     ) -> None:
-        """Distribute the shards to the data workers."""
-        num_shards = stream.num_shards
-        own = list_rank_shards(data_rank.rank, num_shards, data_rank.world_size)
-        num_workers = min(loading.num_workers, len(own))
-        keep = _OwnSampleFilter(data_rank, num_shards, first_epoch, trained or [0] * num_shards)
+        shards = list_rank_shards(data_rank.rank, stream.num_shards, data_rank.world_size)
+        num_workers = min(loading.num_workers, len(shards))
+        num_readers = max(num_workers, 1)
         self._readers: dict[int, Iterator[ShardChunk]] = {}
-        for number in range(max(num_workers, 1)):
+        for number in range(num_readers):
             reader = InterleavedReader(
                 stream,
-                own[number :: max(num_workers, 1)],
-                checkpoints or {},
-                first_epoch=first_epoch,
-                num_epochs=num_epochs,
+                shards[number::num_readers],
+                data_rank,
+                seeds=loading.seeds(purpose),
                 chunk_size=chunk_size,
-                keep=keep,
-                seeds=seeds,
+                num_epochs=num_epochs,
+                first_epoch=first_epoch,
+                trained=trained or [0] * stream.num_shards,
+                checkpoints=checkpoints or {},
             )
             chunks = loading.workers(reader, None, stream.name, 1) if num_workers else iter(reader)
             self._readers.update(dict.fromkeys(reader.shards, chunks))
@@ -258,16 +244,27 @@ class ShardReaders:
                 reader.close()
 
 
-class _OwnSampleFilter:
-    """Filter for samples of this rank that are not yet trained."""
+def is_stream(dataset: Any) -> bool:
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
-    def __init__(
-        self, data_rank: DataRank, num_shards: int, first_epoch: int, trained: Sequence[int]
-    ) -> None:
-        self._data_rank, self._num_shards = data_rank, num_shards
-        self._first_epoch, self._trained = first_epoch, trained
 
-    def __call__(self, epoch: int, shard: int, number: int) -> bool:
-        if epoch == self._first_epoch and number < self._trained[shard]:
-            return False
-        return owner_rank(shard, number, self._num_shards, self._data_rank.world_size) == self._data_rank.rank
+def dump_checkpoints(checkpoints: Sequence[ReaderCheckpoint | None], name: str) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save([checkpoint and tuple(checkpoint) for checkpoint in checkpoints], buffer)
+    dumped = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    try:
+        load_checkpoints(dumped)
+    except Exception as error:
+        raise UserError(
+            f"The state_dict() of {name} contains a value that a checkpoint cannot store. Return only "
+            "numbers, strings, tensors, None, and lists, tuples and dicts of these. torch.load reported: "
+            f"{error}"
+        ) from error
+    return dumped
+
+
+def load_checkpoints(dumped: torch.Tensor) -> list[ReaderCheckpoint | None]:
+    fields = torch.load(io.BytesIO(bytes(dumped.tolist())), weights_only=True)
+    return [of_shard and ReaderCheckpoint(*of_shard) for of_shard in fields]

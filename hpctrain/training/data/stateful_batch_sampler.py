@@ -181,10 +181,7 @@ class _BatchIterator(Iterator[list[int]]):
         return self._sampler._batch(self._step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last requested batch, for a StatefulDataLoader.
-
-        The loader keeps the state of each request until the batch is yielded.
-        """
+        """Return the position after the last requested batch, for a StatefulDataLoader."""
         return {"step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

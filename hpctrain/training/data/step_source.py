@@ -28,25 +28,20 @@ class StopCondition:
 
 
 class MicroBatch(NamedTuple):
-    """Samples of a rank for one forward pass."""
-
     batch: Any
     num_samples: int
     """Number of own samples; 0 if the rank has none left and uses a spare sample to match the other ranks."""
 
 
 class StepData(NamedTuple):
-    """Input of a rank for one step."""
-
     rank_batch: RankBatch
     num_micro_batches: int
     """Number of micro-batches, equal on all ranks, so that collectives in forward passes match."""
     micro_batches: Iterable[MicroBatch]
-    """Iterable to be consumed once."""
 
 
 class StepSource:
-    """Source of steps. All ranks must call every method, at the same point of the loop."""
+    """Source of steps; all ranks must call every method at the same point of the loop."""
 
     micro_batch_size: int | None = None
     """Maximum number of samples per forward pass of a rank; None for all samples. Set this before `steps`."""
@@ -57,9 +52,7 @@ class StepSource:
     exchanges_ends = False
     """True if the ranks must exchange `local_ends` after every step."""
     loading: LoaderConfig
-    """Data settings in use."""
     remarks: Sequence[str] = ()
-    """Remarks shown to the user at the start, as sentences."""
 
     def identity(self) -> dict[str, Any]:
         """Return all values that determine the order of samples."""
@@ -78,11 +71,9 @@ class StepSource:
         raise NotImplementedError
 
     def steps(self) -> Iterator[StepData]:
-        """Yield the steps in order, until the end of training."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Stop the data workers."""
+    def close(self) -> None: ...
 
     def trial_batches(self) -> tuple[int, Any]:
         """Return the maximum samples of a rank per step, and a function that creates a batch of n samples."""
@@ -107,8 +98,6 @@ class StepSource:
 
 
 class MapStepSource(StepSource):
-    """Step source for a map-style data set. Its state is determined by the step number."""
-
     def __init__(
         self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, until: StopCondition
     ) -> None:
@@ -216,7 +205,6 @@ class MapStepSource(StepSource):
         return self._plan.rank_batch(step, first).indices[: first.grain_size or 1]
 
     def _is_last(self, step: int) -> bool:
-        """Return true if `step`, which was planned before, is not before the end of training."""
         if self.last_step is not None:
             return step >= self.last_step
         return self._plan.epochs_completed(step) >= (self._until.epochs or 0)

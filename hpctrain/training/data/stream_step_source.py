@@ -1,16 +1,19 @@
-"""Step source for a stream: each step trains the same samples on any number of ranks.
+"""Train a stream: each step has the same samples on any number of ranks.
+
+A stream is a set of shards, each read from its beginning. In round k, each shard longer than k provides its
+sample number k, in the order of the shards.
 
 Each rank reads its own shards. The lengths of the shards determine the samples of a batch: the end of a shard
-changes the next batch with this shard. Ranks therefore plan two steps ahead. With the result of a step, they
-exchange a flag for shards that end in the step after the next. If the flag is set, the ranks also exchange
-the shards and the numbers of their last samples.
+changes the next batch with this shard. Until its end is reached, a shard counts as endless. Ranks therefore
+plan two steps ahead. With the result of a step, they exchange a flag for shards that end in the step after
+the next. If the flag is set, the ranks also exchange the shards and the numbers of their last samples.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,25 +28,69 @@ from hpctrain.training.data.shard_readers import (
     ShardedStream,
     ShardReaders,
     dump_checkpoints,
-    load_checkpoints,
-)
-from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource, StopCondition
-from hpctrain.training.data.stream_order import (
-    UNKNOWN_LENGTH,
-    StreamBatch,
-    StreamCursor,
     list_rank_shards,
-    next_batch,
+    load_checkpoints,
     owner_rank,
 )
+from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource, StopCondition
 
 #: Maximum number of samples between two checkpoints of a shard; a resumed run starts reading at a checkpoint.
 _MAX_CHUNK = 64
+#: Number of steps planned in advance.
+_AHEAD = 2
+#: Length of a shard whose end has not been reached yet.
+UNKNOWN_LENGTH = 2**62
+
+
+class StreamCursor(NamedTuple):
+    """Position in a stream, between two batches."""
+
+    epoch: int = 0
+    batch: int = 0
+    """Number of batches of the epoch before this position."""
+    round: int = 0
+    shard: int = 0
+    """Shards before this shard have already provided their sample of the round."""
+
+    def taken(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the number of samples of each shard before the cursor in its epoch, int64 like `lengths`."""
+        rounds = torch.full_like(lengths, self.round)
+        rounds[: self.shard] += 1
+        return torch.minimum(rounds, lengths)
+
+
+class StreamBatch(NamedTuple):
+    """Global batch of a stream."""
+
+    epoch: int
+    batch_idx: int
+    picks: torch.Tensor
+    """Shard of each sample, and index of the sample in the shard; int64 of shape [n, 2]."""
+    after: StreamCursor
+
+
+def next_batch(lengths: torch.Tensor, cursor: StreamCursor, count: int) -> StreamBatch | None:
+    """Return the next `count` samples from `cursor`, or the rest of its epoch; None if nothing is left."""
+    picks = torch.empty(0, 2, dtype=torch.int64)
+    first_round, first_shard = cursor.round, cursor.shard
+    while (missing := count - len(picks)) > 0:
+        shards = (lengths > first_round).nonzero().flatten()
+        if not len(shards):
+            break
+        rounds = torch.arange(first_round, first_round + missing // len(shards) + 2)
+        rows, columns = (lengths[shards] > rounds[:, None]).nonzero(as_tuple=True)
+        grid = torch.stack([shards[columns], rounds[rows]], dim=1)
+        is_before = (grid[:, 1] == first_round) & (grid[:, 0] < first_shard)
+        picks = torch.cat([picks, grid[~is_before][:missing]])
+        first_round, first_shard = int(rounds[-1]) + 1, 0
+    if not len(picks):
+        return None
+    last_shard, last_round = picks[-1].tolist()
+    after = StreamCursor(cursor.epoch, cursor.batch + 1, last_round, last_shard + 1)
+    return StreamBatch(cursor.epoch, cursor.batch, picks, after)
 
 
 class StreamStepSource(StepSource):
-    """Step source for an `IterableDataset` or a similar object."""
-
     exchanges_ends = True
 
     def __init__(
@@ -65,8 +112,6 @@ class StreamStepSource(StepSource):
         self._checkpoints: dict[int, ReaderCheckpoint | None] = {}
         self._padding_sample: Any = None
 
-    # Checkpoints.
-
     def identity(self) -> dict[str, Any]:
         return {
             "seed": self.loading.seed,
@@ -75,47 +120,40 @@ class StreamStepSource(StepSource):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last yielded step. All ranks must call this."""
+        """Collective."""
         cursor, coming = self._plan.cursor, self._plan.upcoming
         if coming and coming[0].epoch > cursor.epoch:
             cursor = StreamCursor(coming[0].epoch)
         lengths = self._plan.lengths_in(cursor.epoch)
         own = self._buffers.checkpoints(cursor.epoch, cursor.taken(lengths).tolist())
-        checkpoints: dict[int, ReaderCheckpoint | None] = {}
         gathered = self._context.all_gather(
-            {
-                shard: checkpoint and (checkpoint.number, checkpoint.state, checkpoint.resumable)
-                for shard, checkpoint in own.items()
-            },
-            "train_dataset",
+            {shard: checkpoint and tuple(checkpoint) for shard, checkpoint in own.items()}, "train_dataset"
         )
-        for of_rank in gathered:
-            checkpoints.update({shard: mark and ReaderCheckpoint(*mark) for shard, mark in of_rank.items()})
-        of_all = [
-            checkpoints.get(shard, self._checkpoints.get(shard)) for shard in range(self._stream.num_shards)
+        of_ranks = {
+            shard: fields and ReaderCheckpoint(*fields)
+            for of_rank in gathered
+            for shard, fields in of_rank.items()
+        }
+        checkpoints = [
+            of_ranks.get(shard, self._checkpoints.get(shard)) for shard in range(self._stream.num_shards)
         ]
         return {
-            "epoch": cursor.epoch,
-            "batch": cursor.batch,
-            "round": cursor.round,
-            "shard": cursor.shard,
+            **cursor._asdict(),
             "lengths": [length if length < UNKNOWN_LENGTH else None for length in lengths.tolist()],
-            "marks": dump_checkpoints(of_all, "train_dataset"),
+            "marks": dump_checkpoints(checkpoints, "train_dataset"),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        cursor = StreamCursor(state["epoch"], state["batch"], state["round"], state["shard"])
+        cursor = StreamCursor(*(state[name] for name in StreamCursor._fields))
         lengths = torch.tensor(
-            [UNKNOWN_LENGTH if n is None else n for n in state["lengths"]], dtype=torch.int64
+            [UNKNOWN_LENGTH if length is None else length for length in state["lengths"]], dtype=torch.int64
         )
-        taken = cursor.taken(lengths)
-        checkpoints = load_checkpoints(state["marks"])
-        begun = [
-            shard
-            for shard, (number, length) in enumerate(zip(taken.tolist(), lengths.tolist(), strict=True))
-            if 0 < number < length
-        ]
-        if any((checkpoint := checkpoints[shard]) is None or not checkpoint.resumable for shard in begun):
+        taken, checkpoints = cursor.taken(lengths), load_checkpoints(state["marks"])
+        has_begun, has_ended = ((taken > 0) & (taken < lengths)).tolist(), (taken >= lengths).tolist()
+        if any(
+            begun and (checkpoint is None or not checkpoint.resumable)
+            for begun, checkpoint in zip(has_begun, checkpoints, strict=True)
+        ):
             self._plan.reset(StreamCursor(cursor.epoch))
             self._checkpoints = {}
             remark = (
@@ -125,17 +163,14 @@ class StreamStepSource(StepSource):
             )
             return [remark]
         self._plan.reset(cursor, lengths)
-        ended = (taken >= lengths).tolist()
         self._checkpoints = {
-            shard: None if ended[shard] else checkpoint or ReaderCheckpoint()
+            shard: None if has_ended[shard] else checkpoint or ReaderCheckpoint()
             for shard, checkpoint in enumerate(checkpoints)
         }
         return []
 
-    # Training loop.
-
     def begin(self, after: int) -> None:
-        """Open the shards and agree on the first steps. All ranks must call this."""
+        """Open the shards and agree on the first steps (collective)."""
         self._step = after
         self._buffers.reset(self._plan.cursor.epoch, self._checkpoints)
         self._plan.plan(after)
@@ -159,21 +194,20 @@ class StreamStepSource(StepSource):
             samples = [self._buffers.pop(batch.epoch, *pick) for pick in mine.tolist()]
             if batch.batch_idx == 0:
                 self._checkpoints = {}
-                self._buffers.forget_before(batch.epoch)
             taken = batch.after.taken(self._plan.lengths_in(batch.epoch)).tolist()
             self._buffers.forget(batch.epoch, taken)
-            parts = rank_batch.parts(self.micro_batch_size)
-            yield StepData(rank_batch, len(parts), self._micro_batches(samples, parts))
+            ranges = rank_batch.parts(self.micro_batch_size)
+            yield StepData(rank_batch, len(ranges), self._micro_batches(samples, ranges))
 
     def close(self) -> None:
         self._buffers.close()
 
     def trial_batches(self) -> tuple[int, Any]:
         of_ranks = self._rank_of_samples(self._plan.upcoming[0])
-        some = [*self._buffers.samples()] or [self._padding_sample]
+        samples = [*self._buffers.samples()] or [self._padding_sample]
 
         def batch_of(count: int) -> Any:
-            return self.loading.collate([some[i % len(some)] for i in range(count)])
+            return self.loading.collate([samples[i % len(samples)] for i in range(count)])
 
         return int(of_ranks.bincount().max()), batch_of
 
@@ -197,26 +231,23 @@ class StreamStepSource(StepSource):
         shard, number = batch.picks.unbind(1)
         return owner_rank(shard, number, self._stream.num_shards, self._data_rank.world_size)
 
-    def _micro_batches(self, samples: list[Any], parts: list[tuple[int, int]]) -> Iterator[MicroBatch]:
-        for low, high in parts:
+    def _micro_batches(self, samples: list[Any], ranges: list[tuple[int, int]]) -> Iterator[MicroBatch]:
+        for low, high in ranges:
             yield MicroBatch(self.loading.collate(samples[low:high] or [self._padding_sample]), high - low)
-
-    # Agreement of the ranks on the next steps.
 
     def _unplanned_ends(self) -> dict[tuple[int, int], int]:
         """Return the ends of own shards that are not yet in the plan, by (epoch, shard)."""
         ends: dict[tuple[int, int], int] = {}
         for batch in self._plan.upcoming:
-            needed = StreamCursor(batch.epoch, 0, batch.after.round, batch.after.shard)
-            until = needed.taken(self._plan.lengths_in(batch.epoch))
+            until = batch.after.taken(self._plan.lengths_in(batch.epoch)).tolist()
             for shard in self._own:
-                length = self._buffers.read(batch.epoch, shard, int(until[shard]))
-                if length is not None and length < int(until[shard]):
+                length = self._buffers.read(batch.epoch, shard, until[shard])
+                if length is not None and length < until[shard]:
                     ends[batch.epoch, shard] = length
         return ends
 
     def _agree_on_ends(self) -> None:
-        """Plan until all ranks have exchanged all ends of shards. All ranks must call this."""
+        """Plan until all ranks have exchanged all ends of shards (collective)."""
         while True:
             ends: dict[tuple[int, int], int] = {}
             for ends_of_rank in self._context.all_gather(self._unplanned_ends()):
@@ -228,22 +259,22 @@ class StreamStepSource(StepSource):
 
     def _find_padding_sample(self) -> None:
         """Set a spare sample for steps without own samples, from another rank if this rank has no samples."""
-        own = next(self._buffers.samples(), None)
-        have = self._context.all_gather(own is not None)
-        if not self._plan.upcoming or all(have):
-            self._padding_sample = own
-            return
-        given = self._context.broadcast(own, have.index(True), "a sample for ranks without samples")
-        self._padding_sample = given if own is None else own
+        sample = next(self._buffers.samples(), None)
+        have_samples = self._context.all_gather(sample is not None)
+        if self._plan.upcoming and not all(have_samples):
+            source = have_samples.index(True)
+            spare = self._context.broadcast(sample, source, "a sample for ranks without samples")
+            sample = spare if sample is None else sample
+        self._padding_sample = sample
 
     def _open_readers(self) -> ShardReaders:
-        cursor, num_shards = self._plan.cursor, self._stream.num_shards
+        cursor, batch_size = self._plan.cursor, self.loading.global_batch_size
         return ShardReaders(
             self._stream,
             self.loading,
             self._data_rank,
-            self.loading.seeds("training"),
-            chunk_size=min(-(-self.loading.global_batch_size // num_shards), _MAX_CHUNK),
+            "training",
+            chunk_size=min(-(-batch_size // self._stream.num_shards), _MAX_CHUNK),
             num_epochs=self._until.epochs,
             first_epoch=cursor.epoch,
             trained=cursor.taken(self._plan.lengths_in(cursor.epoch)).tolist(),
@@ -258,39 +289,39 @@ class _ShardBuffer:
         self.samples: dict[int, Any] = {}
         self.read = checkpoint.number if checkpoint is not None else 0
         self.length = length
-        self._marks: deque[ReaderCheckpoint] = deque([checkpoint] if checkpoint is not None else [])
+        self._checkpoints: deque[ReaderCheckpoint] = deque([checkpoint] if checkpoint is not None else [])
 
     def put(self, chunk: ShardChunk) -> None:
         self.samples.update(chunk.samples)
         self.read = chunk.stop
         if chunk.checkpoint is not None:
-            self._marks.append(chunk.checkpoint)
+            self._checkpoints.append(chunk.checkpoint)
         if chunk.ended:
             self.length = chunk.stop
 
-    def mark_before(self, number: int) -> ReaderCheckpoint | None:
+    def checkpoint_before(self, number: int) -> ReaderCheckpoint | None:
         """Return the last checkpoint at or before sample `number`; drop earlier checkpoints."""
-        while len(self._marks) > 1 and self._marks[1].number <= number:
-            self._marks.popleft()
-        return self._marks[0] if self._marks else None
+        while len(self._checkpoints) > 1 and self._checkpoints[1].number <= number:
+            self._checkpoints.popleft()
+        return self._checkpoints[0] if self._checkpoints else None
 
 
 class ShardBuffers:
-    """Buffers of this rank's shards: a buffer for each shard and epoch."""
+    """Buffers of this rank's shards, by epoch and shard."""
 
     def __init__(
         self,
-        own: Sequence[int],
+        shards: Sequence[int],
         lengths_in: Callable[[int], torch.Tensor],
         open_readers: Callable[[], ShardReaders],
     ) -> None:
-        self._own, self._lengths_in, self._open_readers = own, lengths_in, open_readers
+        self._shards, self._lengths_in, self._open_readers = shards, lengths_in, open_readers
         self._buffers: dict[tuple[int, int], _ShardBuffer] = {}
         self._readers: ShardReaders | None = None
 
     def reset(self, epoch: int, checkpoints: Mapping[int, ReaderCheckpoint | None]) -> None:
         """Start at these checkpoints, by default at the beginning; None skips an ended shard."""
-        for shard in self._own:
+        for shard in self._shards:
             if (checkpoint := checkpoints.get(shard, ReaderCheckpoint())) is not None:
                 self._buffers[epoch, shard] = _ShardBuffer(checkpoint)
 
@@ -313,18 +344,16 @@ class ShardBuffers:
     def checkpoints(self, epoch: int, taken: Sequence[int]) -> dict[int, ReaderCheckpoint | None]:
         """Return the checkpoint of each shard for a resume after `taken[shard]` trained samples."""
         return {
-            shard: self._buffers[epoch, shard].mark_before(taken[shard])
-            for shard in self._own
+            shard: self._buffers[epoch, shard].checkpoint_before(taken[shard])
+            for shard in self._shards
             if (epoch, shard) in self._buffers
         }
 
     def forget(self, epoch: int, taken: Sequence[int]) -> None:
-        """Drop checkpoints that are no longer needed after `taken[shard]` trained samples."""
-        for shard in self._own:
-            self._buffer(epoch, shard).mark_before(taken[shard])
-
-    def forget_before(self, epoch: int) -> None:
+        """Drop earlier epochs, and checkpoints that are not needed after `taken[shard]` trained samples."""
         self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] >= epoch}
+        for shard in self._shards:
+            self._buffer(epoch, shard).checkpoint_before(taken[shard])
 
     def close(self) -> None:
         if self._readers is not None:
@@ -339,17 +368,8 @@ class ShardBuffers:
         return self._buffers[epoch, shard]
 
 
-#: Number of steps planned in advance.
-_AHEAD = 2
-
-
 class StreamPlan:
-    """Plan of the next steps, equal on all ranks: only shard ends received by all ranks are used.
-
-    Attributes:
-        cursor: position after the last step taken.
-        upcoming: batches of the next steps.
-    """
+    """Plan of the next steps, equal on all ranks: only shard ends received by all ranks are used."""
 
     def __init__(self, num_shards: int, global_batch_size: int, until: StopCondition) -> None:
         self._num_shards, self._global_batch_size, self._until = num_shards, global_batch_size, until
@@ -358,13 +378,11 @@ class StreamPlan:
         self.upcoming: deque[StreamBatch] = deque()
 
     def lengths_in(self, epoch: int) -> torch.Tensor:
-        """Return the length of each shard in an epoch; `UNKNOWN_LENGTH` if its end has not been reached."""
         if epoch not in self._lengths:
             self._lengths[epoch] = torch.full((self._num_shards,), UNKNOWN_LENGTH)
         return self._lengths[epoch]
 
     def reset(self, cursor: StreamCursor, lengths: torch.Tensor | None = None) -> None:
-        """Start at a position, with the available shard lengths of its epoch."""
         self.cursor = cursor
         self.upcoming.clear()
         self._lengths = {} if lengths is None else {cursor.epoch: lengths}
@@ -381,8 +399,7 @@ class StreamPlan:
     def pop_next(self) -> StreamBatch:
         batch = self.upcoming.popleft()
         self.cursor = batch.after
-        if batch.batch_idx == 0:
-            self._lengths = {epoch: of for epoch, of in self._lengths.items() if epoch >= batch.epoch}
+        self._lengths = {epoch: lengths for epoch, lengths in self._lengths.items() if epoch >= batch.epoch}
         return batch
 
     def add_ends(self, ends: Mapping[tuple[int, int], int]) -> None:

@@ -18,14 +18,10 @@ _CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 class ElasticDeterminism:
-    """Facts that the bits of a training depend on, besides its settings, and the exponents of its sums.
-
-    Attributes:
-        exponents: exponents of the gradients' sums, by name.
-    """
+    """Facts that the bits of a training depend on, besides its settings, and the exponents of its sums."""
 
     def __init__(self, context: DistributedContext, grain_size: int) -> None:
-        """Use the same number of threads on all ranks. All ranks must call this."""
+        """Use the same number of threads on all ranks (collective)."""
         self._device = context.device
         self._facts = {
             "grain_size": grain_size,
@@ -43,7 +39,6 @@ class ElasticDeterminism:
 
     @contextmanager
     def deterministic_algorithms(self) -> Iterator[None]:
-        """Use deterministic kernels, with a fixed number of threads on a CPU, in this block."""
         before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -33,26 +33,20 @@ def shared_exponent(peak: float, num_terms: int) -> int:
 
 
 def largest_term(exponent: int | None, num_terms: int) -> float:
-    """Return the bound for absolute values: terms below it cannot overflow. Without an exponent, it is 0."""
+    """Return the bound for absolute values: terms below it cannot overflow."""
     if exponent is None:
         return 0.0
     return math.ldexp(1.0, min(_BITS - (num_terms - 1).bit_length() - exponent, 1023))
 
 
 def to_floats(total: torch.Tensor, exponent: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return total · 2^-exponent, rounded to nearest. A float32 result is rounded only once."""
+    """Return total · 2^-exponent, rounded to nearest; a float32 result is rounded only once."""
     floats = total.to(torch.float64 if dtype is torch.float64 else torch.float32)
     return scale_in_place(floats, -exponent).to(dtype)
 
 
 def scale(x: torch.Tensor, exponent: int, buffer: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x · 2^exponent, without rounding unless the result is subnormal.
-
-    Args:
-        x: floating-point numbers.
-        exponent: power of two.
-        buffer: float32 numbers of the same shape, which a float32 result replaces.
-    """
+    """Return x · 2^exponent, without rounding unless the result is subnormal."""
     if x.dtype not in (torch.float32, torch.float64):
         x = x.float()
     if abs(exponent) <= _FLOAT32_EXPONENT:
@@ -88,11 +82,7 @@ def largest_absolute(x: torch.Tensor) -> torch.Tensor:
 
 
 def start_maximum(peaks: torch.Tensor, context: DistributedContext) -> Callable[[], list[float]]:
-    """Start the maximum of each number over all ranks; return a function that waits for the result.
-
-    The result is infinity if a number is NaN, because the maximum of a number and NaN would depend on the
-    order. Changes `peaks`. All ranks must call this.
-    """
+    """Start the maximum over all ranks, infinity for NaN; return a function that waits (collective)."""
     peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
     work = dist.all_reduce(peaks, op=dist.ReduceOp.MAX, async_op=True) if context.is_distributed else None
 

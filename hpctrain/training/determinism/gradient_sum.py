@@ -80,10 +80,7 @@ class GradientBucket:
     """Numbers that are sent together; with sharded parameters, one row for each rank."""
 
     def __init__(
-        self,
-        tensors: list[SummedTensor],
-        context: DistributedContext,
-        group: dist.ProcessGroup | None,
+        self, tensors: list[SummedTensor], context: DistributedContext, group: dist.ProcessGroup | None
     ) -> None:
         self._tensors, self._context, self._is_sharded = tensors, context, tensors[0].is_sharded
         self._group = group
@@ -201,7 +198,6 @@ class GradientBucket:
         return self._totals[self._length :][: math.prod(shape)].view(shape)
 
     def send_floats(self, exponents: Mapping[str, int]) -> None:
-        """Sum the slice of this rank, and send the sums, if the ranks exchange floats."""
         if not self._exchanges_floats:
             return
         ranks, length = self._context.ranks, len(self._totals) // self._context.ranks.world_size
@@ -268,10 +264,7 @@ _LARGE = 2**14
 
 @dataclass(frozen=True)
 class SummedParameter:
-    """A parameter and the tensor that has its gradient in the backward pass.
-
-    Both are the same object, except for sharded parameters, whose computations use gathered copies.
-    """
+    """A parameter and the tensor with its gradient: the same object, except for sharded parameters."""
 
     name: str
     parameter: nn.Parameter
@@ -352,13 +345,7 @@ class GradientSum:
     def grain(
         self, number: int | None, *, is_last: bool, hashes: dict[int, int] | None = None
     ) -> Iterator[None]:
-        """Add the gradients of the backward pass in this block.
-
-        Args:
-            number: number of the grain; None for a pass that only matches the passes of other ranks.
-            is_last: True for the last pass of the step on this rank; all ranks have the same number.
-            hashes: receives the hash of each gradient, by the number of its parameter.
-        """
+        """Add the gradients of the backward pass in this block."""
         self._grain, self._is_last, self._hashes = number, is_last, hashes
         self._next, self._seen = 0, set()
         for bucket in self._buckets:
@@ -473,7 +460,7 @@ class GradientSum:
                 bucket.add(each, term, exponent)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers of the module. `named_buffers` takes more time, in every pass."""
+        """Yield the buffers of the module, faster than `named_buffers`."""
         for prefix, module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -17,18 +17,7 @@ from hpctrain.training.data.batch_plan import DataRank, RankBatch
 
 @dataclass(frozen=True)
 class Witness:
-    """Comparison of gradients of the same grain from two ranks, on different nodes if possible.
-
-    All ranks must call each method at the same steps.
-
-    Args:
-        context: the ranks.
-        every: number of steps between two comparisons.
-        grain_size: samples of a grain.
-        seed: seed of the choice of the grains.
-        suspect: this rank, as named in errors.
-        distance: distance from each rank to the one that recomputes its grain.
-    """
+    """Comparison of gradients of the same grain from two ranks, on two nodes if possible (collective)."""
 
     context: DistributedContext
     every: int
@@ -45,17 +34,9 @@ class Witness:
         return first + derive_seed(self.seed, "witness", rank_batch.step) % count if count else None
 
     def compare(
-        self,
-        rank_batch: RankBatch,
-        own_hash: int | None,
-        recompute: Callable[[int], int],
-        verified_step: int,
+        self, rank_batch: RankBatch, own_hash: int | None, recompute: Callable[[int], int], verified_step: int
     ) -> None:
-        """Compare the gradients of this step on all ranks.
-
-        Raises:
-            SilentCorruption: on all ranks: a gradient differs.
-        """
+        """Raise SilentCorruption on all ranks if gradients of the same grain differ (collective)."""
         ranks = self.context.ranks
         shift = self.distance
         grains = [self.chosen_grain(rank_batch, owner) for owner in range(ranks.world_size)]
@@ -92,20 +73,15 @@ class Witness:
 
 
 def witness_distance(context: DistributedContext) -> int:
-    """Return a distance between ranks on different nodes, if there are several. All ranks must call this.
-
-    It is equal on all ranks, although nodes may have different numbers of ranks.
-    """
+    """Return a distance between ranks on different nodes, if there are several (collective)."""
     most = max(context.all_gather(context.ranks.local_world_size))
     return most if most < context.ranks.world_size else 1
 
 
 def hash_gradients(gradients: Mapping[int, int]) -> int:
-    """Return the hash of the hashes of all gradients, by the number of the parameter."""
     return hash_numbers(torch.tensor([value - 2**63 for _, value in sorted(gradients.items())]))
 
 
 def hash_numbers(tensor: torch.Tensor) -> int:
-    """Return an order-sensitive hash of the bits of a tensor. Waits for a GPU."""
     flat = tensor.detach().reshape(-1).contiguous().cpu()
     return int(xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy().data))

@@ -34,7 +34,7 @@ from hpctrain.training.module import Module, check_initialized, find_run, takes_
 from hpctrain.training.observe.environment_info import collect_environment, hash_code
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import LossGuard
-from hpctrain.training.observe.progress import make_progress
+from hpctrain.training.observe.progress import Progress
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.observe.step_timers import ComputeTimer, StepTimer
 from hpctrain.training.optim.optimizer_setup import (
@@ -113,7 +113,7 @@ def build_training_loop(
         module_in_use.proxy.optimizers = module_in_use.proxy.optimizers or [*state.optimizers]
     state.determinism = determinism
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
-    progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
+    progress = Progress(source.last_step, settings.global_batch_size, is_main=ranks.is_main)
     replica_check, remark = ReplicaCheck.for_training(context, state, placed, settings.replica_check_every)
     if determinism is not None and determinism.hardware_differs:
         remark = (

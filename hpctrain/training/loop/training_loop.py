@@ -19,11 +19,7 @@ from hpctrain.training.loop.evaluation import Validator
 from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.module import is_manual
-from hpctrain.training.observe.environment_info import (
-    can_request_cpus,
-    count_rank_cpus,
-    warn_too_few_workers,
-)
+from hpctrain.training.observe.environment_info import count_rank_cpus, warn_too_few_workers
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, bad_loss
 from hpctrain.training.observe.run_writer import StepResult
@@ -92,7 +88,6 @@ class TrainingLoop:
         determinism = self.state.determinism
         with (
             nullcontext() if determinism is None else determinism.deterministic_algorithms(),
-            parts.progress,
             self._loggers,
             self._checkpoints,
             activation_checkpointing(parts.module, settings.recompute),
@@ -152,9 +147,7 @@ class TrainingLoop:
         if not self._has_warned:
             waited_s, all_s = self._parts.step_timer.data_wait()
             num_workers = self._parts.source.loading.num_workers
-            hint = warn_too_few_workers(
-                waited_s, all_s, num_workers, self._cpus, can_request=can_request_cpus()
-            )
+            hint = warn_too_few_workers(waited_s, all_s, num_workers, self._cpus)
             self._has_warned = hint is not None
             self._print_hint(hint)
 

@@ -26,7 +26,6 @@ from hpctrain.training.trainer_config import TrainerConfig
 def collect_environment(
     settings: TrainerConfig, context: DistributedContext, gradient_parts: Sequence[int]
 ) -> dict[str, Any]:
-    """Return versions, machine, gradient buckets and settings, as plain values."""
     return {
         **collect_platform(context),
         "gradient_bytes": sum(gradient_parts) or None,
@@ -36,7 +35,6 @@ def collect_environment(
 
 
 def collect_platform(context: DistributedContext) -> dict[str, Any]:
-    """Return versions, machine and arguments, as plain values."""
     cuda = context.device.type == "cuda"
     nccl_version: Any = torch.cuda.nccl.version
     return {
@@ -57,11 +55,7 @@ def collect_platform(context: DistributedContext) -> dict[str, Any]:
 
 
 def hash_code(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the checksum of the script and of each module that it imported from its folders, by path.
-
-    Paths are relative to the code snapshot, or to the folder of the script or the working directory.
-    Installed packages are omitted.
-    """
+    """Return the checksum of the script and of each module that it imported from its folders, by path."""
     script = os.path.realpath(sys.argv[0])
     folders = [environ.get(CODE_VARIABLE) or os.path.dirname(script), os.getcwd()]
     roots = list(map(os.path.realpath, folders))
@@ -85,7 +79,6 @@ def _is_installed(file: str) -> bool:
 
 
 def plain_config(settings: TrainerConfig) -> dict[str, Any]:
-    """Return the settings that are plain values."""
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     return {
         name: value
@@ -105,23 +98,18 @@ def count_rank_cpus(ranks_here: int) -> int:
     return own if own < all_here else max(1, all_here // max(1, ranks_here))
 
 
-def can_request_cpus() -> bool:
-    """True if this process is bound to a part of the machine's processors, so a job may request more."""
-    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)
-
-
-def warn_too_few_workers(
-    waited_s: float, all_s: float, num_workers: int, cpus: int, *, can_request: bool
-) -> str | None:
-    """Return a hint during or after training; None if it is too early, or if waits for data were short."""
+def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: int) -> str | None:
+    """Return a hint during training; None if it is too early, or if waits for data were short."""
     if all_s < _SEEN_S or waited_s < _SHARE * all_s:
         return None
-    share = f"{waited_s / all_s:.0%}"
-    said = (
-        f"Training spent {share} of the first {all_s:.0f} s waiting for data with num_workers={num_workers}"
+    finding = (
+        f"Training spent {waited_s / all_s:.0%} of the first {all_s:.0f} s waiting for data with "
+        f"num_workers={num_workers}"
     )
     more = min(max(2 * num_workers, 1), cpus)
     if more > num_workers:
-        return f"{said}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={more}."
-    remedy = "Request more CPUs with --cpus-per-task, or make" if can_request else "Make"
-    return f"{said}, and each rank has only {pluralize(cpus, 'CPU')}. {remedy} data loading faster."
+        return f"{finding}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={more}."
+    return (
+        f"{finding}, and each rank has only {pluralize(cpus, 'CPU')}. Request more CPUs with "
+        "--cpus-per-task, or make data loading faster."
+    )

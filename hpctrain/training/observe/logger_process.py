@@ -23,8 +23,6 @@ _LIMITS_S: dict[TrainingEnd, float] = {"completed": 30.0, "stopped": 8.0, "faile
 
 
 class LoggerProcess:
-    """Process that passes a run's metrics to its loggers. Use as a context manager around training."""
-
     def __init__(
         self,
         loggers: Sequence[Logger],
@@ -54,7 +52,6 @@ class LoggerProcess:
         return self
 
     def start(self, ignored: Sequence[IgnoredValue] = ()) -> None:
-        """Start the process, after a checkpoint, if any, is loaded."""
         if self._config is None:
             return
         try:

@@ -59,12 +59,7 @@ class SpikeDetector:
 
 
 class LossGuard:
-    """Check of each step's loss; all ranks have the same losses and thus the same result.
-
-    Attributes:
-        policy: `on_bad_loss` of the settings.
-        excluded_steps: steps whose batch is excluded, or whose update was skipped.
-    """
+    """Check of each step's loss; all ranks have the same losses and thus the same result."""
 
     def __init__(self, settings: TrainerConfig, *, has_scaler: bool) -> None:
         self._has_scaler, self._num_not_finite = has_scaler, 0
@@ -112,7 +107,6 @@ class LossGuard:
         return {"losses": losses, "excluded_steps": excluded_steps, "num_not_finite": self._num_not_finite}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`; steps that are already excluded remain excluded."""
         self.excluded_steps.update(state.get("excluded_steps", ()))
         self._num_not_finite = state.get("num_not_finite", 0)
         if self._spikes is not None:
@@ -122,7 +116,6 @@ class LossGuard:
 
 
 def bad_loss(cause: str, reason: str, newest: str | None, policy: str | None, *, can_skip: bool) -> BadLoss:
-    """Return the error that ends a run after a bad loss; the supervisor does not restart the run."""
     advice = ""
     if policy == "stop":
         advice = " To return to the last good checkpoint and exclude the batch, use on_bad_loss='rollback'."

@@ -28,22 +28,17 @@ from hpctrain.training.optim.resumed_values import IgnoredValue
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, summed over all ranks; the same on every rank except for `ended`."""
+    """Result of a step, summed over all ranks."""
 
     step: int
     epoch: int
     scalars: dict[str, float]
     """Means over the global batch, including `loss`. `num_tokens`, if present, is a sum."""
     timing: TimingSample | None
-    """Time sample of the step, if this rank logs it."""
 
 
 class RunWriter:
-    """Writer of an attempt; only rank 0 writes events and metrics. Without a run folder, nothing is written.
-
-    Attributes:
-        run: the run folder, or None.
-    """
+    """Writer of an attempt; only rank 0 writes events and metrics."""
 
     def __init__(
         self,
@@ -56,7 +51,7 @@ class RunWriter:
         record_samples: bool = False,
         last_step: int | None = None,
     ) -> None:
-        """Agree on the number of the attempt. All ranks must call this."""
+        """Agree on the number of the attempt (collective)."""
         self.run, self._attempt, self._log_every = run, 0, log_every
         # Written to the first line of each attempt, because its value may change between attempts.
         self._first_line = {} if last_step is None else {"last_step": last_step}
@@ -79,7 +74,6 @@ class RunWriter:
             self._make_samples_folder()
 
     def is_asked_to_requeue(self) -> bool:
-        """True if the user requested a requeue: save now and continue in another attempt."""
         return self.run is not None and self.run.is_asked_to_requeue(self._attempt)
 
     def write_event(self, kind: EventKind, **fields: Any) -> None:
@@ -101,7 +95,6 @@ class RunWriter:
             self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
 
     def write_ignored(self, ignored: Sequence[IgnoredValue]) -> None:
-        """Write the values of the script that do not apply, because the checkpoint has others."""
         self.write_environment({"ignored": [each.record for each in ignored]})
 
     def is_logged(self, step: int) -> bool:
@@ -115,7 +108,6 @@ class RunWriter:
             )
 
     def write_samples(self, rank_batch: RankBatch) -> None:
-        """Write the sample indices of this rank's step, if they are recorded."""
         if self._samples is not None and len(rank_batch.indices):
             self._samples.append(
                 {"step": rank_batch.step, "epoch": rank_batch.epoch, "indices": rank_batch.indices.tolist()}

@@ -21,17 +21,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TimingSample:
-    """A time sample, with the breakdown of the seconds since the previous sample."""
-
     time: float
-    """Wall-clock time."""
     spent: dict[str, float]
     """Seconds by name; `all` is the total since the previous sample."""
 
 
 class StepTimer:
-    """Sums of seconds between two samples."""
-
     def __init__(self, device: torch.device, world_size: int) -> None:
         self._device, self._on_gpu, self._has_others = device, device.type == "cuda", world_size > 1
         self._since, self._seconds = time.perf_counter(), dict[str, float]()
@@ -47,10 +42,7 @@ class StepTimer:
         return TimingSample(time.time(), {name: round(seconds, 6) for name, seconds in taken.items()})
 
     def _communication(self, room_s: float) -> float:
-        """Return the seconds of communication since the last sample, at most `room_s`.
-
-        On a GPU, every tenth step is measured and represents all ten; the excess is moved to the next sample.
-        """
+        """Return the communication since the last sample, at most `room_s`; the excess comes later."""
         self._uncounted_s += activity.exchange_s - self._exchange_s
         self._exchange_s = activity.exchange_s
         seconds = min(self._uncounted_s, max(0.0, room_s)) if self._has_others else 0.0

@@ -16,11 +16,7 @@ from hpctrain.training.base import rng
 
 
 def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest micro-batch size that can train a share of this size.
-
-    Only useful sizes are tried: `share` divided into 1, 2, 3 … equal parts. If parts of one size fit, smaller
-    parts are assumed to fit.
-    """
+    """Return the largest size that fits, among those of `share` divided into 1, 2, 3 … equal parts."""
     too_few, parts = 0, 1
     while not fits(_part(share, parts)):
         if _part(share, parts) == 1:
@@ -39,22 +35,9 @@ def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
 
 
 def find_micro_batch_size(
-    module: nn.Module,
-    context: DistributedContext,
-    share: int,
-    forward_backward: Callable[[int], object],
+    module: nn.Module, context: DistributedContext, share: int, forward_backward: Callable[[int], object]
 ) -> int:
-    """Return the largest size that fits on every rank, found by trial. All ranks must call this.
-
-    Without a GPU, the complete share is used, because memory is not the limit.
-
-    Args:
-        module: the module to train; its state and this process's random generators are restored.
-        context: the ranks.
-        share: largest number of samples on any rank.
-        forward_backward: computes a loss and its gradients for a number of samples. This function must not
-            wait for other ranks, because only some ranks may run out of memory.
-    """
+    """Return the largest size that fits on every rank; trials must not wait for other ranks (collective)."""
     if context.device.type != "cuda":
         return share
     if context.is_distributed and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
@@ -73,10 +56,7 @@ def find_micro_batch_size(
 
 
 def fits_in_memory(module: nn.Module, device: torch.device, forward_backward: Callable[[], object]) -> bool:
-    """Return true if two consecutive micro-batches fit, the second with the gradients of the first in memory.
-
-    During the trial, memory is reserved for an optimizer like Adam: two numbers per parameter.
-    """
+    """Return true if two micro-batches in a row fit, next to two numbers per parameter for the optimizer."""
     try:
         held = [
             torch.empty((2, *parameter.shape), dtype=parameter.dtype, device=device)
@@ -113,7 +93,6 @@ def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def preserve_state(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `module`, such as running means, and the random generators after the block."""
     put_back = snapshot_buffers(module)
     try:
         yield
@@ -122,7 +101,6 @@ def preserve_state(module: nn.Module) -> Iterator[None]:
 
 
 def add_oom_hint(error: torch.OutOfMemoryError, setting: Any, num_samples: int) -> None:
-    """Add advice for the user to `error`."""
     if num_samples == 1:
         remedy = "Use a smaller model or smaller inputs."
     elif setting == "auto":

@@ -18,8 +18,6 @@ _SCHEDULER_KEYS = {"interval": "step", "frequency": 1}
 
 
 class LRScheduler(Protocol):
-    """A learning-rate schedule, as in `torch.optim.lr_scheduler`; stepped after every optimizer step."""
-
     def step(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -27,14 +25,11 @@ class LRScheduler(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerSetup:
-    """Optimizers with disjoint parameters, and their learning-rate schedules."""
-
     optimizers: tuple[torch.optim.Optimizer, ...]
     schedulers: tuple[LRScheduler, ...]
 
 
 def configure_optimizers_of(module: Module) -> OptimizerSetup:
-    """Return the optimizers and schedulers of `module`."""
     origin = f"{type(module).__name__}.configure_optimizers()"
     answer = module.configure_optimizers()
     parts = _parts(answer)
@@ -64,7 +59,6 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
 
 
 def check_trainable(module: Module, optimization: OptimizerSetup) -> None:
-    """Check that the optimizers update parameters of `module`."""
     own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     given = {id(parameter) for optimizer in optimization.optimizers for parameter in parameters_of(optimizer)}
     if own and given and not own & given:
@@ -77,16 +71,12 @@ def check_trainable(module: Module, optimization: OptimizerSetup) -> None:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters that an optimizer updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @contextlib.contextmanager
 def only_trainable(module: nn.Module, own: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Enable gradients only for the parameters `own` of `module` within the block.
-
-    For example, the critic of a GAN then passes a gradient to the generator without storing gradients.
-    """
+    """Enable gradients only for the parameters `own` of `module` within the block."""
     kept = {id(parameter) for parameter in own}
     others = [p for p in module.parameters() if p.requires_grad and id(p) not in kept]
     for parameter in others:

@@ -30,13 +30,10 @@ class IgnoredValue(NamedTuple):
     owner: str
     """Optimizer or scheduler, such as "CosineAnnealingLR"; empty for the only optimizer."""
     applied: Any
-    """Value in the checkpoint."""
     script_value: Any
-    """Value in the script."""
 
     @property
     def record(self) -> tuple[str, Any, Any]:
-        """Name, value in the checkpoint, and value in the script, for `applied_hparams`."""
         return self.name, self.applied, self.script_value
 
     def __str__(self) -> str:
@@ -75,16 +72,7 @@ def ignored_values(
     saved: tuple[Sequence[Any] | None, Sequence[Any] | None],
     configured: Mapping[str, Any] | None,
 ) -> list[IgnoredValue]:
-    """Return the values of the script that differ from those in the checkpoint, which apply.
-
-    A value that only training has changed, such as a scheduled learning rate, is not among them.
-
-    Args:
-        schedulers: the schedulers.
-        script: `configured_values` of this script.
-        saved: states of the optimizers and schedulers in the checkpoint.
-        configured: `configured_values` of the script that started the run; None if unknown.
-    """
+    """Return the script's values that differ from the checkpoint's, unless only training changed them."""
     ignored: dict[IgnoredValue, None] = {}
     original = configured or {}
     states = [state for state in saved[0] or () if isinstance(state, Mapping)]
@@ -126,13 +114,7 @@ def advance_period(
 def check_ends(
     schedules: Iterable[tuple[Any, int | None]], last_step: int, ignored: Sequence[IgnoredValue]
 ) -> list[str]:
-    """Return messages on schedules that end before training does.
-
-    Args:
-        schedules: the schedulers, after the checkpoint is loaded, and the steps from one advance to the next.
-        last_step: last step of training.
-        ignored: values of the script that do not apply.
-    """
+    """Return messages on schedules that end before training does."""
     messages = []
     for scheduler, period in schedules:
         end = _end(scheduler)
@@ -179,7 +161,6 @@ def _end(scheduler: Any) -> tuple[str, int] | None:
 
 
 def inner_scheduler(scheduler: Any) -> Any:
-    """Return the scheduler of torch, without the wrapper of another library."""
     return getattr(scheduler, "scheduler", scheduler)
 
 
@@ -197,7 +178,6 @@ def _group_values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scheduler_values(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names and plain values in the state of a scheduler and of the schedulers that it contains."""
     for name, value in state.items():
         if name == "_schedulers" and isinstance(value, (list, tuple)):
             for number, inner in enumerate(value):

@@ -20,11 +20,7 @@ from hpctrain.training.module import Module
 
 @contextlib.contextmanager
 def activation_checkpointing(module: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Store only the inputs of the submodules that match `patterns`, within the block.
-
-    Dropout is the same in both passes (torch restores the random state), and running statistics of batch norm
-    are updated once.
-    """
+    """Store only the inputs of the submodules that match `patterns`, within the block."""
     chosen = _chosen(module, patterns)
     for part in chosen.values():
         part.forward = partial(_recompute, part, part.forward)
@@ -90,7 +86,6 @@ _STEPS = ("training_step", "validation_step")
 
 @contextlib.contextmanager
 def compile_steps(module: Module, options: bool | Mapping[str, Any]) -> Iterator[None]:
-    """Compile the steps of `module` on their first call within the block."""
     if options is False:
         yield
         return

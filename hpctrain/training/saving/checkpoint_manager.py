@@ -1,22 +1,20 @@
-"""Checkpoint saves of a training run: start, wait, abort, and record the outcome."""
+"""Start, wait for and abort the saves of a training run, and record their outcomes."""
 
 from __future__ import annotations
 
-import os
+import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.checkpoint.format.state_tree import split_tree
-from hpctrain.checkpoint.store import (
-    IO_TIMEOUT_S,
-    CheckpointStore,
-    CommittedSave,
-    TierCopyFailed,
-)
+from hpctrain.checkpoint.store import IO_TIMEOUT_S, CheckpointStore, CommittedSave, TierCopyFailed
 from hpctrain.errors import CheckpointError, DiskFull, UserError
+from hpctrain.records.rank_phase import RankPhase
+from hpctrain.runtime.rank_activity import activity
+from hpctrain.text import format_size
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
@@ -30,43 +28,25 @@ _MAX_WAIT_S, _LATEST_FACTOR = 60.0, 3.0
 _WAIT_IN_TROUBLE_S = 5.0
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    """A save that is being written."""
-
+class _InFlight(NamedTuple):
     step: int
     since: float
     stall_s: float
 
 
 class CheckpointManager:
-    """Writer of a run's checkpoints; reports and records the outcome of each save.
-
-    Only one save is in flight at a time, to limit memory. All ranks must call `prepare`, `async_save`,
-    `save_result`, `load` and `close`; `prepare` reads the state, which may communicate.
-
-    Attributes:
-        store: the checkpoints.
-        folder: the folder of checkpoints in the run folder.
-        write_s: seconds until the latest checkpoint was in the run folder; None before the first save.
-        found_disk_full: True if the latest save did not fit on the disk.
-    """
+    """Writer of a run's checkpoints, one at a time to limit memory; records the outcomes (collective)."""
 
     def __init__(
-        self,
-        parts: Components,
-        store: CheckpointStore,
-        schedule: CheckpointSchedule,
-        folder: Path,
+        self, parts: Components, store: CheckpointStore, schedule: CheckpointSchedule, folder: Path
     ) -> None:
         self.store, self._schedule, self.folder = store, schedule, folder
-        self._state, self._settings = parts.state, parts.settings
-        self._log, self._progress = parts.log, parts.progress
-        self._is_main = parts.context.ranks.is_main
+        self._parts, self._state, self._settings = parts, parts.state, parts.settings
         self._in_flight: _InFlight | None = None
         self._closed = False
         self._overdue: int | None = None
         self.write_s: float | None = None
+        """Seconds until the latest checkpoint was in the run folder; None before the first save."""
         self.found_disk_full = False
 
     @property
@@ -74,11 +54,7 @@ class CheckpointManager:
         return None if self._in_flight is None else time.monotonic() - self._in_flight.since
 
     def check(self) -> None:
-        """Check that the state can be saved, to detect errors before the first save.
-
-        Raises:
-            CheckpointError: it contains unsupported values; the message contains the path.
-        """
+        """Check that the state can be saved, to detect errors before the first save."""
         split_tree(self._state.tree(), "state")
 
     def prepare(self) -> None:
@@ -87,10 +63,7 @@ class CheckpointManager:
             self.store.prepare(self._state.tree(), rng.capture_rng_state())
 
     def can_begin(self) -> bool:
-        """Wait for the save in flight, within a limit; return true if another save can begin. Rank 0 only.
-
-        The limit keeps the training running if a disk hangs.
-        """
+        """Wait for the save in flight, within a limit; return true if another save can begin (rank 0)."""
         if self._schedule.in_backoff:
             return False
         if self._in_flight is None:
@@ -99,71 +72,55 @@ class CheckpointManager:
         limit_s = IO_TIMEOUT_S if write_s is None else max(_MAX_WAIT_S, _LATEST_FACTOR * write_s)
         if self._schedule.last_failed:
             limit_s = _WAIT_IN_TROUBLE_S
-        if self.store.wait(max(0.0, self._in_flight.since + limit_s - time.monotonic())):
+        if self.wait(self._in_flight.since + limit_s - time.monotonic()):
             return True
         if self._overdue != self._in_flight.step:
             self._overdue = self._in_flight.step
             cause = (
                 f"The checkpoint of step {self._overdue} is still being written after "
-                f"{self.in_flight_s:.0f} s, so the state after step {self._state.step} is not saved"
+                f"{self.in_flight_s:.0f} s, so the state after step {self._state.step} is not saved."
             )
-            self._log.write_event("failure", cause=f"{cause}.")
-            self._progress.print_message(
-                f"hpctrain: {cause}. Until this write has ended, saves are skipped. Training continues."
-            )
+            self._report_failure(cause, " Until this write has ended, saves are skipped. Training continues.")
         return False
 
     def async_save(self, *, direct: bool = False) -> None:
-        """Copy the current state, and write it in the background. All ranks must call this."""
+        """Collective."""
         begun = time.monotonic()
-        self.store.wait(MAX_SAVE_S)
+        self.wait()
         self.collect_finished()
-        self._report_missing_folder()
-        self.store.async_save(
-            self._state.step,
-            self._state.tree(),
-            rng.capture_rng_state(),
-            score=self._score(),
-            verified_step=self._state.verified_step,
-            direct=direct,
-        )
+        self.store.async_save(**self._capture(), direct=direct)
         stall_s = time.monotonic() - begun
         self._in_flight = _InFlight(self._state.step, begun, stall_s)
         self._schedule.on_save_started(stall_s)
 
-    def save_result(self) -> None:
-        """Save the state of the last step, and wait until it is written.
+    def save_result(self, left_s: Callable[[], float]) -> None:
+        """Save the state of the last step, and wait, also for space on a full disk (collective)."""
+        disk_wait: DiskSpaceWait | None = None
+        while True:
+            self.wait()
+            self.collect_finished()
+            try:
+                return self._record_saved(self.store.save(**self._capture()))
+            except DiskFull:
+                disk_wait = disk_wait or self.make_disk_wait()
+                if not disk_wait.wait(left_s):
+                    raise disk_wait.timeout_error() from None
+            except CheckpointError as error:
+                self._record_failure(error, "")
+                raise
 
-        Raises:
-            CheckpointError: the save failed; raised on all ranks. `DiskFull` is not recorded.
-        """
-        self.store.wait(MAX_SAVE_S)
-        self.collect_finished()
-        self._report_missing_folder()
-        try:
-            saved = self.store.save(
-                self._state.step,
-                self._state.tree(),
-                rng.capture_rng_state(),
-                score=self._score(),
-                verified_step=self._state.verified_step,
-            )
-        except DiskFull:
-            raise
-        except CheckpointError as error:
-            self._record_failure(error, "")
-            raise
-        self._record_saved(saved)
+    def make_disk_wait(self) -> DiskSpaceWait:
+        return DiskSpaceWait(self._parts, self.folder, self.store.state_bytes)
 
     def add_score(self) -> None:
         """Add the score of a checkpoint that was saved before its validation."""
         score = self._score()
-        if score is None or not self._is_main:
+        if score is None or not self._parts.context.ranks.is_main:
             return
         try:
             self.store.add_score(self._state.step, score)
         except (CheckpointError, OSError) as error:
-            self._progress.print_message(
+            self._parts.progress.print_message(
                 f"hpctrain: cannot record step {self._state.step} as a candidate for the best "
                 f"checkpoint: {error}"
             )
@@ -172,20 +129,19 @@ class CheckpointManager:
         return self.store.wait(max(0.0, timeout_s))
 
     def abandon(self) -> None:
-        """Abort the save in flight, unless its commit has begun. Does not wait."""
         if not self._closed:
             self.store.abandon()
 
     def collect_finished(self) -> list[CommittedSave]:
         """Record and report the saves that ended since the last call; return the successful saves."""
-        good = []
-        for end in self.store.collect_outcomes():
-            if isinstance(end, CheckpointError):
-                self._record_failure(end, " Training continues; earlier checkpoints are intact.")
+        committed = []
+        for outcome in self.store.collect_outcomes():
+            if isinstance(outcome, CheckpointError):
+                self._record_failure(outcome, " Training continues; earlier checkpoints are intact.")
             else:
-                self._record_saved(end)
-                good.append(end)
-        return good
+                self._record_saved(outcome)
+                committed.append(outcome)
+        return committed
 
     def close(self, timeout_s: float | None = None) -> list[CommittedSave]:
         if self._closed:
@@ -193,31 +149,24 @@ class CheckpointManager:
         self._closed = True
         # The next attempt may use other nodes, so delete this node's local tier now.
         for note in self.store.close(clean=True, timeout_s=timeout_s):
-            self._progress.print_message(f"hpctrain: {note}")
+            self._parts.progress.print_message(f"hpctrain: {note}")
         return self.collect_finished()
 
     def is_shared(self, saved: CommittedSave) -> bool:
         return saved.path.parent == self.folder
 
-    def _report_missing_folder(self) -> None:
-        if not self._is_main or self.write_s is None:
-            return
-        try:
-            os.stat(self.folder)
-        except FileNotFoundError:
-            cause = (
-                f"{self.folder} and its checkpoints no longer exist. The next save creates the folder again."
-            )
-            self._log.write_event("failure", cause=cause)
-            self._progress.print_message(f"hpctrain: {cause}")
-        except OSError:
-            return  # the save reports the error
+    def _capture(self) -> dict[str, Any]:
+        return {
+            "step": self._state.step,
+            "state": self._state.tree(),
+            "rank_state": rng.capture_rng_state(),
+            "score": self._score(),
+            "verified_step": self._state.verified_step,
+        }
 
     def _record_saved(self, saved: CommittedSave) -> None:
         self.found_disk_full = False
-        for note in saved.notes:
-            self._progress.print_message(f"hpctrain: {note}")
-        fields: dict[str, Any] = {}
+        notes, fields = [*saved.notes], dict[str, Any]()
         if self._in_flight is not None and self._in_flight.step == saved.step:
             fields["stall_s"] = self._in_flight.stall_s
             self._in_flight = None
@@ -227,23 +176,16 @@ class CheckpointManager:
             self._schedule.on_reached_run_folder()
         if saved.finite is False:
             fields["finite"] = False
-            self._progress.print_message(
-                f"hpctrain: {saved.path} contains NaN or infinite values in the parameters or the "
-                "optimizer state."
+            notes.append(
+                f"{saved.path} contains NaN or infinite values in the parameters or the optimizer state."
             )
         if saved.score is not None:
-            fields |= {
-                "score": saved.score,
-                "metric": self._settings.monitor,
-                "mode": self._settings.mode,
-            }
-        self._log.write_checkpoint(
-            saved.step,
-            saved.path,
-            saved.total_bytes,
-            saved.seconds,
-            tier="shared" if self.is_shared(saved) else "local",
-            **fields,
+            fields |= {"score": saved.score, "metric": self._settings.monitor, "mode": self._settings.mode}
+        for note in notes:
+            self._parts.progress.print_message(f"hpctrain: {note}")
+        tier = "shared" if self.is_shared(saved) else "local"
+        self._parts.log.write_checkpoint(
+            saved.step, saved.path, saved.total_bytes, saved.seconds, tier=tier, **fields
         )
 
     def _record_failure(self, error: CheckpointError, reassurance: str) -> None:
@@ -253,8 +195,11 @@ class CheckpointManager:
         if self._in_flight is None:
             self.found_disk_full = isinstance(error, DiskFull)
             self._schedule.on_save_failed()
-        self._log.write_event("failure", cause=str(error))
-        self._progress.print_message(f"hpctrain: {str(error).rstrip('.')}.{reassurance}")
+        self._report_failure(str(error), reassurance)
+
+    def _report_failure(self, cause: str, reassurance: str) -> None:
+        self._parts.log.write_event("failure", cause=cause)
+        self._parts.progress.print_message(f"hpctrain: {cause.rstrip('.')}.{reassurance}")
 
     def _score(self) -> float | None:
         """Return the state's score; None without `keep_best`, or if this step was not validated."""
@@ -268,3 +213,64 @@ class CheckpointManager:
                 f"to one of these metrics, or return {settings.monitor!r} from validation_step."
             )
         return state.latest.get(settings.monitor)
+
+
+#: Maximum wait for space on a full disk, within the job's time limit.
+DISK_WAIT_LIMIT_S = 24 * 3600.0
+_POLL_INTERVAL_S = 2.0
+#: Assumed size of a checkpoint without its tensors.
+_TABLES_BYTES = 64 * 1024
+#: Free disk space does not include quotas, so a save is always tried after this time.
+_TRY_INTERVAL_S = 60.0
+
+
+class DiskSpaceWait:
+    """Wait for disk space to save the last state, whose steps would be trained again (collective)."""
+
+    def __init__(self, parts: Components, folder: Path, state_bytes: int) -> None:
+        self._parts, self._context, self._folder = parts, parts.context, folder
+        self._needed = sum(parts.context.all_gather(state_bytes))
+        self._started_at = time.monotonic()
+        self._is_reported = False
+
+    def wait(self, left_s: Callable[[], float]) -> bool:
+        """Wait until a save may succeed; return False if the time limit is reached."""
+        if not self._is_reported:
+            self._is_reported = True
+            cause = f"{self._describe_space()}. Training waits until space is freed on this disk, then saves."
+            self._parts.log.write_event("failure", cause=cause, **{"class": "disk-full"})
+            self._parts.progress.print_message(f"hpctrain: {cause}")
+        tried_at = time.monotonic()
+        while True:
+            activity.set_phase(RankPhase.SAVE)
+            left = min(left_s(), self._started_at + DISK_WAIT_LIMIT_S - time.monotonic())
+            if (left := self._context.all_reduce_min(left)) <= 0:
+                return False
+            time.sleep(min(_POLL_INTERVAL_S, left))
+            is_due = time.monotonic() - tried_at > min(_TRY_INTERVAL_S, left)
+            if self._context.broadcast_from_main(
+                is_due or _free_bytes(self._folder) > self._needed * 1.01 + _TABLES_BYTES
+            ):
+                return True
+
+    def timeout_error(self) -> DiskFull:
+        waited_s = time.monotonic() - self._started_at
+        return DiskFull(
+            f"{self._describe_space()}. Not enough space was freed in {waited_s:.0f} s. Earlier checkpoints "
+            "are intact. Free space on this disk, then resume the run"
+        )
+
+    def _describe_space(self) -> str:
+        free = self._context.broadcast_from_main(_free_bytes(self._folder))
+        return (
+            f"The checkpoint of step {self._parts.state.step} needs {format_size(self._needed)} in "
+            f"{self._folder}, but only {format_size(free)} is free"
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the free space on the disk of a folder, which may not exist."""
+    for existing in (folder, *folder.parents):
+        with suppress(OSError):
+            return shutil.disk_usage(existing).free
+    return 0

@@ -20,14 +20,7 @@ _MIN_BACKOFF_S, _MAX_BACKOFF_S = 5.0, 600.0
 
 
 class CheckpointSchedule:
-    """Schedule of saves: at a fixed number of steps, or at the optimal interval (`auto`).
-
-    Time-based decisions use rank 0's clock. The other ranks receive the request with the loss of a step, so
-    all ranks save after the same step.
-
-    Attributes:
-        write_s: write time of the latest save in seconds; None before the first save.
-    """
+    """Schedule of saves at a fixed number of steps, or at the optimal interval, by the clock of rank 0."""
 
     def __init__(
         self,
@@ -48,14 +41,12 @@ class CheckpointSchedule:
 
     @property
     def mtbf_s(self) -> float:
-        """Current estimate of the mean time between interruptions of the run."""
         own = self._num_nodes * (self._clock() - self._started)
         seen = InterruptionHistory(self._history.count, self._history.node_seconds + own)
         return seen.node_mtbf_s(self._node_mtbf_s) / self._num_nodes
 
     @property
     def interval_s(self) -> float:
-        """Optimal seconds between the starts of two saves."""
         return checkpoint_interval_s(self._stall_s, self.write_s or 0.0, self.mtbf_s)
 
     def is_due_by_step(self, step: int) -> bool:
@@ -106,11 +97,9 @@ class VerificationSteps:
     synced: frozenset[int]
     """Steps that the verified run saved. Some algorithms change the state of the ranks before a save."""
     last: int
-    """Step after which training ends."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self | None:
-        """Return the steps; None if this run is not a verification."""
         if (text := environ.get(VERIFY_STEPS_VARIABLE)) is None:
             return None
         saved = _parse(text)
@@ -119,11 +108,7 @@ class VerificationSteps:
         )
 
     def end_run(self, run: RunDir, context: DistributedContext) -> NoReturn:
-        """End the run after its last state is saved. All ranks must call this.
-
-        Raises:
-            SystemExit: always.
-        """
+        """End the run after its last state is saved (collective)."""
         if context.ranks.is_main:
             # Otherwise, the supervisor would continue the run.
             run.cancel_request.touch()

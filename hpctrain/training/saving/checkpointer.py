@@ -8,6 +8,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,6 +91,7 @@ class Checkpointer:
         self._run = RunDir(Path(folder).absolute()) if folder else None
         self._context = init_distributed(detect(os.environ), os.environ)
         self._store: CheckpointStore | None = None
+        self._verification = VerificationSteps.from_env(os.environ)
         if self._run is None:
             self._print(
                 "There is no run folder, so nothing is saved. Pass run_dir, or use `hpctrain submit`."
@@ -99,7 +102,6 @@ class Checkpointer:
         if self._context.ranks.is_main:
             self._log.write_environment({**collect_platform(self._context), "code": hash_code(os.environ)})
             self._log.write_ignored(())
-        self._verification = VerificationSteps.from_env(os.environ)
         self._store = CheckpointStore(
             self._run.checkpoints,
             self._context.cpu_group,
@@ -134,7 +136,7 @@ class Checkpointer:
         remedy = "Pass them to Checkpointer."
         if remark := remark_on_unsaved([*self._objects.values(), *self._replicas], remedy):
             self._print(remark)
-        self._configured = configured_values(self._optimizers(), self._schedulers())
+        self._configured = configured_values(*self._optimizers_and_schedulers())
         begun = time.monotonic()
         with activity.in_phase(RankPhase.LOAD):
             loaded, broken = self._store.load_newest(self._template())
@@ -154,10 +156,9 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks: the state could not be saved. Earlier checkpoints are intact.
         """
-        if self._store is not None and self._is_compared(step):
-            with activity.in_phase(RankPhase.SAVE):
-                self._record(self._store.save(step, self._next_state(), rng.capture_rng_state()))
-            self._end_verification(step)
+        with self._saving(step) as store:
+            if store is not None:
+                self._record(store.save(step, self._next_state(), rng.capture_rng_state()))
 
     def async_save(self, step: int) -> None:
         """Copy the state after `step` steps, and write it in the background.
@@ -167,10 +168,9 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks: an object has a state that differs between ranks.
         """
-        if self._store is not None and self._is_compared(step):
-            with activity.in_phase(RankPhase.SAVE):
-                self._store.async_save(step, self._next_state(), rng.capture_rng_state())
-            self._end_verification(step)
+        with self._saving(step) as store:
+            if store is not None:
+                store.async_save(step, self._next_state(), rng.capture_rng_state())
 
     def save_and_exit(self, step: int) -> NoReturn:
         """Save the state after `step` steps, and exit with the code that requests a continuation.
@@ -188,27 +188,33 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for the save in flight, if any."""
-        if self._store is not None:
-            self._store.wait(MAX_SAVE_S)
-            self._collect()
+        if self._store is None:
+            return
+        self._store.wait(MAX_SAVE_S)
+        for outcome in self._store.collect_outcomes():
+            if isinstance(outcome, CheckpointError):
+                cause = str(outcome)
+                self._log.write_event("failure", cause=cause)
+                self._print(f"{cause.rstrip('.')}. Training continues; earlier checkpoints are intact.")
+            else:
+                self._record(outcome)
 
-    def _is_compared(self, step: int) -> bool:
-        """Return False if this run is a verification that does not compare the state after `step`."""
-        return self._verification is None or step in self._verification.saved
-
-    def _end_verification(self, step: int) -> None:
-        """Wait for the save and end the run, if it is a verification and `step` is its last step."""
-        if self._verification is not None and step == self._verification.last:
+    @contextmanager
+    def _saving(self, step: int) -> Iterator[CheckpointStore | None]:
+        """Yield the store, unless `step` is not saved; end a verification after its last step."""
+        verification = self._verification
+        if self._store is None or (verification is not None and step not in verification.saved):
+            yield None
+            return
+        with activity.in_phase(RankPhase.SAVE):
+            yield self._store
+        if verification is not None and step == verification.last:
             self.wait()
             assert self._run is not None
-            self._verification.end_run(self._run, self._context)
+            verification.end_run(self._run, self._context)
 
     def _next_state(self) -> dict[str, Any]:
-        """Return the state of all objects, after the save in flight.
-
-        Raises:
-            CheckpointError: on all ranks: values that are stored once differ between ranks.
-        """
+        """Return the state of all objects, after the save in flight; values must not differ between ranks."""
         for replica in self._replicas:
             if replica.broadcast_buffers:
                 broadcast_buffers(replica.module)  # DDP does this only before the next forward pass
@@ -228,25 +234,22 @@ class Checkpointer:
         self.wait()
         return {**state, _CONFIGURED: self._configured}
 
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [each for each in self._objects.values() if isinstance(each, torch.optim.Optimizer)]
+    def _names_of(self, kind: type) -> list[str]:
+        return [name for name, value in self._objects.items() if isinstance(value, kind)]
 
-    def _schedulers(self) -> list[LRScheduler]:
-        return [each for each in self._objects.values() if isinstance(each, LRScheduler)]
+    def _optimizers_and_schedulers(self) -> tuple[list[Any], list[Any]]:
+        optimizers, schedulers = self._names_of(torch.optim.Optimizer), self._names_of(LRScheduler)
+        return [self._objects[name] for name in optimizers], [self._objects[name] for name in schedulers]
 
     def _template(self) -> dict[str, Any]:
         """Return the state, with parameters in place of the optimizer state; see `TrainingState.template`."""
-        return {
-            _CONFIGURED: None,
-            **{
-                name: optimizer_parameters(value)
-                if isinstance(value, torch.optim.Optimizer)
-                else value.state_dict()
-                if isinstance(value, nn.Module)
-                else None
-                for name, value in self._objects.items()
-            },
-        }
+        template: dict[str, Any] = dict.fromkeys([_CONFIGURED, *self._objects])
+        for name, value in self._objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                template[name] = optimizer_parameters(value)
+            elif isinstance(value, nn.Module):
+                template[name] = value.state_dict()
+        return template
 
     def _restore(self, loaded: LoadedCheckpoint) -> None:
         configured = loaded.state.pop(_CONFIGURED, None)
@@ -256,11 +259,14 @@ class Checkpointer:
                 f"{', '.join(sorted(self._objects))}. Pass objects with the same names, or start a new "
                 "run in a new folder."
             )
-        saved = [
-            [loaded.state[name] for name, value in self._objects.items() if isinstance(value, kind)]
+        saved_optimizers, saved_schedulers = (
+            [loaded.state[name] for name in self._names_of(kind)]
             for kind in (torch.optim.Optimizer, LRScheduler)
-        ]
-        ignored = ignored_values(self._schedulers(), self._configured, (saved[0], saved[1]), configured)
+        )
+        _, schedulers = self._optimizers_and_schedulers()
+        ignored = ignored_values(
+            schedulers, self._configured, (saved_optimizers, saved_schedulers), configured
+        )
         for name, value in self._objects.items():
             try:
                 value.load_state_dict(loaded.state[name])
@@ -274,17 +280,6 @@ class Checkpointer:
         for each in ignored:
             self._print(f"{each} To change the value in a resumed run, set it after load().")
         rng.resume_rng_state(loaded.rank_state, "rank", self._context.ranks.rank, "step", loaded.step)
-
-    def _collect(self) -> None:
-        assert self._store is not None
-        for outcome in self._store.collect_outcomes():
-            if isinstance(outcome, CheckpointError):
-                self._log.write_event("failure", cause=str(outcome))
-                self._print(
-                    f"{str(outcome).rstrip('.')}. Training continues; earlier checkpoints are intact."
-                )
-            else:
-                self._record(outcome)
 
     def _record(self, saved: CommittedSave) -> None:
         for note in saved.notes:

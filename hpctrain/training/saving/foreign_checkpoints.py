@@ -37,15 +37,7 @@ _training_of: dict[str, ForeignCheckpoints] = {}
 
 
 class ForeignCheckpoints:
-    """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of another library.
-
-    Checkpoints are written under a hidden name and committed by a rename. All ranks must call every method.
-    Without a run folder, nothing is saved.
-
-    Attributes:
-        context: the ranks.
-        run: the run folder, or None.
-    """
+    """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of a library (collective)."""
 
     def __init__(
         self,
@@ -56,15 +48,7 @@ class ForeignCheckpoints:
         marker: str | None = None,
         to_optimizer_step: Callable[[int], int] = lambda step: step,
     ) -> None:
-        """Form the process group if the script has not done so.
-
-        Args:
-            prefix: start of the names.
-            keep_last: number of newest checkpoints to keep.
-            every_n_steps: steps between two checkpoints. None saves every ten minutes.
-            marker: name of a file that makes a checkpoint valid, for a library that writes folders in place.
-            to_optimizer_step: returns the optimizer step of a step that was just trained or loaded.
-        """
+        """Form the process group if necessary; a file `marker` makes a folder written in place valid."""
         self.context = init_distributed(detect(os.environ), os.environ)
         folder = os.environ.get(RUN_DIR_VARIABLE)
         self.run = RunDir(Path(folder)) if folder else None
@@ -78,10 +62,7 @@ class ForeignCheckpoints:
         self._log = RunWriter(self.run, self.context, os.environ, partial(print, flush=True))
 
     def watch(self, *parts: nn.Module | torch.optim.Optimizer) -> None:
-        """Save nothing after the parameters or optimizer states become NaN or infinite.
-
-        If some are not finite from the start, such as fixed masks, everything is saved.
-        """
+        """Save nothing after the parameters or optimizer states become NaN or infinite."""
         self._watched = parts
         if not self._are_finite():
             self._watched = ()
@@ -104,7 +85,6 @@ class ForeignCheckpoints:
         return self.context.all_reduce_min(float(are_finite)) > 0
 
     def newest(self) -> Path | None:
-        """Return the newest committed checkpoint, if any."""
         if self.run is not None and _training_of.setdefault(str(self.run.path), self) is not self:
             raise UserError(
                 "This process has already trained with another object that saves to this run folder, so "
@@ -149,10 +129,7 @@ class ForeignCheckpoints:
         return "save" if self.context.all_reduce_min(-float(due)) < 0 else None
 
     def save(self, step: int, write: Callable[[Path], object]) -> None:
-        """Write the checkpoint of `step` on all ranks, to the path passed to `write`, and commit it.
-
-        A state that is no longer finite is not saved.
-        """
+        """Call `write` with a hidden name, and commit the checkpoint by a rename, if it is finite."""
         if self.run is None or not self.is_saveable(step):
             return
         begun = time.monotonic()

@@ -33,12 +33,7 @@ _RUN_LINK = "run"
 
 
 class CopyInterval:
-    """Steps between two copies: fixed, or chosen by rank 0 from the measured cost of a copy.
-
-    Attributes:
-        every: the steps; the same on all ranks.
-        wanted: the choice of this rank.
-    """
+    """Steps between two copies: fixed, or chosen by rank 0 from the measured cost of a copy."""
 
     def __init__(self, fixed: int | None) -> None:
         self.every = self.wanted = fixed or 1
@@ -58,14 +53,10 @@ class CopyInterval:
 
 
 class StateCopies:
-    """Copies of the state of a training run in memory, as seen by one rank.
-
-    Attributes:
-        folder: the folder on each node; None if this run makes no copies.
-    """
+    """Copies of the state of a training run in memory, as seen by one rank."""
 
     def __init__(self, parts: Components, environ: Mapping[str, str], *, was_out_of_memory: bool) -> None:
-        """Decide whether the run makes copies. All ranks must call this."""
+        """Decide whether the run makes copies (collective)."""
         self._parts, self._limit = parts, parts.settings.memory_copies
         self._attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
         self.folder: Path | None = None
@@ -91,7 +82,7 @@ class StateCopies:
         parts.context.barrier()
 
     def restart(self) -> None:
-        """Prepare for copies after a checkpoint was loaded, and remove all earlier ones. Collective."""
+        """Prepare for copies after a checkpoint was loaded, and remove all earlier ones (collective)."""
         self._last_step, self._last_end = self._parts.state.step, time.monotonic()
         if self._copies is not None:
             self._copies.clear()
@@ -122,7 +113,6 @@ class StateCopies:
         self._parts.progress.print_message(f"hpctrain: the state is not copied to memory: {problem}")
 
     def due(self) -> bool:
-        """Return true if a copy is due after this step; the same on all ranks."""
         state, due_step = self._parts.state, self._last_step + self._interval.every
         return self._is_enabled and self._copies is not None and not state.finished and state.step >= due_step
 
@@ -136,19 +126,13 @@ class StateCopies:
             self._interval.every = every
 
     def wait(self) -> None:
-        """Wait until the previous copy is complete on this rank."""
         if self._copies is not None:
             begun = time.monotonic()
             self._copies.wait()
             self._waited_s = time.monotonic() - begun
 
     def copy(self, begun: float) -> None:
-        """Copy the state after this step. All ranks must call this.
-
-        Args:
-            begun: CPU time of this thread when the work for the copy began. Its wall-clock time would include
-                waits for other ranks.
-        """
+        """Copy the state; `begun` is the CPU time of this thread at which the work began (collective)."""
         state, copies = self._parts.state, self._copies
         assert copies is not None
         num_steps = state.step - self._last_step

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.interval import NODE_MTBF_S, SAVE_MARGIN_S, InterruptionHistory, longest_save_s
 from hpctrain.checkpoint.io.retention import KEEP_ALL
 from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint
-from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, SilentCorruption, UserError
+from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, SilentCorruption, UserError
 from hpctrain.rundir import (
     NODE_MTBF_VARIABLE,
     REQUEUE_GRACE_KEY,
@@ -26,29 +26,21 @@ from hpctrain.rundir import (
     checkpoint_folder_name,
 )
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.runtime.stopping.stop_grace import read_stop_grace
+from hpctrain.runtime.stopping.signal_recorder import read_stop_grace
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 from hpctrain.training.observe.loss_guard import read_excluded_steps
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule, VerificationSteps
-from hpctrain.training.saving.disk_space_wait import DiskSpaceWait
 from hpctrain.training.saving.state_copies import StateCopies
 
 
 class TrainingCheckpoints:
-    """Checkpoints of a training run. Without a run folder, nothing is saved or loaded.
-
-    Use as a context manager. The save in flight is completed on exit. After an error it is aborted, because
-    the other ranks may have exited.
-
-    Attributes:
-        copies: copies of the state in memory.
-    """
+    """Checkpoints of a training run; a save in flight is completed on exit, but aborted after an error."""
 
     def __init__(self, parts: Components, environ: Mapping[str, str]) -> None:
-        """Inspect the checkpoints of the run. All ranks must call this."""
+        """Collective."""
         run, history = parts.log.run, None
         excluded_steps, was_out_of_memory = list[int](), False
         if run is not None:
@@ -110,10 +102,7 @@ class TrainingCheckpoints:
         self._log.flush()
 
     def save_requested(self) -> bool:
-        """Record completed saves; return true if this rank requests a checkpoint soon.
-
-        Only rank 0 requests checkpoints, based on its clock. All ranks must call this.
-        """
+        """Record completed saves; return true if this rank requests a checkpoint soon (collective)."""
         if self._manager is None:
             return False
         if not self._prepared:  # optimizers have a state only after the first step
@@ -132,41 +121,23 @@ class TrainingCheckpoints:
         return state.finished or scored or self._schedule.is_due_by_step(state.step)
 
     def save(self) -> None:
-        """Save the state after this step. All ranks must call this.
-
-        A failed save is reported and training continues, except after the last step.
-
-        Raises:
-            CheckpointError: the state of the last step could not be saved, so the run has no result.
-        """
+        """Save the state after this step; only a failure after the last step is an error (collective)."""
         if self._manager is None:
             return
         if self._state.finished:
-            self._save_result(self._manager)
+            self._manager.save_result(self._left_to_begin_s)
         elif self._verification is not None and self._state.step == self._verification.last:
-            self._save_result(self._manager)
+            self._manager.save_result(self._left_to_begin_s)
             self._manager.close()
             assert self._log.run is not None
             self._verification.end_run(self._log.run, self._context)
         elif self._verification is None or self._state.step in self._verification.saved:
-            self._begin_save(self._manager)
-
-    def _begin_save(self, manager: CheckpointManager) -> None:
-        if self._context.broadcast_from_main(self._context.ranks.is_main and manager.can_begin()):
-            manager.async_save()
-            if not self._settings.checkpoint_async:
-                manager.wait()
-                manager.collect_finished()
-
-    def _save_result(self, manager: CheckpointManager) -> None:
-        disk_wait: DiskSpaceWait | None = None
-        while True:
-            try:
-                return manager.save_result()
-            except DiskFull:
-                disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.store.state_bytes)
-                if not disk_wait.wait(self._left_to_begin_s):
-                    raise disk_wait.timeout_error() from None
+            is_main = self._context.ranks.is_main
+            if self._context.broadcast_from_main(is_main and self._manager.can_begin()):
+                self._manager.async_save()
+                if not self._settings.checkpoint_async:
+                    self._manager.wait()
+                    self._manager.collect_finished()
 
     def _left_to_begin_s(self) -> float:
         """Return the seconds until a save must begin in order to complete before this rank is killed."""
@@ -175,11 +146,7 @@ class TrainingCheckpoints:
         return self._deadline.left_s(for_requeue=for_requeue) - longest_save_s(write_s or 0.0)
 
     def resume(self) -> None:
-        """Load the newest complete checkpoint of the run, if any. All ranks must call this.
-
-        Raises:
-            CheckpointError: the state of this run contains unsupported values.
-        """
+        """Load the newest complete checkpoint of the run, if any (collective)."""
         if self._manager is None:
             return
         self._manager.check()
@@ -201,7 +168,7 @@ class TrainingCheckpoints:
             self._restore(loaded, begun, [*aside, *broken])
         self.copies.restart()
 
-    def _restore(self, loaded: LoadedCheckpoint, begun: float, broken: Sequence[str] = ()) -> None:
+    def _restore(self, loaded: LoadedCheckpoint, begun: float, broken: Sequence[str]) -> None:
         self._state.load(loaded)
         # Imported checkpoints have no random state.
         new_seed = (self._settings.seed, "rank", self._context.ranks.rank, "step", loaded.step)
@@ -210,10 +177,7 @@ class TrainingCheckpoints:
         self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
 
     def finish_pending(self) -> str | None:
-        """Wait for the save in flight; return the path of the newest finite checkpoint, or None.
-
-        All ranks must call this.
-        """
+        """Wait for the save in flight; return the path of the newest finite checkpoint (collective)."""
         if self._manager is None:
             return None
         self._manager.wait()
@@ -223,16 +187,12 @@ class TrainingCheckpoints:
         return path
 
     def add_score(self) -> None:
-        """Add the score of the resumed state if it was validated after the resume. Collective."""
+        """Add the score of the resumed state if it was validated after the resume (collective)."""
         if self._manager is not None:
             self._manager.add_score()
 
     def save_and_exit(self) -> NoReturn:
-        """Save as much as the deadline allows, and exit after a stop signal. All ranks must call this.
-
-        Raises:
-            SystemExit: with code 75, always.
-        """
+        """Save as much as the deadline allows, and exit after a stop signal (collective)."""
         # Slurm decides which ranks receive a signal; this rank may not receive it.
         gathered = self._context.all_gather(self._parts.stop.signal_name)
         step, signal_name = self._state.step, next(filter(None, gathered), None)
@@ -272,7 +232,7 @@ class TrainingCheckpoints:
         finished = manager.wait(ends_at - time.monotonic())
         saved, disk_wait = manager.collect_finished(), None
         while self._context.all_reduce_min(float(manager.found_disk_full)):
-            disk_wait = disk_wait or DiskSpaceWait(self._parts, manager.folder, manager.store.state_bytes)
+            disk_wait = disk_wait or manager.make_disk_wait()
             if not disk_wait.wait(lambda: min(self._left_to_begin_s(), ends_at - time.monotonic())):
                 break
             manager.async_save(direct=True)
@@ -289,12 +249,7 @@ class TrainingCheckpoints:
 
 
 def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: list[str]) -> None:
-    """Raise an error if all checkpoints in `folder` are damaged, instead of training again from step 0.
-
-    If the run has lost checkpoints on its nodes before the first one was copied, it starts over.
-
-    All ranks must call this.
-    """
+    """Raise an error if all checkpoints are damaged, instead of starting again from step 0 (collective)."""
     aside = context.broadcast_from_main(
         sorted(map(str, folder.glob("step-*.broken-*"))) if context.ranks.is_main else []
     )
@@ -308,10 +263,7 @@ def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: 
 
 
 def is_trained(parts: Mapping[str, nn.Module | None]) -> Callable[[str], bool]:
-    """Return a function that is True for the keys of parameters and optimizer states.
-
-    Buffers are not among them: a mask may have infinities.
-    """
+    """Return a test for the keys of parameters and optimizer states; buffers may be infinite."""
     prefixes = tuple(f"{STATE_KEY}/{name}/" for name in parts)
     buffers = {
         f"{STATE_KEY}/{name}/{buffer}"
@@ -346,8 +298,6 @@ def _node_mtbf_s(environ: Mapping[str, str]) -> float:
 
 
 class StopDeadline:
-    """Deadline of the ranks after a stop signal."""
-
     def __init__(self, environ: Mapping[str, str], stop: StopFlag) -> None:
         self._stop = stop
         self._seconds = read_stop_grace(environ)
@@ -361,8 +311,6 @@ class StopDeadline:
 
 
 class FinalSavePlan(Enum):
-    """Plan for the last save of a stopped run."""
-
     AFTER_PENDING_SAVE = "finish the save in flight, then save"
     REPLACE_PENDING_SAVE = "abort the save in flight, then save"
     PENDING_SAVE_ONLY = "finish the save in flight; there is no time for another save"
@@ -370,13 +318,7 @@ class FinalSavePlan(Enum):
 
 
 def plan_final_save(left_s: float, write_s: float | None, in_flight_s: float | None) -> FinalSavePlan:
-    """Return the plan that fits into the remaining time; otherwise, the newest checkpoint is kept.
-
-    Args:
-        left_s: seconds until the ranks are killed.
-        write_s: measured duration of a save; None if unknown; in that case, a save is tried.
-        in_flight_s: seconds since the save of an earlier step began; None without such a save.
-    """
+    """Return the plan that fits into the remaining time; otherwise, the newest checkpoint is kept."""
     if write_s is None:
         return FinalSavePlan.AFTER_PENDING_SAVE
     whole_s = longest_save_s(write_s)

@@ -27,11 +27,7 @@ _DEPTH = 3
 
 
 def remark_on_unsaved(saved: Iterable[object], remedy: str, *, steps_by_script: bool = True) -> str | None:
-    """Return a message on objects in the variables of the calling script that are not saved, if any.
-
-    These are schedulers of saved optimizers, averaged models and, if the script itself performs the steps,
-    optimizers, gradient scalers and samplers with a position.
-    """
+    """Return a message on optimizers, schedulers and averages of the script that are not saved."""
     saved_ids: set[int] = set()
     for value in saved:
         _add(saved_ids, value, _DEPTH)

@@ -18,7 +18,7 @@ class _TorchWatcher:
         sys.meta_path.remove(self)
         try:
             try:
-                from hpctrain.runtime.child_process import observe_process
+                from hpctrain.runtime.program.child_relay import observe_process
             except ImportError:  # an environment without hpctrain, or with another version
                 return
             observe_process()

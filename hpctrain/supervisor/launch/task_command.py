@@ -1,4 +1,7 @@
-"""Commands of the processes of a step; in a container, with options of srun (Pyxis) or by apptainer.
+"""Build the commands and variables of a step's processes, in a container with Pyxis or apptainer if asked.
+
+Every user of a node can read the command lines of all processes, so the values of `--env` are passed only in
+the environment.
 
 The run folder, the working directory, the code and the package hpctrain itself are mounted, so an image
 requires only Python and PyTorch. A rank's environment variables override those of the image.
@@ -8,12 +11,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SpecError
-from hpctrain.rundir import LIFELINE_VARIABLE
+from hpctrain.rundir import ENV_PREFIX, GPUS_PER_TASK_VARIABLE, LIFELINE_VARIABLE
 from hpctrain.spec.container import APPTAINER_PROGRAMS
 from hpctrain.spec.job_spec import JobSpec
 
@@ -58,10 +62,42 @@ def module_command(spec: JobSpec, name: str) -> list[str]:
     return [spec.python, "-P", "-m", f"hpctrain.runtime.{name}"]
 
 
+def job_variables(spec: JobSpec, hosts: Sequence[str]) -> dict[str, str]:
+    """Return the variables that `sbatch` sets for a job, for the nodes of an attempt."""
+    nodes = compress_hostlist(hosts)
+    variables = {
+        "SLURM_JOB_NUM_NODES": str(len(hosts)),
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_NODELIST": nodes,
+    }
+    if spec.gpus_per_node:
+        kind = f"{spec.gpu_type}:" if spec.gpu_type else ""
+        variables["SLURM_GPUS_PER_NODE"] = f"{kind}{spec.gpus_per_node}"
+    if spec.gpus_per_task > 1:
+        variables[GPUS_PER_TASK_VARIABLE] = str(spec.gpus_per_task)
+    return variables
+
+
+def prefixed(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with a prefix, to hide them from the programs that start the rank."""
+    return {ENV_PREFIX + name: value for name, value in env.items()}
+
+
+def restore_names_command(command: list[str], names: Iterable[str]) -> list[str]:
+    """Return a command that restores the names of the prefixed variables, then runs `command`.
+
+    env(1) expands `${NAME}` in the argument of `-S`, so the command line contains only names.
+    """
+    names = list(names)
+    if not names:
+        return command
+    unset = [f"--unset={ENV_PREFIX}{name}" for name in names]
+    split = " ".join(f"{name}=${{{ENV_PREFIX}{name}}}" for name in names)
+    return ["/usr/bin/env", *unset, f"--split-string={split}", *command]
+
+
 @dataclass(frozen=True)
 class ContainerCommand:
-    """A command that runs in a container."""
-
     command: list[str]
     srun_options: tuple[str, ...] = ()
 
@@ -69,17 +105,7 @@ class ContainerCommand:
 def containerize(
     spec: JobSpec, command: list[str], names: Iterable[str], path: str | None
 ) -> ContainerCommand:
-    """Wrap a task's command in the container of the job; unchanged without a container.
-
-    Args:
-        spec: the job.
-        command: command to run in the container.
-        names: variables of the task, which override those of the image.
-        path: search path for the apptainer program.
-
-    Raises:
-        SpecError: the program is missing.
-    """
+    """Wrap a task's command in the container of the job; unchanged without a container."""
     container = spec.container
     if container is None:
         return ContainerCommand(command)

@@ -1,4 +1,8 @@
-"""Copy a file or folder, or unpack an archive, on the local disk: complete, or absent."""
+"""Copy files to the local disk of this node: `python -P -m hpctrain.runtime.stage_node PLAN`.
+
+PLAN is a JSON object: the `folder` of the copies, the `sources` by name, and the folder of `packs`, which is
+null if the Python environment is not staged. One process per node runs this program.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,40 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from hpctrain.cluster.parent_death import die_with_parent
-from hpctrain.errors import StagingError
-from hpctrain.files import REMOVE_COMMAND, read_json, write_atomic
-from hpctrain.rundir import ARCHIVE_SUFFIX
+from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
+from hpctrain.errors import EXIT_CONTINUE, StagingError
+from hpctrain.files import (
+    REMOVE_COMMAND,
+    make_folder,
+    make_private_folder,
+    read_json,
+    try_lock,
+    write_atomic,
+)
+from hpctrain.rundir import ARCHIVE_SUFFIX, ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STAGED_ENVIRONMENT, RunDir
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.text import format_size
 
+#: Between checks for another process that stages. The supervisor limits the time.
+_POLL_INTERVAL_S = 0.2
+#: Age in seconds at which an unused pack is removed.
+_MAX_AGE_S = 30 * 86400.0
 #: Concurrent operations, because each may take milliseconds on a shared file system.
 _NUM_THREADS = 16
 #: Maximum number of tasks of these threads, because each requires memory.
@@ -39,11 +59,110 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
+def main(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Copy everything, and write the result to the run folder. Return the exit code: 1 after an error."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+    plan, node = json.loads(argv[0]), int(environ["SLURM_NODEID"])
+    run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
+    folder, result = Path(plan["folder"]), run.staging_result(attempt, node)
+    staged_environment = folder / STAGED_ENVIRONMENT
+    staged, error, name = {}, None, "files"
+    try:
+        make_private_folder(folder, "TMPDIR (--setup)")
+        if plan["packs"] is not None:
+            name, chosen = "the Python environment", run.staged_environment(environ["SLURM_JOB_ID"])
+            pack = _choose_pack(chosen, Path(plan["packs"]), folder, is_first=node == 0)
+        # Several nodes may share a disk.
+        while (lock := try_lock(folder / ".lock")) is None:
+            time.sleep(_POLL_INTERVAL_S)
+        if plan["packs"] is not None:
+            staged[name] = stage(pack, staged_environment, finish=partial(relocate, staged_environment))
+        for name, source in plan["sources"].items():
+            staged[name] = stage(Path(source), folder / name)
+        os.close(lock)
+    except (OSError, StagingError) as failure:
+        error = f"cannot stage {name}: {re.sub(r'^.Errno [0-9]+. ', '', str(failure))}"
+    make_folder(result.parent)
+    write_atomic(result, json.dumps({"staged": staged, "error": error}) + "\n", durable=False)
+    return int(error is not None)
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    # Incomplete copies have other names. The supervisor removes them with the folder.
+    os._exit(EXIT_CONTINUE)
+
+
+def _choose_pack(chosen: Path, packs: Path, folder: Path, *, is_first: bool) -> Path:
+    """Return the pack that the first node has recorded in `chosen`, for all attempts of this job."""
+    while True:
+        with suppress(OSError):
+            if (pack := Path(chosen.read_text())).exists():
+                return pack
+        if is_first:
+            pack = pack_environment(packs, folder)
+            make_folder(chosen.parent)
+            write_atomic(chosen, str(pack), durable=False)
+        else:
+            time.sleep(_POLL_INTERVAL_S)
+
+
+def pack_environment(packs: Path, folder: Path) -> Path:
+    """Return the pack of this process's environment: one file, which shared file systems read fast.
+
+    The pack is created in the shared folder `packs` if the environment has changed. Temporary files are in
+    the local `folder`.
+    """
+    environment = list_contents(Path(sys.prefix))
+    key = os.fsencode(f"{environment.path} {environment.fingerprint}")
+    pack = packs / f"{xxhash.xxh3_128_hexdigest(key)}.tar"
+    make_private_folder(packs, "--run-dir")
+    with suppress(FileNotFoundError):
+        # Other jobs may be copying the pack, so its modification time must not change.
+        os.utime(pack, ns=(time.time_ns(), pack.stat().st_mtime_ns))
+        return pack
+    for old_pack in packs.iterdir():
+        with suppress(FileNotFoundError):
+            if time.time() - old_pack.stat().st_atime > _MAX_AGE_S:
+                old_pack.unlink()
+    copy, temporary = folder / ".pack.part", packs / f".{pack.name}.{os.uname().nodename}.{os.getpid()}"
+    remove(copy)
+    copy.mkdir()
+    try:
+        copy_contents(environment, copy / "venv")
+        # The interpreter of a virtual environment finds its libraries only at its own path.
+        for program in (environment.path / "bin").iterdir():
+            target = program.resolve()
+            if program.is_symlink() and not target.is_relative_to(environment.path.resolve()):
+                (copy / "venv/bin" / program.name).unlink()
+                (copy / "venv/bin" / program.name).symlink_to(target)
+        command = ["tar", "--create", f"--file={temporary}", f"--directory={copy}", "venv"]
+        run_program(command, f"write {str(pack)!r}")
+        # Another job may have created the pack, and its nodes may be copying it.
+        with suppress(FileExistsError):
+            os.link(temporary, pack)
+    finally:
+        remove(copy, temporary)
+    return pack
+
+
+def relocate(target: Path, copy: Path) -> None:
+    """Replace the path of the original environment in a copy, which will move to `target`."""
+    old, new = os.fsencode(f"{sys.prefix}/"), os.fsencode(f"{target}/venv/")
+    for path in (copy / "venv/pyvenv.cfg", *(copy / "venv/bin").iterdir()):
+        content = b"" if path.is_symlink() or not path.is_file() else path.read_bytes()
+        is_script = content.startswith(b"#!")
+        if is_script or (content and path.name == "pyvenv.cfg"):
+            # pip writes a long path to the second line, after #!/bin/sh.
+            head = b"\n".join(content.split(b"\n", 2)[:2]) if is_script else content
+            path.chmod(path.stat().st_mode | stat.S_IWUSR)
+            path.write_bytes(head.replace(old, new) + content[len(head) :])
+
+
 class Contents(NamedTuple):
-    """Files, links and folders in a folder, without the `skipped` ones, or a single file."""
+    """Files, links and folders in a folder, or a single file."""
 
     path: Path
-    skipped: Container[str]
     entries: list[_Entry]
 
     @property
@@ -57,15 +176,8 @@ class Contents(NamedTuple):
         return xxhash.xxh3_128_hexdigest(json.dumps(entries).encode())
 
 
-def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
-    """List a file or folder, without folders whose name is in `skipped`.
-
-    A link to a file outside counts as that file.
-
-    Raises:
-        OSError: a file cannot be accessed.
-        StagingError: an entry is neither a regular file, nor a folder, nor a link.
-    """
+def list_contents(path: Path) -> Contents:
+    """List a file or folder; a link to a file outside counts as that file."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -74,19 +186,19 @@ def list_contents(path: Path, skipped: Container[str] = ()) -> Contents:
     files = [] if path.is_dir() else ["."]
     for parent, subfolders, names in os.walk(root, onerror=fail) if path.is_dir() else ():
         inside = os.path.relpath(parent, root)
-        subfolders[:] = sorted(name for name in subfolders if name not in skipped)
+        subfolders.sort()
         links = [name for name in subfolders if os.path.islink(os.path.join(parent, name))]
         folders += [
             (os.path.join(inside, name), 0, 0, stat.S_IFDIR) for name in subfolders if name not in links
         ]
         paths = [os.path.join(inside, name) for name in (*links, *sorted(names))]
         files += [name for name in paths if not _UNFINISHED_MODULE.search(name)]
-    return Contents(path, skipped, folders + _map_in_threads(lambda name: _entry(root, name), files))
+    return Contents(path, folders + _map_in_threads(lambda name: _entry(root, name), files))
 
 
 def _map_in_threads(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     size = len(items) // _NUM_TASKS + 1
-    tasks = (items[first : first + size] for first in range(0, len(items), size))
+    tasks = (items[start : start + size] for start in range(0, len(items), size))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return list(chain.from_iterable(pool.map(lambda task: [*map(function, task)], tasks)))
 
@@ -112,14 +224,8 @@ def _link_target(root: str, link: str) -> str:
 def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None = None) -> dict[str, Any]:
     """Copy a file or folder to `target`, or unpack an archive; reuse an unchanged copy.
 
-    The target appears only when the copy is complete and `finish` has made the last changes.
-
-    Returns:
-        `bytes` and `seconds` of the copy, fingerprints of `source` and `copy`, `reused`, and `saved_s`.
-
-    Raises:
-        OSError: a file cannot be read or written.
-        StagingError: the source changed, the archive is damaged, or the disk is too small.
+    The target appears only when the copy is complete and `finish` has made the last changes. The result
+    contains the fingerprints of `source` and `copy`, `bytes`, `seconds`, `reused`, and `saved_s`.
     """
     begun = time.monotonic()
     record_path, temporary = (target.with_name(f".{target.name}.{kind}") for kind in ("json", "part"))
@@ -154,14 +260,7 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
 
 
 def copy_contents(contents: Contents, target: Path) -> None:
-    """Copy the listed files, or unpack an archive.
-
-    A link to a file outside the source becomes a file; a link to a folder outside stays a link.
-
-    Raises:
-        OSError: a file cannot be read or written.
-        StagingError: the source changed, or the archive is damaged.
-    """
+    """Copy the listed files, or unpack an archive; a link to a folder outside stays a link."""
     source = contents.path
     if is_archive := not source.is_dir() and ARCHIVE_SUFFIX.search(source.name):
         target.mkdir()
@@ -173,7 +272,7 @@ def copy_contents(contents: Contents, target: Path) -> None:
         os.mkdir(os.path.join(target, name))
     files = [] if is_archive else contents.entries[num_folders:]
     _map_in_threads(lambda entry: _copy(str(source), str(target), entry), files)
-    if list_contents(source, contents.skipped).fingerprint != contents.fingerprint:
+    if list_contents(source).fingerprint != contents.fingerprint:
         raise StagingError(
             f"{str(source)!r} changed while it was copied. Keep it unchanged, and resume the run"
         )
@@ -208,11 +307,7 @@ def _unpack(archive: Path, target: Path) -> None:
 
 
 def run_program(command: Sequence[str], task: str) -> None:
-    """Run a program that ends with this process.
-
-    Raises:
-        StagingError: it failed.
-    """
+    """Run a program that ends with this process."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -232,3 +327,8 @@ def run_program(command: Sequence[str], task: str) -> None:
 def remove(*paths: Path) -> None:
     """Remove files and folders, including read-only ones; missing paths are ignored."""
     subprocess.run([*REMOVE_COMMAND, *paths], check=False)
+
+
+if __name__ == "__main__":
+    die_with_supervisor(os.environ)
+    raise SystemExit(main(sys.argv[1:], os.environ))

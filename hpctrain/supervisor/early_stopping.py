@@ -13,7 +13,7 @@ from hpctrain.files import read_json_lines, write_atomic
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
 from hpctrain.supervisor.launch.job_step import StepEvent, StopRequested
-from hpctrain.supervisor.monitors.periodic_check import PeriodicCheck
+from hpctrain.supervisor.periodic_check import PeriodicCheck
 from hpctrain.sweeps.stopping_rules import StoppingRule, TrialCurve, TrialReport
 from hpctrain.sweeps.sweep_record import read_sweep
 

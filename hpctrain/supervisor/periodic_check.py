@@ -15,11 +15,6 @@ class PeriodicCheck:
     """Runs `check` in a thread until it returns True, or until the context ends.
 
     Errors of the scheduler and the disk are logged, and the check is tried again.
-
-    Attributes:
-        first_s: seconds until the first check; 0 disables the check.
-        interval_s: seconds between two checks.
-        purpose: the purpose of the check, for messages.
     """
 
     first_s: float

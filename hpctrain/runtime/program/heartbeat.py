@@ -1,7 +1,4 @@
-"""Reports of a rank to its supervisor: with every heartbeat, and when the run hangs.
-
-A separate thread sends the reports, even while training waits for other ranks.
-"""
+"""Report a rank's progress to its supervisor with every heartbeat, and its stacks when the run hangs."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.program.process_group_check import find_rendezvous, has_process_group
+from hpctrain.runtime.program.process_group_check import has_process_group
+from hpctrain.runtime.program.script_monitor import find_rendezvous, outer_frames, waits_for_ranks
 from hpctrain.runtime.program.step_profiler import step_profiler
-from hpctrain.runtime.program.wait_modules import waits_for_ranks
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
@@ -41,17 +38,11 @@ _has_reported, _has_reported_group = threading.Event(), threading.Event()
 
 
 def heartbeat_message(started_with: Mapping[str, str]) -> Message:
-    """Return the content of a heartbeat.
-
-    Args:
-        started_with: the environment before the script started.
-    """
-    stop = {"stop": True} if agreed_stop.signal else {}
+    """Return the content of a heartbeat."""
     startup = startup_times.report()
-    group = {"group": True} if has_process_group() else {}
     return {
-        **stop,
-        **group,
+        **({"stop": True} if agreed_stop.signal else {}),
+        **({"group": True} if has_process_group() else {}),
         **({} if startup is None else {"startup": startup}),
         "phase": RankPhase.JOIN if _rendezvous() else activity.phase,
         "step": activity.step,
@@ -82,11 +73,7 @@ def wait_until_group_is_reported() -> None:
 
 
 def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, message: Message) -> None:
-    """Handle a message of the supervisor.
-
-    Raises:
-        OSError: the supervisor is gone.
-    """
+    """Handle a message of the supervisor."""
     if "tell" in message:
         report_diagnostics(run, attempt, ranks, connection)
     elif "prepare_stop" in message:
@@ -103,9 +90,6 @@ def report_diagnostics(run: RunDir, attempt: int, ranks: Ranks, connection: Conn
     """Report the position of the main thread, then write the stacks and other diagnostics to files.
 
     The report comes first, because the file system may be the part that hangs.
-
-    Raises:
-        OSError: the supervisor has exited.
     """
     rendezvous = _rendezvous()
     position = {
@@ -137,20 +121,16 @@ def _rendezvous() -> str | None:
 
 def describe_frame(frame: FrameType | None) -> dict[str, Any]:
     """Return a thread's innermost line of user code, and True if it waits for other ranks."""
-    innermost, place, waits = frame, None, False
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if frame is innermost:
-            waits = waits_for_ranks(module)
-        if place is None and not (module + ".").startswith(_LIBRARIES):
-            place = _words(frame)
-        frame = frame.f_back
-    return {"place": place or (_words(innermost) if innermost else "nowhere"), "waits": waits}
+    if frame is None:
+        return {"place": "nowhere", "waits": False}
+    users = (outer for outer in outer_frames(frame) if not _is_library(outer))
+    shown = next(users, frame)
+    place = f"{shown.f_code.co_name} ({Path(shown.f_code.co_filename).name}:{shown.f_lineno})"
+    return {"place": place, "waits": waits_for_ranks(frame)}
 
 
-def _words(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+def _is_library(frame: FrameType) -> bool:
+    return f"{frame.f_globals.get('__name__')}.".startswith(_LIBRARIES)
 
 
 def _flight_record() -> str | None:

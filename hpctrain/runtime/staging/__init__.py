@@ -1,1 +1,0 @@
-"""Copies of data and of the Python environment on a node's local disk."""

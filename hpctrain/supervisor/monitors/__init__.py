@@ -1,1 +1,0 @@
-"""Monitors that watch the nodes and the sweep while an attempt trains."""
