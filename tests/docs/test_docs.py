@@ -68,12 +68,7 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
-        Block(
-            match["mark"] or "",
-            match["language"],
-            match["text"],
-            text.count("\n", 0, match.start("text")),
-        )
+        Block(match["mark"] or "", match["language"], match["text"], text.count("\n", 0, match.start("text")))
         for match in _BLOCK.finditer(text)
     ]
 

@@ -1,4 +1,4 @@
-"""Programs with and without a plugin on two nodes with two ranks each, preempted, killed and hung."""
+"""Programs without hpctrain on two nodes with two ranks each, preempted, killed and hung."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import SCRIPTS
-from helpers.disturbed_runs import assert_resumed, assert_same_bits
 from helpers.processes import assert_no_process_left
 from helpers.training_runs import Run, preempt
 from helpers.waiting import wait_for
@@ -28,8 +26,6 @@ PROGRAMS = {
     "module": ["-m", "any_program.ddp"],
     "shell script": ["--", FOLDER / "train.sh"],
 }
-#: Scripts with a plugin, or with the building blocks, and the step at which they are disturbed.
-PLUGINS = {"lightning": 5, "huggingface": 5, "accelerate": 6, "blocks": 9}
 #: Programs with their own loop, which saves every five steps.
 OWN_LOOP = ("plain DDP", "module")
 
@@ -86,34 +82,3 @@ def test_hung_rank_is_named_and_the_program_restarted(slurm, tmp_path, program):
     assert failure["class"] == "hang"
     assert failure["rank"] == 3
     assert "is in sleep_forever (pace.py:" in failure["cause"]
-
-
-def train_with_plugin(slurm, folder: Path, plugin: str, disturb: str = "") -> tuple[Run, list[torch.Tensor]]:
-    """Train to the end with at most one disturbance; return the run and the parameters."""
-    run, result = Run(folder / "run", slurm.env), folder / "result"
-    options = [*SHAPE, "--hang-timeout=5", f"--env=DISTURB={disturb}", f"--run-dir={run.path}"]
-    run.hpctrain("submit", *options, str(SCRIPTS / f"train_with_{plugin}.py"), str(result))
-    if disturb.startswith("preempt"):
-        wait_for((run.path / "preempt-now").exists, 150, f"the preemption of {plugin}")
-        preempt(slurm.env, seconds=1)
-    assert run.wait() == 0, run.describe()
-    assert_no_process_left(run.path)
-    return run, torch.load(result)
-
-
-@pytest.fixture(scope="module", params=PLUGINS)
-def undisturbed(request, slurm, tmp_path_factory):
-    """The name of a plugin, and the parameters of an undisturbed run."""
-    return request.param, train_with_plugin(slurm, tmp_path_factory.mktemp("run"), request.param)[1]
-
-
-@pytest.mark.parametrize(("disturb", "failures"), [("preempt", []), ("kill", ["killed"]), ("hang", ["hang"])])
-def test_disturbed_program_with_a_plugin_is_bitwise_identical(
-    slurm, tmp_path, undisturbed, disturb, failures
-):
-    plugin, parameters = undisturbed
-    disturb = f"{disturb}:{PLUGINS[plugin]}"
-    run, result = train_with_plugin(slurm, tmp_path, plugin, disturb)
-    assert_resumed(run, disturb, batches_per_step=2 if plugin == "accelerate" else 1)
-    assert_same_bits(result, parameters)
-    assert [failure["class"] for failure in run.events("failure")] == failures

@@ -131,12 +131,6 @@ def test_permanently_read_only_disk_fails_the_run_with_that_cause(small_disk):
     assert "Read-only file system" in run.dir.slurm_log.read_text()
 
 
-def assert_complete_after_crash(run: RunDir, last_step: int) -> None:
-    """Steps of the first attempt whose records were lost with their rank are trained again."""
-    assert {record["step"] for record in read_json_lines(run.metrics)} == set(range(1, last_step + 1))
-    assert list_checkpoints(run, verify=True)[0][-1].step == last_step
-
-
 #: Three checkpoints of a megabyte fit on the disk, a fourth does not.
 WIDE = 512
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 from helpers.processes import assert_no_process_left
-from helpers.training_runs import (
-    LAST_STEP,
-    assert_undisturbed,
-    submit,
-)
+from helpers.terminal import Terminal
+from helpers.training_runs import LAST_STEP, Run, assert_undisturbed, submit
 
 SHAPE = ["--backend", "local", "--nodes", "2", "--gpus-per-node", "2"]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
@@ -76,3 +74,14 @@ def test_corrupt_newest_checkpoint_is_reported_and_previous_is_used(reference, t
     assert data.name in resumed["broken"][0]
     assert data.name in run.dir.rank_log(max(run.dir.attempts()), 0).read_text()
     assert_undisturbed(run, reference(4))
+
+
+def test_closing_the_terminal_of_follow_keeps_the_run_alive(tmp_path):
+    script = "import time\nfor i in range(40):\n    print(i, flush=True) or time.sleep(0.1)\n"
+    (tmp_path / "train.py").write_text(script)
+    run = Run(tmp_path / "run", {})
+    submit = [sys.executable, "-m", "hpctrain", "submit", "--backend=local", "--run-dir=run"]
+    with Terminal([*submit, "--follow", "train.py"], tmp_path, {}) as terminal:
+        terminal.expect("3")
+    assert run.wait() == 0
+    assert run.dir.rank_log(0, 0).read_text().endswith("39\n")

@@ -35,6 +35,9 @@ def test_two_ranks_preempted_by_an_urgent_job(preempted, reference):
     parts = {"launch", "interpreter", "worker", "imports", "store", "process group", "set-up", "first step"}
     assert parts <= preempted.events("startup")[0]["parts"].keys()
     assert_undisturbed(preempted, reference(2))
+    report = json.loads(preempted.hpctrain("report", str(preempted.path), "--json").stdout)
+    assert [attempt["end"] for attempt in report["attempts"]] == ["stop", "completed"]
+    assert sum(row["us"] or 0 for row in report["ledger"]) == report["wall_us"]
 
 
 def test_completed_run_requeued_by_slurm_is_not_trained_again(slurm, tmp_path):

@@ -57,16 +57,6 @@ def run(slurm, reference, tmp_path) -> Iterator[Run]:
     assert [event["state"] for event in run.events("finished")] == ["COMPLETED"]
 
 
-def test_stopped_watchdog_does_not_disturb_the_run(run):
-    watchdog = run.supervisors()[0].pid
-    os.kill(watchdog, signal.SIGSTOP)
-    try:
-        wait_for(lambda: run.events("finished"), 120, "the end of the run")
-        assert run.status()["state"] == "COMPLETED"
-    finally:
-        os.kill(watchdog, signal.SIGCONT)
-
-
 def test_supervisor_killed_under_a_stopped_watchdog_is_replaced_later(run):
     watchdog, supervisor = (process.pid for process in run.supervisors())
     os.kill(watchdog, signal.SIGSTOP)
@@ -76,15 +66,6 @@ def test_supervisor_killed_under_a_stopped_watchdog_is_replaced_later(run):
     os.kill(watchdog, signal.SIGCONT)
     wait_for(lambda: run.events("restart"), 60, "the next supervisor")
     assert [event["cause"] for event in run.events("failure")] == ["the supervisor was killed"]
-
-
-def test_stopped_supervisor_is_killed(run):
-    supervisor = run.supervisors()[1].pid
-    os.kill(supervisor, signal.SIGSTOP)
-    time.sleep(STOPPED_S)
-    assert run.status()["state"] == "RUNNING"
-    os.kill(supervisor, signal.SIGKILL)
-    wait_for(lambda: run.events("restart"), 60, "the next supervisor")
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from helpers import SCRIPTS
 from helpers.commands import environment, run_command
+from helpers.training_runs import train_on_forked_ranks
 from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
@@ -20,16 +20,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(460)]
 
 TRIAL = str(SCRIPTS / "train_trial.py")
 RATES, SEEDS, STEPS = (0.01, 0.02, 0.03), range(8), 60
-
-#: Trains all trials in one process, without hpctrain's supervisor.
-REFERENCE = """
-import contextlib, sys
-sys.path[:0] = [{scripts!r}]
-from train_trial import CRASH, train
-for number, (lr, seed) in enumerate([(lr, seed) for lr in {rates} for seed in {seeds}]):
-    if (lr, seed) != CRASH:
-        train(lr, seed, {steps}, run_dir=f"{{sys.argv[1]}}/task-{{number}}")
-"""
 
 
 @pytest.fixture
@@ -84,21 +74,19 @@ def test_sweep_with_preemptions_and_a_crash_has_undisturbed_results(slurm, hpctr
     for _ in range(2):
         preempted.add(preempt_trial(slurm, sweep, preempted))
 
-    script = REFERENCE.format(scripts=str(SCRIPTS), rates=RATES, seeds=list(SEEDS), steps=STEPS)
-    plain = environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
-    run_command([sys.executable, "-c", script, str(tmp_path / "reference")], plain, timeout=200)
-
     def status() -> dict[str, Any]:
         return json.loads(hpctrain("sweep", "status", "./s", "--json"))
 
     wait_for(lambda: status()["state"] == "FAILED", 400, "the end of the sweep", interval=2.0)
     assert status()["states"] == {"FAILED": 1, "COMPLETED": 23}
     crashed = len(SEEDS) * RATES.index(0.03) + 3
-    for number in range(24):
-        if number != crashed:
-            expected = results(RunDir(tmp_path / "reference" / f"task-{number}"))
-            assert results(sweep.task(number)) == expected, number
-            assert len(expected) == STEPS
+    for number in {0, 23, *(int(name.removeprefix("task-")) for name in preempted)}:
+        trial = ["--lr", str(RATES[number // len(SEEDS)]), "--seed", str(number % len(SEEDS))]
+        arguments = [*trial, "--steps", str(STEPS), "--step-s", "0"]
+        path = tmp_path / f"reference-{number}"
+        expected = results(train_on_forked_ranks(path, Path(TRIAL), arguments, ranks=1).dir)
+        assert results(sweep.task(number)) == expected, number
+        assert len(expected) == STEPS
     assert {name for name in preempted if "resumed" in kinds(RunDir(sweep.path / name))} == preempted
     text = hpctrain("sweep", "status", "./s")
     assert f"s/task-{crashed}: rank 0 on " in text
@@ -121,10 +109,10 @@ def test_early_stopping_saves_a_third_of_the_steps(slurm, hpctrain, tmp_path):
 
     wait_for(lambda: status()["state"] == "COMPLETED", 400, "the end of the sweep", interval=2.0)
     trials = status()["trials"]
-    states = {one["run_id"]: one["state"] for one in trials}
+    states = {trial["run_id"]: trial["state"] for trial in trials}
     assert (trials[0]["hparams"]["lr"], trials[0]["state"], trials[0]["step"]) == (0.1, "COMPLETED", 100)
     assert set(states.values()) == {"COMPLETED", "STOPPED_EARLY"}
-    assert sum(one["step"] for one in trials) < 2 / 3 * 100 * len(rates), trials
-    stopped = next(one for one in trials if one["state"] == "STOPPED_EARLY")
+    assert sum(trial["step"] for trial in trials) < 2 / 3 * 100 * len(rates), trials
+    stopped = next(trial for trial in trials if trial["state"] == "STOPPED_EARLY")
     assert "by ASHA" in stopped["note"]
     assert stopped["checkpoint"], "a stopped trial has saved its state"

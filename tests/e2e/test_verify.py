@@ -301,18 +301,3 @@ def test_run_with_rollbacks_is_identical(tmp_path):
     assert run.wait() == 0
     assert len(run.events("bad_loss")) == 1
     assert verify(run)["identical"]
-
-
-@pytest.mark.long
-def test_run_that_lost_a_node_is_identical_here(slurm, tmp_path):
-    shape = ["--nodes", "1:2", "--ntasks-per-node", "1"]
-    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.3)
-    run.wait_for_step(10)
-    host = run.events("started")[0]["hosts"][-1]
-    slurm.kill_node(host)
-    try:
-        assert run.wait() == 0
-    finally:
-        slurm.start_node(host)
-    assert [event["world_size"] for event in run.events("started")] == [2, 1]
-    assert assert_identical(run)["ranks"] == [2, 1]

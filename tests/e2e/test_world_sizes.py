@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -37,12 +36,3 @@ def test_same_number_of_ranks_is_bitwise_equal(reference, tmp_path):
     for stop in ((3, 5), (0, 15)):
         train(tmp_path, 4, stop=stop)
     assert_undisturbed(train(tmp_path, 4), reference(4))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_any_two_world_sizes_in_turn(reference, tmp_path):
-    for before, after in itertools.permutations((1, 2, 3, 5, 8), 2):
-        path = tmp_path / f"{before}-{after}"
-        train(path, before, *NO_DROPOUT, stop=(before - 1, 11))
-        assert_undisturbed(train(path, after, *NO_DROPOUT), reference(1, *NO_DROPOUT), rounding=True)

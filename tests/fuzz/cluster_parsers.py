@@ -171,11 +171,7 @@ PARSERS = [
         ["cpu_cores_count 0\nsimd_count 4\nlocation_id 15104\ndomain 0\nunique_id 99\n"],
         call=read_kernel_file("kfd/0/properties", lambda: amd_gpus.list_amd_gpus(FOLDER / "kfd")),
     ),
-    Parser(
-        cpu_binding._read_cpus,
-        ["0-3,8\n"],
-        call=lambda text: cpu_binding._read_cpus(write_file(text)),
-    ),
+    Parser(cpu_binding._read_cpus, ["0-3,8\n"], call=lambda text: cpu_binding._read_cpus(write_file(text))),
     Parser(
         cpu_binding._read_count,
         ["8"],
@@ -218,14 +214,6 @@ PARSERS = [
         (ValueError,),
         lambda text: Connection._open(Connection.__new__(Connection), encode(text)),
     ),
-    Parser(
-        ChildRelay._on_child_message,
-        ['{"beats": 1, "step": 1, "modules": []}'],
-        call=read_child_message,
-    ),
-    Parser(
-        connection_owners._connections,
-        [CONNECTIONS],
-        call=read_connections,
-    ),
+    Parser(ChildRelay._on_child_message, ['{"beats": 1, "step": 1, "modules": []}'], call=read_child_message),
+    Parser(connection_owners._connections, [CONNECTIONS], call=read_connections),
 ]

@@ -158,9 +158,6 @@ PARSERS = [
         lambda text: hostlist.compress_hostlist(text.split(",")),
     ),
     Parser(
-        step_layout.parse_tasks_per_node,
-        ["4(x2),3", "1"],
-        (EnvironmentMismatch,),
-        slow=[("4", "(x#),3", "")],
+        step_layout.parse_tasks_per_node, ["4(x2),3", "1"], (EnvironmentMismatch,), slow=[("4", "(x#),3", "")]
     ),
 ]

@@ -132,11 +132,7 @@ PARSERS = [
     ),
     Parser(site_profile.read_profile, [SITE], (SpecError,), read_site, most_bytes=YAML_BYTES),
     Parser(
-        run_checks._refuse_other_content,
-        ["site: {}\n"],
-        (SpecError,),
-        refuse_content,
-        most_bytes=YAML_BYTES,
+        run_checks._refuse_other_content, ["site: {}\n"], (SpecError,), refuse_content, most_bytes=YAML_BYTES
     ),
     Parser(
         spec_builder._read_nodes,

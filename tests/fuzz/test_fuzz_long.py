@@ -48,9 +48,7 @@ EXEMPT = {
         "training.loop.step_sync.StepSync.read",
         "training.observe.step_timers.ComputeTimer._read_sample",
     },
-    "reads private memory that this job has written": {
-        "checkpoint.tier.memory_copies._read_markers",
-    },
+    "reads private memory that this job has written": {"checkpoint.tier.memory_copies._read_markers"},
     "returns the content without interpreting it": {
         "authentication.read_secret",
         "checkpoint.tier.tier_copier.read_small_files",

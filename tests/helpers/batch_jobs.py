@@ -22,8 +22,6 @@ finish() {
 
 @dataclass(frozen=True)
 class SlurmJobs:
-    """Submit jobs to a sandbox and run commands in its environment."""
-
     box: Sandbox
     environ: Mapping[str, str]
 
@@ -39,7 +37,6 @@ class SlurmJobs:
         return self.command("sbatch", "--parsable", *options_of_folder, *options, str(path))
 
     def submit(self, folder: Path, script: str, *options: str) -> Run:
-        """Submit a script as a run whose record names the job."""
         job_id = self.sbatch(folder, script, *options)
         return self.record(folder, job_id)
 

@@ -18,7 +18,6 @@ _NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chr
 
 
 def find() -> str | None:
-    """Return the path of an installed Chromium."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
@@ -75,7 +74,6 @@ class Chromium:
         os.close(self._out)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Call a method of the DevTools protocol and return its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -89,13 +87,11 @@ class Chromium:
         return result
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def open(self, page: Path | str, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Load a page and wait until it is ready."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -113,18 +109,15 @@ class Chromium:
             time.sleep(0.02)
 
     def mouse(self, kind: str, x: float, y: float, **params: Any) -> None:
-        """Move, press or release the mouse at a position in the window."""
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **params)
 
     def drag(self, x: float, y: float, to_x: float) -> None:
-        """Drag with the left button."""
         self.mouse("mouseMoved", x, y)
         self.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
         self.mouse("mouseMoved", to_x, y, button="left", buttons=1)
         self.mouse("mouseReleased", to_x, y, button="left", clickCount=1)
 
     def press(self, key: str) -> None:
-        """Press a key, such as `Tab`, `Enter` or a character."""
         text = {"Enter": "\r", "Space": " "}.get(key, key if len(key) == 1 else "")
         code = {"Tab": 9, "Enter": 13, "Space": 32, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
         event = {"key": " " if key == "Space" else key, "windowsVirtualKeyCode": code.get(key, 0)}

@@ -29,7 +29,6 @@ def train(
 
 
 def log_of(run: Run) -> str:
-    """The output of rank 0 in all attempts."""
     return "".join(run.dir.rank_log(attempt, 0).read_text() for attempt in run.dir.attempts())
 
 
@@ -49,7 +48,6 @@ def assert_resumed(run: Run, disturb: str, batches_per_step: int = 1) -> None:
 
 
 def assert_same_bits(result: Any, undisturbed: Any) -> None:
-    """All tensors are equal bit for bit."""
     assert len(result) == len(undisturbed) > 0
     for one, other in zip(result, undisturbed, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)

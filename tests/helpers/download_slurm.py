@@ -146,7 +146,6 @@ def _unpack(archives: Path) -> Path:
 
 
 def _mirror(codename: str) -> str:
-    """Return the mirror of the machine's own release."""
     form = "$(RELEASE) $(COMPONENT) $(REPO_URI)"
     targets = _run(["apt-get", "indextargets", "--format", form, "Created-By: Packages"]).splitlines()
     for release, component, mirror in (line.split(maxsplit=2) for line in targets):

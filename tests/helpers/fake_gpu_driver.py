@@ -134,7 +134,6 @@ class DetailedFakeDriver(FakeDriver):
 
 
 def install_fake_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
-    """Make pynvml call `driver`."""
     for name in dir(pynvml):
         if name.startswith("nvml") and callable(getattr(pynvml, name)):
             monkeypatch.setattr(pynvml, name, lambda *args, name=name: getattr(driver, name)(*args))

@@ -48,7 +48,6 @@ class FakeSlurm:
 
     @property
     def calls(self) -> list[str]:
-        """The commands that were called, without arguments."""
         path = self.folder / "calls"
         return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -63,7 +62,6 @@ def queued(
     workdir: str = "/home/me/runs/r",
     raw: str = "",
 ) -> str:
-    """Return a line of squeue's output."""
     base, _, task = job.partition("_")
     het_base, _, offset = job.partition("+")
     het = (het_base, offset) if offset else ("N/A", "N/A")
@@ -74,7 +72,6 @@ def queued(
 def recorded(
     job: str, state: str, *, submit: str = "2026-11-21T08:00:00", workdir: str = "/home/me/runs/r"
 ) -> str:
-    """Return a line of sacct's output."""
     return _SEPARATOR.join((job, job, state, submit, workdir)) + "\n"
 
 

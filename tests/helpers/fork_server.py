@@ -95,13 +95,11 @@ def _wait_for_all(processes: list, timeout: float) -> str | None:
 
 
 def free_port() -> int:
-    """Return a loopback port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
 
 def torchrun_variables(rank: int, ranks: int, nodes: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank."""
     ranks_per_node = ranks // nodes
     return {
         "RANK": str(rank),
@@ -144,7 +142,6 @@ def enter_rank(variables: Mapping[str, str], output: Path) -> None:
 
 
 def run_script(script: Path, args: list[str], variables: dict[str, str], output: Path) -> None:
-    """Run a Python script in this forked process, with these variables."""
     enter_rank(variables, output)
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.parent))

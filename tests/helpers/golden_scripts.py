@@ -56,7 +56,6 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def golden_spec(name: str) -> JobSpec:
-    """Return the job with that name."""
     defaults = {"script": "/home/me/train.py", "name": "train", "run_id": "train-1", "backend": "slurm"}
     paths = {"run_dir": "/home/me/runs/train-1", "workdir": "/home/me", "python": "/usr/bin/python3"}
     return JobSpec(**{**defaults, **paths, **JOBS[name]})

@@ -44,8 +44,6 @@ _PLACEHOLDERS = {
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a launch."""
-
     variables: dict[str, str]
     truth: dict[str, Any] | None
     """Its true rank: fields of `Ranks`, its own `host`, and rank 0's `main_host`. None for a process that
@@ -54,8 +52,6 @@ class Process:
 
 @dataclass(frozen=True)
 class Record:
-    """The record that a process wrote."""
-
     pid: int
     parent: int
     told: dict[str, int]
@@ -81,8 +77,6 @@ class Record:
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts ranks."""
-
     name: str
     command: str
     """A shell command. PROBE is each rank's program, node0 … are the cluster's nodes, FOLDER is empty."""

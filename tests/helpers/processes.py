@@ -26,7 +26,6 @@ def run_processes(run_dir: Path) -> list[ProcessInfo]:
 
 
 def assert_no_process_left(run_dir: Path, timeout: float = 10.0) -> None:
-    """Fail if processes of the run remain after `timeout` seconds, and list them."""
     deadline = deadline_in(timeout)
     while remaining := run_processes(run_dir):
         if time.monotonic() > deadline:

@@ -35,7 +35,6 @@ def open_store(folder: Path, node: str | None = None, **options: object) -> Chec
 
 
 def shared_folder(folder: Path) -> Path:
-    """Return the folder to which a store with a second tier copies."""
     return folder / "shared" / "run" / "checkpoints"
 
 

@@ -70,8 +70,6 @@ def run_on_ranks(
 
 
 class _Rank:
-    """The process of a rank, as seen by the test."""
-
     def __init__(
         self,
         call: tuple[str, str, bytes],
@@ -144,7 +142,6 @@ def _run(
     connection: Connection,
     limit_s: float,
 ) -> None:
-    """Call the function in the process of a rank."""
     os.setpgid(0, 0)
     enter_rank(variables, output)
     faulthandler.dump_traceback_later(max(1.0, limit_s - 1.0))

@@ -34,13 +34,10 @@ class RunHistory:
         """Add an event, that many seconds after the previous record."""
         self.now += seconds
         self.attempt += kind == "started"
-        self.events.append(
-            {"time": self.now, "attempt": max(0, self.attempt), "kind": kind, **fields},
-        )
+        self.events.append({"time": self.now, "attempt": max(0, self.attempt), "kind": kind, **fields})
         return self
 
     def steps(self, first: int, last: int, *, every: float, **fields: Any) -> RunHistory:
-        """Add steps `first` to `last`, each taking `every` seconds."""
         for step in range(first, last + 1):
             self.now += every
             record = {"loss": 1 / step, "step": step, "epoch": 0, "time": self.now, "attempt": self.attempt}
@@ -73,7 +70,6 @@ def disturbed_run(*, last_step: int = 300) -> RunHistory:
 
 
 def write_run(folder: Path, history: RunHistory, **spec: Any) -> RunDir:
-    """Write a run folder from a history."""
     run = RunDir(folder)
     run.path.mkdir(parents=True, exist_ok=True)
     for path, records in ((run.events, history.events), (run.metrics, history.metrics)):

@@ -16,7 +16,6 @@ _ETC = Path("/etc/netns")
 
 
 def need_separate_hosts() -> None:
-    """Skip if they are unavailable; with CI=true, fail."""
     problem = None
     if os.geteuid() != 0:
         problem = "needs root, for it makes network namespaces"
@@ -72,7 +71,6 @@ class SeparateHosts:
     def start(
         self, host: str, argv: Sequence[str | Path], env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Start a command on `host`."""
         return subprocess.Popen(
             self.words(host, argv),
             env=environment({"PATH": _PATH, **(env or {})}),
@@ -83,12 +81,10 @@ class SeparateHosts:
         )
 
     def words(self, host: str, argv: Sequence[str | Path]) -> list[str]:
-        """Return the command that runs a command on `host`."""
         renamed = ["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"]
         return ["ip", "netns", "exec", self._space(host), *renamed, *map(str, argv)]
 
     def plug(self, host: str, *, plugged: bool) -> None:
-        """Connect or disconnect the network of `host`."""
         self._ip("-n", self._space("hub"), "link", "set", host, "up" if plugged else "down")
 
     def _add(self, name: str) -> None:

@@ -56,7 +56,6 @@ class SeparateSlurm:
     def run(
         self, argv: Sequence[str | Path], timeout: float = 60.0, *, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the controller's host. See `helpers.commands.run_command`."""
         return run_command(self._hosts.words("n1", argv), self.env, timeout=timeout, check=check)
 
     def call_hpctrain(self, args: Sequence[str], _env: Mapping[str, str], **options: Any) -> Any:
@@ -70,7 +69,6 @@ class SeparateSlurm:
         return dict(line.split() for line in result.stdout.splitlines())
 
     def isolate(self, node: str) -> None:
-        """Cut all network traffic to and from the node."""
         self._hosts.plug(self._host(node), plugged=False)
 
     def reconnect(self, node: str) -> None:
@@ -86,7 +84,6 @@ class SeparateSlurm:
         assert process.returncode == 0, f"{daemon.label}: {out}{err}{daemon.log_tail()}"
 
     def _write_conf(self) -> None:
-        """Write the sandbox's configuration with separate hosts instead of this one."""
         hosts = {self._host(node): node for node in self.nodes}
         addresses = {name: self._hosts.address(name) for name in self._hosts.names}
         for name in self._hosts.names:

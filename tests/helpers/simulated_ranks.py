@@ -16,8 +16,6 @@ _LIMIT_S = 30.0
 
 
 class SimulatedGroup:
-    """The exchange between the threads of a group."""
-
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._barrier = threading.Barrier(world_size, timeout=_LIMIT_S)
@@ -79,7 +77,6 @@ def train_steps(
     state: dict[str, Any] | None = None,
     micro_batch_size: int | None = None,
 ) -> TrainedSteps:
-    """Train `num_steps` steps on `world_size` ranks, or to the end."""
     group = SimulatedGroup(world_size)
 
     def train(rank: int) -> tuple[list[dict[str, Any]], dict[str, Any], bool, list[str]]:

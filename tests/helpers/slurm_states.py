@@ -25,8 +25,6 @@ _MEANING = {
 
 
 class JobStates:
-    """The states of all jobs at one moment."""
-
     def __init__(self, environ: Mapping[str, str]) -> None:
         fields = "--Format=JobArrayID:60,State:20,RestartCnt:10"
         command = ["squeue", "--noheader", "--all", "--states=all", "--array", fields]

@@ -28,7 +28,6 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def need_ssh() -> None:
-    """Skip if they are unavailable; with CI=true, fail."""
     problem = None
     if os.geteuid() != 0:
         problem = "needs root, for sshd"
@@ -42,8 +41,6 @@ def need_ssh() -> None:
 
 
 class Laptop:
-    """A home folder with an SSH configuration and a project."""
-
     def __init__(self, folder: Path) -> None:
         self.home, self.project = folder / "laptop", folder / "laptop" / "project"
         self.project.mkdir(parents=True)
@@ -167,13 +164,11 @@ class SshCluster:
         self.laptop.config.write_text("".join([*kept, block]))
 
     def close_connection(self) -> None:
-        """Close the open connection of the laptop, if any."""
         command = SshConnection(self.name, self.laptop.env).command("")
         control = next(word for word in command if word.startswith("ControlPath="))
         run_command(["ssh", "-o", control, "-O", "exit", self.name], self.laptop.env, check=False)
 
     def stop(self) -> None:
-        """End sshd and all connections."""
         self.close_connection()
         self._process.terminate()
         self._process.wait(10)
@@ -210,7 +205,6 @@ class CuttingProxy:
         _shut_down(source, target)
 
     def cut(self) -> None:
-        """Cut all connections now."""
         _shut_down(*(end for pair in self._pairs for end in pair))
 
     def silence(self) -> None:

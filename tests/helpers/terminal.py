@@ -44,7 +44,6 @@ class Terminal:
 
     @property
     def output(self) -> str:
-        """All output that has been read."""
         return self._all.decode(errors="replace")
 
     def resize(self, rows: int, columns: int) -> None:
@@ -63,7 +62,6 @@ class Terminal:
         return before.decode(errors="replace")
 
     def wait(self, limit_s: float = 60.0) -> int:
-        """Return the exit code of the command."""
         deadline = deadline_in(limit_s)
         while self._read(deadline):
             pass
@@ -85,7 +83,6 @@ class Terminal:
 
 
 def run_on_terminal(argv: Sequence[str], cwd: Path, columns: int) -> str:
-    """Return the output of a command on a terminal of that many columns."""
     env = {"COLUMNS": str(columns), "LINES": "20", "NO_COLOR": "1"}
     with Terminal(argv, cwd, env) as terminal:
         assert terminal.wait() == 0

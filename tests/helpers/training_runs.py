@@ -71,7 +71,6 @@ class Run:
         wait_for(lambda: max(self.losses(), default=0) >= step, RUN_LIMIT_S, f"step {step} of {self.path}")
 
     def wait(self, limit_s: float = RUN_LIMIT_S) -> int:
-        """Wait for the end of the run; return the exit code."""
         try:
             result = self.hpctrain("wait", str(self.path), timeout=limit_s, check=False)
         except AssertionError as error:
@@ -79,7 +78,6 @@ class Run:
         return result.returncode
 
     def describe(self) -> str:
-        """Return all records and processes of the run, to explain why it does not end."""
         parts = [f"{event}" for event in self.dir.read_events()]
         for log in (self.dir.supervisor_log, self.dir.slurm_log):
             if log.exists():
@@ -98,7 +96,6 @@ class Run:
         return sorted(matching, key=lambda process: process.parent in pids)
 
     def ranks(self) -> dict[int, ProcessInfo]:
-        """Return the processes of the ranks that are training now."""
         attempt = str(max(self.dir.attempts()))
         ranks = [
             process
@@ -172,7 +169,6 @@ def train_on_forked_ranks(
 
 
 def preempt(env: Mapping[str, str], *, nodes: int = 4, seconds: int = 2) -> None:
-    """Submit an urgent job that preempts that many nodes of the cluster."""
     options = ["--partition=urgent", f"--nodes={nodes}", "--exclusive", "--output=/dev/null"]
     run_command(["sbatch", *options, f"--wrap=sleep {seconds}"], env)
 
@@ -204,7 +200,6 @@ def assert_undisturbed(
 
 
 def assert_every_sample_once(run: Run, num_epochs: int = NUM_EPOCHS) -> None:
-    """Fail unless every sample was trained once per epoch."""
     epochs = {epoch: sorted(indices) for epoch, indices in samples_by_epoch(run).items()}
     assert epochs == {epoch: list(range(NUM_SAMPLES)) for epoch in range(num_epochs)}
 

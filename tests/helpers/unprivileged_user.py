@@ -45,7 +45,6 @@ class UnprivilegedUser:
         _remove(self.name)
 
     def run(self, argv: Sequence[str | Path], env: Mapping[str, str] | None = None, **options: Any) -> Any:
-        """Run a command as the user. See `helpers.commands.run_command`."""
         ids = [f"--reuid={self.name}", f"--regid={self.name}", "--clear-groups"]
         variables = {**(env or {}), "HOME": str(self.home), "USER": self.name, "LOGNAME": self.name}
         # setpriv may execute files that the user may not, env may not.

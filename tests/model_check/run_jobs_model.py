@@ -204,10 +204,7 @@ def _slurm_steps(world: World, job: Job) -> Iterator[Step]:
         if job.start + 1 < MAX_STARTS and world.site_requeues:
             yield Step("is requeued", world.put(Job(job.id, "pending", job.start + 1)))
         if job.deaths < MAX_DEATHS:
-            yield Step(
-                "its supervisor is killed",
-                world.put(Job(*job[:3], job.deaths + 1, "read")),
-            )
+            yield Step("its supervisor is killed", world.put(Job(*job[:3], job.deaths + 1, "read")))
 
 
 def _supervisor_steps(world: World, job: Job) -> Iterator[Step]:

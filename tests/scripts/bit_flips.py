@@ -62,7 +62,6 @@ class BitFlip(hpctrain.Callback):
         self._before_step()
 
     def _add_hook(self) -> None:
-        """Add the hook that flips a bit in a backward or forward pass."""
         chance = random.Random(self.seed)
         handle: Any = None
 

@@ -18,7 +18,6 @@ _KIND, _, _STEP = os.environ.get("DISTURB", "").partition(":")
 
 
 def after_step(step: int) -> None:
-    """Disturb the run if it is time."""
     if not _KIND or os.environ["HPCTRAIN_ATTEMPT"] != "0":
         return
     if step == int(_STEP) and os.environ["RANK"] == "1":

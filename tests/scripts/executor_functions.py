@@ -19,7 +19,6 @@ RUN_DIR = "HPCTRAIN_RUN_DIR"
 
 
 def introduce(base: int) -> tuple[int, int, float]:
-    """Return rank, world size, and a sum over all ranks."""
     total = torch.tensor([float(base + dist.get_rank())])
     dist.all_reduce(total)
     print(f"rank {dist.get_rank()} says hello")
@@ -90,7 +89,6 @@ class Count:
 
 
 def die_once(rank: int) -> str:
-    """One rank is killed in the first attempt."""
     attempt = os.environ["HPCTRAIN_ATTEMPT"]
     if dist.get_rank() == rank and attempt == "0":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 
 def mpi_ranks(library: str) -> dict[str, int]:
-    """Return rank and number of processes from the MPI library."""
     mpi = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     # mpi.h: MPICH's handles are numbers, Open MPI's are addresses.
     world = (
@@ -35,7 +34,6 @@ def mpi_ranks(library: str) -> dict[str, int]:
 
 
 def horovod_ranks() -> dict[str, int]:
-    """The same from Horovod."""
     import horovod.torch as hvd
 
     hvd.init()

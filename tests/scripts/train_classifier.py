@@ -36,7 +36,6 @@ def pause(phase: str) -> None:
 
 
 def never_return(mode: str) -> None:
-    """Hang in a way that the mode names."""
     if mode == "loop":
         while True:
             pass

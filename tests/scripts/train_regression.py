@@ -118,8 +118,6 @@ KINDS = {kind.__name__.lower(): kind for kind in (Regression, Noisy, Tokens, Gan
 
 
 class EndOnOneRank(hpctrain.Callback):
-    """End the training on one rank only, after a step."""
-
     def __init__(self, last_step: int) -> None:
         self.last_step = last_step
 

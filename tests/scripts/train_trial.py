@@ -12,9 +12,6 @@ from torch.utils.data import TensorDataset
 
 import hpctrain
 
-#: Values of the trial that always crashes.
-CRASH = (0.03, 3)
-
 
 class Regression(hpctrain.Module):
     def __init__(self, lr: float, step_s: float) -> None:
@@ -35,22 +32,6 @@ class Regression(hpctrain.Module):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def train(lr: float, seed: int, steps: int, *, step_s: float = 0.0, run_dir: str | None = None) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(256, 8, generator=generator)
-    data = TensorDataset(x, x.sum(1, keepdim=True))
-    trainer = hpctrain.Trainer(
-        max_steps=steps,
-        global_batch_size=16,
-        seed=seed,
-        validate_every=5,
-        checkpoint_every=10,
-        run_dir=run_dir,
-        hparams={"lr": lr},
-    )
-    trainer.fit(Regression(lr, step_s), data, data)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
@@ -58,7 +39,17 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if (args.lr, args.seed) == CRASH:
+    if (args.lr, args.seed) == (0.03, 3):
         raise ValueError(f"lr {args.lr} is too high for seed {args.seed}")
-    slow = int(os.environ.get("HPCTRAIN_ATTEMPT", 0)) == 0
-    train(args.lr, args.seed, args.steps, step_s=args.step_s if slow else 0.0)
+    is_slow = os.environ.get("HPCTRAIN_ATTEMPT", "0") == "0"
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    trainer = hpctrain.Trainer(
+        max_steps=args.steps,
+        global_batch_size=16,
+        seed=args.seed,
+        validate_every=5,
+        checkpoint_every=10,
+        hparams={"lr": args.lr},
+    )
+    trainer.fit(Regression(args.lr, args.step_s if is_slow else 0.0), data, data)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -84,9 +85,9 @@ class BlocksBase:
 
     def configure_optimizers(self):
         if self.optimizers == 2:
-            parts = [list(self.net.parameters()), [self.scale, self.bias]]
-            both = [torch.optim.AdamW(part, lr=0.02) for part in parts]
-            return both, [torch.optim.lr_scheduler.CosineAnnealingLR(each, 60) for each in both]
+            groups = [list(self.net.parameters()), [self.scale, self.bias]]
+            both = [torch.optim.AdamW(group, lr=0.02) for group in groups]
+            return both, [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60) for optimizer in both]
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
 
@@ -116,49 +117,32 @@ def lightning_blocks() -> type:
 
 
 class Turns(Blocks):
-    """The optimizers alternate."""
-
     def training_step(self, batch, batch_idx, optimizer_idx):
         return super().training_step(batch, batch_idx)
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """The samples, one after the other."""
-
     def __iter__(self):
         return zip(*samples(), strict=True)
 
 
-def train_manually(num_steps: int, **kind: bool) -> dict[str, torch.Tensor]:
-    """Return the weights from a loop without hpctrain, on one process, with whole batches."""
+def train_manually(num_steps: int, **kind: bool | int) -> dict[str, torch.Tensor]:
+    """Return the weights from a loop without hpctrain, on one process, with whole batches.
+
+    Of two optimizers, the second one sees the first one's changes.
+    """
     module = Blocks(**kind)
-    optimizer, scheduler = module.configure_optimizers()
-    x, y = samples()
-    batches = [
-        (
-            SampleOrder(NUM_SAMPLES, SEED).indices(epoch, start, min(start + BATCH, NUM_SAMPLES)),
-            start // BATCH,
-        )
-        for epoch in range(num_steps)
-        for start in range(0, NUM_SAMPLES, BATCH)
-    ]
-    for indices, batch_idx in batches[:num_steps]:
-        module.training_step((x[indices], y[indices]), batch_idx)["loss"].backward()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return module.state_dict()
-
-
-def train_alternately(num_steps: int) -> dict[str, torch.Tensor]:
-    """The same with two optimizers; the second one sees the first one's changes."""
-    module = Blocks(optimizers=2)
     optimizers, schedulers = module.configure_optimizers()
+    if isinstance(optimizers, torch.optim.Optimizer):
+        optimizers, schedulers = [optimizers], [schedulers]
     x, y = samples()
-    for number in range(num_steps):
-        indices = SampleOrder(NUM_SAMPLES, SEED).indices(0, number * BATCH, (number + 1) * BATCH)
+    starts = list(range(0, NUM_SAMPLES, BATCH))
+    for step in range(num_steps):
+        epoch, batch_idx = divmod(step, len(starts))
+        start = starts[batch_idx]
+        indices = SampleOrder(NUM_SAMPLES, SEED).indices(epoch, start, min(start + BATCH, NUM_SAMPLES))
         for optimizer in optimizers:
-            module.training_step((x[indices], y[indices]), 0)["loss"].backward()
+            module.training_step((x[indices], y[indices]), batch_idx)["loss"].backward()
             optimizer.step()
             module.zero_grad()
         for scheduler in schedulers:
@@ -166,16 +150,14 @@ def train_alternately(num_steps: int) -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
+train_alternately = partial(train_manually, optimizers=2)
+
+
 def train(settings: dict) -> dict:
     kind = Turns if settings.pop("turns", False) else Blocks
     kind = lightning_blocks() if settings.pop("lightning", False) else kind
-    module = kind(
-        **{
-            name: settings.pop(name)
-            for name in ("norm", "stop_at", "overflow_at", "sleep", "optimizers", "sometimes")
-            if name in settings
-        }
-    )
+    names = ("norm", "stop_at", "overflow_at", "sleep", "optimizers", "sometimes")
+    module = kind(**{name: settings.pop(name) for name in names if name in settings})
     if settings.get("strategy") == "late":
         register_late()
     steps = settings.pop("max_steps", 2)
@@ -210,7 +192,6 @@ def register_late() -> None:
 
 
 def equal_on_all_ranks(weights: dict[str, torch.Tensor]) -> bool:
-    """Return True if all ranks have equal weights."""
     if not dist.is_initialized():
         return True
     all_weights: list = [None] * dist.get_world_size()

@@ -67,8 +67,6 @@ _SURVIVABLE = frozenset(
 
 @dataclass(frozen=True)
 class SimConfig:
-    """A site and a run."""
-
     spec: JobSpec
     num_cluster_nodes: int
     requeues: bool
@@ -92,7 +90,6 @@ class SimConfig:
 
 
 def make_config(seed: int, run_dir: str) -> SimConfig:
-    """Return the site and the run of a seed."""
     rng = random.Random(f"config-{seed}")
     nodes = rng.choice((1, 2, 2, 3))
     limit = rng.choice((None, None, 150.0, 400.0))

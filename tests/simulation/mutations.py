@@ -13,7 +13,6 @@ from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import SchedulerError
 from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
-from hpctrain.supervisor.buffered_storage import BufferedStorage
 from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
 from hpctrain.supervisor.node_monitors import ScaleUpMonitor
 from hpctrain.supervisor.notifications import Notifier
@@ -41,7 +40,6 @@ def _drop_newest(self: Retention, scores: Any, *_: object) -> set[int]:
 
 
 def _submit_again(run: Any, spec: Any, job_id: str, environ: Any, changes: Any) -> str:
-    """Submit after a lost answer without searching the queue."""
     for _ in range(20):
         try:
             return successor._submit(run, spec, job_id, environ, changes)
@@ -71,17 +69,6 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a replaced holder keeps its lease": [
         _edit(lease.Lease, "_renew_once", "newest > self._number and", "newest > self._number + 1 and")
     ],
-    "the queue is searched only before the first submission": [
-        _edit(
-            successor,
-            "_submit_once",
-            "find_successor(run, job_id, environ) or",
-            "(find_successor(run, job_id, environ) if system.monotonic() < deadline - 24.0 else None) or",
-        )
-    ],
-    "a step saved again is progress": [
-        _edit(History, "from_events", "(step or 0) > newest", "(step or 0) >= newest")
-    ],
     "a counted step is progress": [
         _edit(History, "from_events", 'kind == "resumed" and "checkpoint" in event', 'kind == "resumed"')
     ],
@@ -99,31 +86,19 @@ MUTATIONS: dict[str, list[Patch]] = {
     "the lease is not renewed": [
         _edit(lease.Lease, "_renew_once", "self._write_holder(self._number, self._me)", "pass")
     ],
-    "without an answer from Slurm, a holder counts as dead": [
-        _edit(lease, "counts_as_alive", "held.age_s < expiry_s", "False")
-    ],
     "a requeue is tried only once": [
         _edit(requeuer.Requeuer, "relocate", "or not moved.is_transient", "or moved")
     ],
     "failures are not counted": [_edit(History, "from_events", "failures.append(past)", "pass")],
-    "an attempt without a folder has no number": [
-        _edit(BufferedStorage, "names", "*(path.name for path in self._folders if path.parent == folder)", "")
-    ],
     "ranks stop at the earliest step": [_edit(StopAgreement, "_common_step", "max(steps)", "min(steps)")],
     "a request to cancel is ignored": [
         _edit(requeuer.Requeuer, "intent", "self.run.cancel_request.exists()", "False")
-    ],
-    "the oldest checkpoints are kept": [
-        _edit(Retention, "steps_to_keep", "steps[-self.last :]", "steps[: self.last]")
     ],
     "all nodes count as free": [
         _edit(ScaleUpMonitor, "check", "self.num_nodes + nodes.num_free(excluded)", "self.spec.nodes")
     ],
     "the end of a run is not notified": [
         _edit(Notifier, "run", "self._check_with_retries()\n    deadline", "deadline")
-    ],
-    "earlier events are notified again": [
-        _edit(Notifier, "__init__", "while self._events.read():", "while False:")
     ],
 }
 

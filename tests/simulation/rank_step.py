@@ -32,8 +32,6 @@ _NAMES = {number: signal.strsignal(number) for number in signal.Signals}
 
 
 class SimRank:
-    """A process of a step."""
-
     def __init__(self, step: RankStep, rank: int, host: str) -> None:
         self.step, self.rank, self.host = step, rank, host
         self.is_alive = False
@@ -72,8 +70,6 @@ class SimRank:
 
 
 class RankStep:
-    """A step that srun started, with its training."""
-
     def __init__(self, world: World, popen: SimPopen, words: list[str]) -> None:
         self.world, self.popen, self.scheduler = world, popen, world.scheduler
         options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
@@ -110,7 +106,6 @@ class RankStep:
 
     @property
     def is_listed(self) -> bool:
-        """True if Slurm lists the step."""
         lost = any(rank.host in self.world.slurm.unresponsive for rank in self.ranks)
         return self.is_launched and (any(rank.is_alive for rank in self.ranks) or lost)
 
@@ -327,7 +322,6 @@ class RankStep:
         self.world.append(path, record)
 
     def _leave(self, code: int) -> None:
-        """Let all ranks exit, one after the other."""
         self.is_leaving = True
         self._progress("end")
         if code == 0:
@@ -338,7 +332,6 @@ class RankStep:
     # -- failures
 
     def fail(self, rank: SimRank, error: str, message: str) -> None:
-        """Let a rank fail with an exception."""
         if not rank.is_alive:
             return
         record = {"rank": rank.rank, "host": rank.host, "kind": "exception", "error": error}
@@ -380,7 +373,6 @@ class RankStep:
     # -- signals
 
     def signal(self, number: int) -> None:
-        """Signal all ranks of the step."""
         self.later(0.0, 0.5, lambda: self._receive(number))
 
     def _receive(self, number: int) -> None:

@@ -29,8 +29,6 @@ class Violation(AssertionError):
 
 
 class SimProcess:
-    """A process: its threads, signal handlers and host."""
-
     def __init__(self, scheduler: Scheduler, host: str, name: str) -> None:
         self.scheduler, self.host, self.name = scheduler, host, name
         scheduler.processes.append(self)
@@ -192,7 +190,6 @@ class Scheduler:
         Scheduler.current = self
 
     def trace(self, *words: object) -> None:
-        """Add an event to the trace."""
         text = f"{self.now:.3f} {' '.join(map(str, words))}".replace(self.root, "")
         self.trace_hash = zlib.crc32(text.encode(), self.trace_hash)
         if self.log is not None:
@@ -271,7 +268,6 @@ class Scheduler:
         self._hand_over(self._next(None))
 
     def run(self) -> None:
-        """Run until no event is left. Called by the main thread."""
         following = self._next(None)
         if following is not None:
             self._hand_over(following)

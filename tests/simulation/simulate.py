@@ -70,7 +70,6 @@ def _kill_orphans(_run: str, before: int = sys.maxsize) -> list[int]:
 
 
 def _connect(address: tuple[str, int], timeout: float) -> io.StringIO:
-    """Connect to a node's slurmd."""
     simulated_system.sleep(0.01)
     slurm = _world().slurm
     if address[0] in slurm.unresponsive | slurm.down:
@@ -136,8 +135,6 @@ def simulated_supervisor(*, log: bool = False) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SeedResult:
-    """Result of a seed."""
-
     seed: int
     faults: tuple[Fault, ...]
     trace_hash: int
@@ -153,7 +150,6 @@ def _own_root() -> Path:
 
 
 def run_seed(seed: int, faults: Sequence[Fault] | None = None, *, record: bool = False) -> SeedResult:
-    """Simulate a run, with the faults of the seed or with these faults."""
     root = _own_root()
     folder = root / "run"
     config = make_config(seed, str(folder))
@@ -227,7 +223,6 @@ def _enter() -> None:
 
 
 def _run_chunk(seeds: Sequence[int], deadline: float) -> tuple[int, Counter[str], list[str]]:
-    """Run some seeds; return the number of events, the outcomes and the failures."""
     events, outcomes, failures = 0, Counter[str](), []
     for seed in seeds if time.time() < deadline else ():
         result = run_seed(seed)
@@ -239,7 +234,6 @@ def _run_chunk(seeds: Sequence[int], deadline: float) -> tuple[int, Counter[str]
 
 
 def _repeat(seed: int, names: Sequence[str] | None) -> int:
-    """Run one seed and print its trace."""
     faults = None if names is None else [Fault.parse(name) for name in names if name != "none"]
     out = sys.stdout
     with simulated_supervisor(log=True):
@@ -250,7 +244,6 @@ def _repeat(seed: int, names: Sequence[str] | None) -> int:
 
 
 def main() -> int:
-    """Run the seeds that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:10000", help="FIRST:LAST, or one seed, whose trace is printed")
     parser.add_argument("--fault", action="append", help="replaces the faults of one seed; none: no faults")

@@ -31,12 +31,10 @@ class SimDisk:
         self._created: dict[str, tuple[float, str]] = {}
 
     def has(self, fault: str) -> bool:
-        """True during a window of this fault."""
         now = self.scheduler.now
         return any(kind == fault and begin <= now < end for kind, begin, end in self.windows)
 
     def check(self, path: Any, *, writes: bool) -> None:
-        """Raise the error of the disk's present fault."""
         if self.has("away"):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         if writes and self.has("full"):
@@ -66,7 +64,6 @@ class SimDisk:
         return written
 
     def created(self, path: Any) -> None:
-        """Remember where and when a name was created."""
         process = self.scheduler.process
         if self.windows and process is not None:
             self._created[os.fspath(path)] = self.scheduler.now, process.host
@@ -128,8 +125,6 @@ def _after_link(disk: SimDisk, target: Any) -> None:
 
 
 def _to_file(name: str) -> Callable[..., int]:
-    """Return the replacement of a function that writes to a file descriptor."""
-
     def call(fd: int, data: bytes, *offset: int) -> int:
         if _disk is None or Scheduler.current.process is None:
             return int(_REAL[name](fd, data, *offset))

@@ -97,7 +97,6 @@ class Batch:
             self._world.slurm.on_batch_exit(self._job, code if code >= 0 else 128 - code)
 
     def signal(self, number: int) -> None:
-        """Signal the batch script, which forwards SIGTERM."""
         if number == signal.SIGKILL:
             self.is_alive = False
             self.supervisor.end(-number)
@@ -115,8 +114,6 @@ class Batch:
 
 
 class SimSlurm:
-    """The controller, its jobs and its nodes."""
-
     def __init__(self, world: World) -> None:
         self.world, self.scheduler = world, world.scheduler
         config = world.config
@@ -244,7 +241,6 @@ class SimSlurm:
         return self.site.requeues and job.can_be_requeued
 
     def end_job(self, job: Job, state: str, *, requeue: bool = False, reason: str = "") -> None:
-        """End a running job: SIGTERM to all processes, SIGKILL after KillWait."""
         if job.state != "RUNNING":
             return
         job.state, job.final, job.is_requeued = "COMPLETING", state, requeue
@@ -583,7 +579,6 @@ class SimPopen:
             self._wake()
 
     def print_line(self, line: str) -> None:
-        """Print a line of srun."""
         self._lines.append(line)
         self._wake()
 

@@ -36,8 +36,6 @@ _HANDLING_S = 10.0
 
 
 class World:
-    """A run on a simulated cluster."""
-
     def __init__(self, seed: int, config: SimConfig, faults: Sequence[Fault], root: Path) -> None:
         self.config, self.faults, self.root = config, faults, root
         self.scheduler = Scheduler(seed)
@@ -105,7 +103,6 @@ class World:
         return getattr(popen, "step", None)
 
     def kill_orphans(self, host: str, before: int) -> None:
-        """Kill the ranks and the sruns of earlier attempts on a host."""
         for step in self._steps:
             if step.attempt < before:
                 for rank in step.ranks:
@@ -115,7 +112,6 @@ class World:
                     step.popen.finish(-signal.SIGKILL)
 
     def print(self, line: str) -> None:
-        """Print to the log of the job."""
         with open(self.run.slurm_log, "a") as log:
             log.write(line + "\n")
 
@@ -344,7 +340,6 @@ class World:
                 self.fail(f"jobs {sorted(jobs)} both continue job {predecessor}")
 
     def on_continuation(self, job: Job, what: str, issued_at: float) -> None:
-        """Check a requeue or a successor that the supervisor requested at this time."""
         if (finished := self._finished_before(issued_at)) is not None:
             self.fail(f"job {job.name} is {what}, although the run is {finished}")
         alike = [other.name for other in self.slurm.jobs if other.argv == job.argv and other.is_active]
@@ -354,7 +349,6 @@ class World:
             self.fail(f"jobs {alike} have the same predecessor")
 
     def on_batch_end(self, job: Job, *, is_requeued: bool) -> None:
-        """Check a requeue by Slurm after the end of a batch script."""
         assert job.batch is not None
         code = job.batch.supervisor.code
         has_exited = code is not None and code >= 0 and code != EXIT_CONTINUE
@@ -439,7 +433,6 @@ class World:
             self.fail(f"the run is requeued for {nodes} nodes, although {down} are down")
 
     def _must_complete(self) -> bool:
-        """True if nothing excuses another end than COMPLETED."""
         spec, faults = self.config.spec, self.faults
         if not self.config.requeues and spec.resume_mode == "requeue":
             return False
