@@ -166,7 +166,7 @@ def write_section(section: Section, found: dict[str, Any], results: list[Result]
     for result in results:
         if result.headline or not result.is_met or (result.limit is not None and not has_headlines):
             span = f" ({result.format_range().replace(' to ', '–')})" if result.lowest is not None else ""
-            limit = f"; limit: {result.format_limit()}" if result.limit is not None else ""
+            limit = "" if result.is_met else f"; limit: {result.format_limit()}"
             figure = f"{format_figure(result.value)} {result.unit}".strip()
             lines.append(f"- {result.name}: **{figure}**{span}{limit}")
     script = f"`benchmarks/{section.name}.py {found['options']}`".replace(" `", "`")

@@ -3,7 +3,8 @@
     .venv/bin/python scripts/write_options.py
 
 The content between `<!-- options of COMMAND -->` and `<!-- end of options -->` is replaced. For `submit`, it
-contains the options by group; for `the others`, a section for each other command.
+contains the options by group; for `the others`, a section for each other command with the names of its
+options.
 """
 
 from __future__ import annotations
@@ -49,12 +50,11 @@ def _others() -> Iterator[str]:
             arguments = " ".join(context.command.collect_usage_pieces(context)).removeprefix("[OPTIONS]")
             yield f"### `{f'{context.command_path} {arguments.strip()}'.strip()}`\n"
             yield (context.command.help or "").partition("\n\n")[0].replace("\n", " ") + "\n"
-            options = _options(context)
-            yield from _list((option for option in options if option.name not in SHARED), context)
-            if shared := [f"`{option.opts[-1]}`" for option in options if option.name in SHARED]:
-                yield f"- {', '.join(shared)}"
-            if options:
-                yield ""
+            records = (
+                option.get_help_record(context) for option in _options(context) if option.name not in SHARED
+            )
+            if names := [f"`{record[0]}`" for record in records if record]:
+                yield f"Options: {', '.join(names)}\n"
 
 
 def _options(context: click.Context) -> list[click.Option]:
