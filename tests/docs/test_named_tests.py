@@ -8,15 +8,17 @@ import pytest
 from helpers import REPOSITORY
 
 
-@pytest.mark.parametrize("page", ["exactness.md", "articles.md"])
-def test_every_test_named_on_a_page_exists(page):
+@pytest.mark.parametrize(
+    ("page", "folder"), [("exactness.md", "tests"), ("articles.md", "tests"), ("faults.md", "tests/e2e")]
+)
+def test_every_test_named_on_a_page_exists(page, folder):
     text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
     named = re.findall(r"`([\w/]*test_\w+\.py)::(\w+)`", text)
     assert len(named) > 15
     missing = [
         f"{file}::{name}"
         for file, name in named
-        if f"\ndef {name}(" not in (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
+        if f"\ndef {name}(" not in (REPOSITORY / folder / file).read_text(encoding="utf-8")
     ]
     assert missing == []
 

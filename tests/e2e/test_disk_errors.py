@@ -98,25 +98,6 @@ def test_run_completes_without_its_checkpoint_folder(tmp_path):
 
 
 @pytest.mark.long
-def test_rank_killed_on_full_disk_is_restarted(small_disk):
-    """The supervisor continues from memory, and the record is complete in the end."""
-    run = submit(small_disk, 60, {20: "fill", 25: "crash", 30: "free"})
-    assert run.wait() == 0
-    # Steps of the first attempt whose records were lost with their rank are trained again.
-    assert {record["step"] for record in read_json_lines(run.dir.metrics)} == set(range(1, 61))
-    assert list_checkpoints(run.dir, verify=True)[0][-1].step == 60
-    kinds = [
-        event["kind"]
-        for event in run.dir.read_events()
-        if event["kind"] not in ("startup", "checkpoint", "failure")
-    ]
-    assert kinds == ["submitted", "started", "restart", "started", "resumed", "finished"]
-    assert any("SIGKILL" in cause for cause in failures(run.dir))
-    assert "Traceback" not in run.dir.supervisor_log.read_text() + run.dir.slurm_log.read_text()
-    assert_no_process_left(run.path)
-
-
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_permanently_read_only_disk_fails_the_run_with_that_cause(small_disk):
     run = submit(small_disk, 30, {10: "protect"})

@@ -95,12 +95,6 @@ def test_exception_is_raised_once_with_rank_host_and_log(executor):
 
 @pytest.mark.long
 @LOCAL
-def test_killed_rank_is_restarted(executor):
-    assert executor.submit(executor_functions.die_once, 1).results() == ["1", "1"]
-
-
-@pytest.mark.long
-@LOCAL
 def test_unpicklable_result_is_reported_with_its_path(executor):
     job = executor.submit(executor_functions.unpicklable, 1)
     error = job.exception()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from contextlib import suppress
@@ -17,7 +16,6 @@ from helpers.training_runs import (
     Run,
     assert_every_sample_once,
     assert_undisturbed,
-    preempt,
     submit,
     submit_script,
 )
@@ -56,42 +54,6 @@ def test_kill_of_the_batch_script(slurm, assert_like_undisturbed, tmp_path):
     os.kill(run.supervisors()[0].pid, signal.SIGKILL)
     assert_like_undisturbed(run)
     assert len(run.events("started")) == 2
-
-
-@pytest.mark.long
-def test_kill_of_all_ranks_of_a_node(slurm, assert_like_undisturbed, tmp_path):
-    shape = ["--nodes", "2", "--gpus-per-node", "2"]
-    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.2)
-    run.wait_for_step(14)
-    for rank, process in run.ranks().items():
-        if rank in (2, 3):
-            os.kill(process.pid, signal.SIGKILL)
-    assert_like_undisturbed(run, 4)
-    assert run.events("failure")[0]["rank"] in (2, 3)
-
-
-@pytest.mark.long
-def test_two_preemptions_at_random_moments(slurm, assert_like_undisturbed, tmp_path):
-    run = submit(tmp_path / "run", slurm.env, TWO, step_s=0.2, slow_attempts=2)
-    for attempt in range(2):
-        wait_for(lambda number=attempt: number in run.dir.attempts(), RUN_LIMIT_S, f"attempt {attempt}")
-        time.sleep(random.SystemRandom().uniform(0, 8))
-        preempt(slurm.env, seconds=1)
-        if attempt == 0:
-            wait_for(lambda: run.status()["state"] == "PENDING", 60, "the preemption", 0.5)
-            wait_for(lambda: run.status() and len(run.dir.attempts()) > 1, 90, "the second start", 0.5)
-    assert_like_undisturbed(run)
-    assert len(run.events("started")) >= 2
-
-
-@pytest.mark.long
-def test_time_limit_three_times_in_a_row(slurm, assert_like_undisturbed, tmp_path):
-    # Slurm counts limits in minutes, and may send its signal up to a minute early.
-    limit = ["--time", "1", "--stop-before-limit", "15"]
-    run = submit(tmp_path / "run", slurm.env, TWO, options=limit, step_s=3.0, slow_attempts=3)
-    wait_for(lambda: run.status() and len(run.events("requeue")) >= 3, 350, "three requeues", 1.0)
-    assert_like_undisturbed(run)
-    assert {event["class"] for event in run.events("requeue")} == {"time-limit"}
 
 
 @pytest.mark.long

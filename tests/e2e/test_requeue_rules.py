@@ -57,16 +57,3 @@ def test_run_cancelled_without_grace_saves_and_continues_in_a_successor(site, tm
     assert run.events("resumed")[0]["step"] == stop["step"]
     assert len(run.events("submitted")) == 2
     assert_no_process_left(run.path)
-
-
-@pytest.mark.parametrize("site", [(1, "CANCEL", 0)], indirect=True, ids=str)
-def test_run_without_successor_resumes_when_resubmitted(site, tmp_path):
-    run = submit(tmp_path / "run", site.env, SHAPE, options=["--resume-mode", "requeue"], step_s=0.2)
-    _preempt(run)
-    assert run.wait() == 4
-    stop = run.events("signal")[0]
-    assert (run.events("requeue"), stop["saved"]) == ([], True)
-    submit(run.path, site.env, SHAPE, step_s=0.0)
-    assert run.wait() == 0
-    assert run.events("resumed")[0]["step"] == stop["step"]
-    assert_no_process_left(run.path)

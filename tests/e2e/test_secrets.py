@@ -10,11 +10,10 @@ import secrets
 import stat
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left, run_processes
 from helpers.training_runs import Run
@@ -68,46 +67,42 @@ def run_secrets(run: Run) -> set[str]:
     return {value.rpartition(":")[2] for value in values if value}
 
 
-def check_secret_is_hidden(
-    env: Mapping[str, str], shape: list[str], folder: Path, standby: str = "never"
-) -> None:
-    """Train with a secret and check that nothing exposes it, during the run and after it."""
+def test_variable_and_secrets_of_a_slurm_run_are_on_no_command_line(slurm, tmp_path):
+    """Neither during the run nor after it; ranks and standby workers have secrets."""
     # In parts, so that no command line of this test contains it.
     token = "sekrit-" + secrets.token_hex(8)
-    folder.chmod(0o755)
-    (folder / "token").write_text(token)
+    tmp_path.chmod(0o755)
+    (tmp_path / "token").write_text(token)
     # Standby workers are kept only for scripts that import torch.
-    (folder / "job.py").write_text(SCRIPT if standby == "never" else f"import torch\n{SCRIPT}")
-    run = Run(folder / "run", env)
-    options = ["--no-code-snapshot", "--standby-workers", standby, "--run-dir", str(run.path)]
-    command = ["submit", *shape, *options]
+    (tmp_path / "job.py").write_text(f"import torch\n{SCRIPT}")
+    run = Run(tmp_path / "run", slurm.env)
+    options = ["--nodes=2", "--no-code-snapshot", "--standby-workers=1", f"--run-dir={run.path}"]
     variables = ["--env", "API_TOKEN", "--env", "UID=4711 $HOME"]
-    hpctrain = [sys.executable, "-m", "hpctrain"]
+    submit = [sys.executable, "-m", "hpctrain", "submit", *options, *variables, tmp_path / "job.py"]
     before = os.umask(0o002)
     try:
         with recorded_command_lines() as command_lines:
-            run_command([*hpctrain, *command, *variables, folder / "job.py"], {**env, "API_TOKEN": token})
+            run_command(submit, {**slurm.env, "API_TOKEN": token})
             wait_for(lambda: len(list(run.path.glob("saw-*"))) == 2, 60, "both ranks")
             own = run_secrets(run)
-            if standby != "never":
-                log = run.dir.supervisor_log
-                wait_for(lambda: "ready for attempt 1" in log.read_text(), 60, "standby workers")
-                own |= run_secrets(run)
-                run.kill_rank(1)
-                wait_for(lambda: len(run.events("started")) == 2, 60, "the second attempt")
-                own |= run_secrets(run)
+            log = run.dir.supervisor_log
+            wait_for(lambda: "ready for attempt 1" in log.read_text(), 60, "standby workers")
+            own |= run_secrets(run)
+            run.kill_rank(1)
+            wait_for(lambda: len(run.events("started")) == 2, 60, "the second attempt")
+            own |= run_secrets(run)
             ps = run_command(["ps", "axww", "-o", "args"]).stdout
             (run.path / "leave").touch()
             assert run.wait() == 0, run.describe()
     finally:
         os.umask(before)
     # One of the connections to the supervisor, one for each step.
-    assert len(own) == (2 if standby == "never" else 3)
+    assert len(own) == 3
     for secret in (token, *own):
         assert secret not in ps
         assert [line for line in command_lines if secret in line] == []
     for secret in own:
-        assert [path for path in folder.rglob("*") if path.is_file() and contains(path, secret)] == []
+        assert [path for path in tmp_path.rglob("*") if path.is_file() and contains(path, secret)] == []
     with_token = [path for path in run.path.rglob("*") if path.is_file() and contains(path, token)]
     assert [path.name for path in with_token] == ["spec.yaml"]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in with_token)
@@ -115,15 +110,5 @@ def check_secret_is_hidden(
     others = [path for path in run.path.rglob("*") if path.name not in ("slurm.log", "leave")]
     others = [path for path in others if not path.name.startswith("saw-")]
     assert [path for path in others if path.stat().st_mode & 0o022] == []
-    if "SLURM_CONF" in env:
-        assert stat.S_IMODE(run.dir.lease(0).parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run.dir.lease(0).parent.stat().st_mode) == 0o700
     assert_no_process_left(run.path)
-
-
-def test_variable_of_a_slurm_run_is_on_no_command_line(slurm, tmp_path):
-    check_secret_is_hidden(slurm.env, ["--nodes", "2"], tmp_path)
-
-
-@pytest.mark.long
-def test_secrets_of_standby_workers_are_on_no_command_line(tmp_path):
-    check_secret_is_hidden({}, ["--backend", "local", "--nodes", "2"], tmp_path, standby="1")

@@ -63,22 +63,6 @@ def test_persistent_fault_on_the_only_node_ends_the_run(tmp_path):
 
 
 @pytest.mark.long
-def test_spare_node_replaces_a_faulty_one(slurm, reference, tmp_path):
-    flip = json.dumps({"rank": 1, "seed": 5, "step": 9})
-    shape = ["--nodes", "3", "--gpus-per-node", "1", "--spare-nodes", "1"]
-    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.0, further=["--flip-bit", flip])
-    assert run.wait() == 0, run.describe()
-    faulty = run.events("started")[0]["hosts"][1]
-    assert [(failure["class"], failure["host"]) for failure in run.events("failure")] == [
-        ("corruption", faulty)
-    ]
-    (excluded,) = run.events("excluded")
-    assert (excluded["hosts"], excluded["reason"]) == ([faulty], f"{faulty}: 1 failure of kind corruption")
-    assert faulty not in run.events("replace")[0]["hosts"]
-    assert_same_result(run, reference(3))
-
-
-@pytest.mark.long
 def test_node_named_by_the_witness_is_replaced(slurm, reference, tmp_path):
     elastic = ["--grain-size", "6"]
     flip = json.dumps({"rank": 1, "target": "gradient", "seed": 5, "step": 9})

@@ -95,7 +95,7 @@ def test_time_limit(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, FOUR_RANKS, options=options, step_s=1.2, slow_attempts=2)
     assert run.wait() == 0
     assert {stop["signal"] for stop in run.events("signal")} == {"SIGUSR2"}
-    assert len(run.events("requeue")) >= 1
+    assert {event["class"] for event in run.events("requeue")} == {"time-limit"}
     assert_undisturbed(run, reference(4))
 
 

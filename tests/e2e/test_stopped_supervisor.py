@@ -68,39 +68,19 @@ def test_supervisor_killed_under_a_stopped_watchdog_is_replaced_later(run):
     assert [event["cause"] for event in run.events("failure")] == ["the supervisor was killed"]
 
 
-@contextmanager
-def stopped_local(tmp_path) -> Iterator[tuple[Run, int]]:
+def test_stopped_local_supervisor_keeps_the_run_folder(tmp_path):
     run = submit(tmp_path / "run", {}, LOCAL, step_s=0.2)
     run.wait_for_step(8)
     (supervisor,) = run.supervisors()
     os.kill(supervisor.pid, signal.SIGSTOP)
     try:
-        yield run, supervisor.pid
-    finally:
-        if supervisor.pid in [process.pid for process in run.supervisors()]:
-            os.kill(supervisor.pid, signal.SIGCONT)
-        assert_no_process_left(run.path, 60)
-
-
-def test_stopped_local_supervisor_keeps_the_run_folder(tmp_path):
-    with stopped_local(tmp_path) as (run, pid):
         assert run.status()["state"] == "RUNNING"
-        command = ["submit", *LOCAL, "--run-dir", str(run.path), __file__]
-        refused = run.hpctrain(*command, check=False)
+        refused = run.hpctrain("submit", *LOCAL, "--run-dir", str(run.path), __file__, check=False)
         assert refused.returncode == 2
         assert "still active" in refused.stderr
         assert run.hpctrain("cancel", str(run.path), check=False).returncode == 0
-        os.kill(pid, signal.SIGCONT)
-        run.wait_for_state("CANCELLED")
-        assert run.events("signal")[-1]["saved"] is True
-
-
-def test_stopped_local_supervisor_is_killed(tmp_path):
-    with stopped_local(tmp_path) as (run, pid):
-        os.kill(pid, signal.SIGKILL)
-        assert_no_process_left(run.path, 30)
-        status = run.status()
-        assert status["state"] == "FAILED"
-        assert "exited without reporting a result" in status["cause"]
-        submit(run.path, {}, LOCAL, step_s=0.0)
-        assert run.wait() == 0
+    finally:
+        os.kill(supervisor.pid, signal.SIGCONT)
+    run.wait_for_state("CANCELLED")
+    assert run.events("signal")[-1]["saved"] is True
+    assert_no_process_left(run.path, 60)

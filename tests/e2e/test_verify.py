@@ -137,14 +137,6 @@ def test_killed_run_is_identical(killed):
 
 
 @pytest.mark.long
-def test_steps_are_trained_from_the_checkpoint_before_them(killed):
-    result = verify(killed, "--steps", "45:48")
-    assert result["identical"]
-    assert (result["first_step"], result["state"]["step"]) == (43, 48)
-    assert result["start_checkpoint"] == str(killed.dir.checkpoint(42))
-
-
-@pytest.mark.long
 def test_another_number_of_ranks_is_named(killed):
     result = verify(killed, "--steps", "49:", "--ranks", "1")
     assert result["first_difference"] == 49

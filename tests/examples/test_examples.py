@@ -19,18 +19,7 @@ PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
 
-TINY_GPT = [
-    "--max-steps",
-    "12",
-    "--width",
-    "32",
-    "--depth",
-    "1",
-    "--max-bytes",
-    "60000",
-    "--checkpoint-every",
-    "50",
-]
+TINY_GPT = ["--max-steps=12", "--width=32", "--depth=1", "--max-bytes=60000", "--checkpoint-every=50"]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -79,17 +68,7 @@ def test_gpt_alone_generates_text(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_gpt_loss_falls(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    options = [
-        "--backend",
-        "local",
-        "--run-dir",
-        run_dir,
-        "--nodes",
-        "1",
-        "--ntasks-per-node",
-        "2",
-        "--follow",
-    ]
+    options = ["--backend=local", f"--run-dir={run_dir}", "--ntasks-per-node=2", "--follow"]
     output = run(*HPCTRAIN, "submit", *options, EXAMPLES / "gpt.py", *TINY_GPT, cwd=tmp_path)
     assert "def main(" in output
     loss = losses(run_dir)
@@ -122,7 +101,7 @@ def test_plain_ddp_resumes_after_a_requeue(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["lightning_sine", "accelerate_sine"])
 def test_script_of_another_library_alone_resumes_from_its_checkpoint(name: str, tmp_path: Path) -> None:
-    """Under hpctrain: tests/e2e/test_other_frameworks.py."""
+    """Under hpctrain: tests/e2e/test_any_program.py."""
     first = run(*PYTHON, EXAMPLES / f"{name}.py", "--max-steps", "100", cwd=tmp_path)
     assert "trained 100 steps" in first
     second = run(*PYTHON, EXAMPLES / f"{name}.py", "--max-steps", "150", cwd=tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from unittest.mock import patch
@@ -23,15 +24,9 @@ from hpctrain.runtime.supervisor_connection import Connection
 from hpctrain.telemetry.sampling import nvml
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
 
-LAUNCHES = [
-    *("srun-cyclic", "het-job-unsorted", "array", "batch-script", "openmpi-three-hosts"),
-    *(
-        "mpich-told-the-nodes",
-        "horovodrun-two-hosts-told-the-address",
-        "torchrun-under-srun",
-        "submitit-local",
-    ),
-]
+LAUNCHES = ["srun-cyclic", "het-job-unsorted", "array", "batch-script", "openmpi-three-hosts"]
+LAUNCHES += ["mpich-told-the-nodes", "horovodrun-two-hosts-told-the-address", "torchrun-under-srun"]
+LAUNCHES += ["submitit-local"]
 
 
 def environments(*names: str) -> list[str]:
@@ -39,13 +34,16 @@ def environments(*names: str) -> list[str]:
     return [json.dumps(load_recording(name)[-1].variables) for name in names]
 
 
+def of_environment(function: Callable[..., object], *texts: str) -> Parser:
+    return Parser(function, texts, (EnvironmentMismatch,), lambda text: function(parse_environment(text)))
+
+
 def detector(module, *names: str) -> Parser:
-    return Parser(
-        module.detect,
-        environments(*names),
-        (EnvironmentMismatch,),
-        lambda text: module.detect(parse_environment(text)),
-    )
+    return of_environment(module.detect, *environments(*names))
+
+
+def of_variable(function: Callable[..., object], text: str, *errors: type[Exception]) -> Parser:
+    return Parser(function, [text], errors, lambda text: function({"NAME": text}, "NAME"))
 
 
 def read_kernel_file(name: str, read):
@@ -95,10 +93,8 @@ CONNECTIONS = (
     "   0: 0100007F:1F90 0100007F:8000 01 00000000:00000000 00:00000000 00000000  1000\n"
 )
 
-PLACEMENT = {
-    "rank": 1, "node_rank": 0, "local_rank": 1, "host": "n1", "gpus": ["GPU-1"],
-    "index": 1, "problem": "", "pid": 7,
-}  # fmt: skip
+PLACEMENT = {"rank": 1, "node_rank": 0, "local_rank": 1, "host": "n1", "gpus": ["GPU-1"]}
+PLACEMENT |= {"index": 1, "problem": "", "pid": 7}
 
 PARSERS = [
     *(
@@ -118,52 +114,28 @@ PARSERS = [
     detector(torchrun, "torchrun-under-srun"),
     detector(submitit, "submitit-local"),
     detector(local, "nothing"),
-    Parser(
-        step_layout.read_layout,
-        environments("srun-cyclic", "het-job-unsorted"),
-        (EnvironmentMismatch,),
-        lambda text: step_layout.read_layout(parse_environment(text)),
-    ),
-    Parser(
-        env_variables.read_int,
-        ["17"],
-        (EnvironmentMismatch,),
-        lambda text: env_variables.read_int({"RANK": text}, "RANK"),
-    ),
-    Parser(
-        env_variables.read_port,
-        ["29500"],
-        (EnvironmentMismatch,),
-        lambda text: env_variables.read_port({"MASTER_PORT": text}, "MASTER_PORT"),
-    ),
-    Parser(
-        env_variables.read_hosts,
-        ["n[1-3]"],
-        (EnvironmentMismatch,),
-        lambda text: env_variables.read_hosts({"HOSTS": text}, "HOSTS"),
-    ),
+    of_environment(step_layout.read_layout, *environments("srun-cyclic", "het-job-unsorted")),
+    of_variable(env_variables.read_int, "17", EnvironmentMismatch),
+    of_variable(env_variables.read_port, "29500", EnvironmentMismatch),
+    of_variable(env_variables.read_hosts, "n[1-3]", EnvironmentMismatch),
     Parser(
         device_plan.visible_devices,
         ["0,1,2", "GPU-1a,GPU-2b", "MIG-3c", "NoDevFiles"],
         call=lambda text: device_plan.visible_devices({device_plan.VISIBLE_VARIABLE: text}),
         slow=[("", "#,", "")],
     ),
-    Parser(
+    of_environment(
         device_plan.gpu_sharing_reason,
-        ['{"SLURMD_TRES_BIND": "gres/gpu:single:2"}', '{"SLURM_NTASKS_PER_GPU": "2"}'],
-        (EnvironmentMismatch,),
-        lambda text: device_plan.gpu_sharing_reason(parse_environment(text)),
+        '{"SLURMD_TRES_BIND": "gres/gpu:single:2"}',
+        '{"SLURM_NTASKS_PER_GPU": "2"}',
     ),
     Parser(
         nvml.count_visible,
         ["0,1", "GPU-1a"],
         call=lambda text: nvml.count_visible(["GPU-1a", "GPU-2b"], text.split(",")),
     ),
-    Parser(
-        amd_gpus.check_amd_variables,
-        ['{"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "1"}'],
-        (EnvironmentMismatch,),
-        lambda text: amd_gpus.check_amd_variables(parse_environment(text)),
+    of_environment(
+        amd_gpus.check_amd_variables, '{"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "1"}'
     ),
     Parser(amd_gpus._select, ["0,1", "GPU-0"], call=lambda text: amd_gpus._select(text, [AMD, AMD])),
     Parser(
@@ -172,11 +144,7 @@ PARSERS = [
         call=read_kernel_file("kfd/0/properties", lambda: amd_gpus.list_amd_gpus(FOLDER / "kfd")),
     ),
     Parser(cpu_binding._read_cpus, ["0-3,8\n"], call=lambda text: cpu_binding._read_cpus(write_file(text))),
-    Parser(
-        cpu_binding._read_count,
-        ["8"],
-        call=lambda text: cpu_binding._read_count({"OMP_NUM_THREADS": text}, "OMP_NUM_THREADS"),
-    ),
+    of_variable(cpu_binding._read_count, "8"),
     Parser(
         signal_recorder.read_stop_grace,
         ["SIGTERM=30,SIGUSR2=120"],

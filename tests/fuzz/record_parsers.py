@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from fuzzing import FOLDER, Parser, encode, write_file
@@ -45,29 +46,11 @@ from hpctrain.training.observe import loss_guard
 
 RUN = RunDir(FOLDER / "run")
 EVENT_LINES, METRIC_LINES = to_jsonl(EVENTS), to_jsonl(METRICS)
+HARDWARE = {"cpus": 8, "memory_total": 100, "gpu_names": ["A"], "gpu_memory_total": [9]}
+MEASURED = {"cpu": 5.0, "gpu_util": [99.0], "gpu_memory": [5], "gpu_clock_mhz": [1500], "gpu_ecc_errors": [0]}
+MEASURED |= {"gpu_throttled": [["power cap"]], "gpu_xids": [[79]]}
 NODE_LINES = to_jsonl(
-    [
-        {
-            "time": 1.0,
-            "host": "n1",
-            "cpus": 8,
-            "memory_total": 100,
-            "gpu_names": ["A"],
-            "gpu_memory_total": [9],
-        },
-        {
-            "time": 2.0,
-            "seconds": 1.0,
-            "host": "n1",
-            "cpu": 5.0,
-            "gpu_util": [99.0],
-            "gpu_memory": [5],
-            "gpu_clock_mhz": [1500],
-            "gpu_throttled": [["power cap"]],
-            "gpu_xids": [[79]],
-            "gpu_ecc_errors": [0],
-        },
-    ]
+    [{"time": 1.0, "host": "n1", **HARDWARE}, {"time": 2.0, "host": "n1", "seconds": 1.0, **MEASURED}]
 )
 RANK_FAILURE = {
     **FAILURE,
@@ -103,14 +86,28 @@ def with_file(path: Path, read: Callable[[], object]) -> Callable[[str], object]
     return call
 
 
-def of_events(function: Callable[[list[dict]], object]) -> Callable[[str], object]:
-    return with_file(RUN.events, lambda: function(list(RUN.read_events())))
+def of_path(function: Callable[..., object], example: str, call: Any = None, **more: Any) -> Parser:
+    """A parser of a file; it gets the path."""
+    read = call or function
+    return Parser(function, [example], call=lambda text: read(write_file(text)), **more)
 
 
-def of_metrics(function: Callable[[list[dict]], object]) -> Callable[[str], object]:
-    return with_file(
-        RUN.metrics, lambda: function(list(files.read_json_lines(RUN.metrics, rundir.is_metrics)))
-    )
+def of_run(function: Callable[..., object], path: Path, example: str, call: Any = None) -> Parser:
+    """A parser of a file of the run."""
+    return Parser(function, [example], call=with_file(path, call or (lambda: function(RUN))))
+
+
+def of_events(function: Callable[..., object], call: Any = None) -> Parser:
+    """A parser of the events of the run."""
+    read = call or function
+    return of_run(function, RUN.events, EVENT_LINES, lambda: read(list(RUN.read_events())))
+
+
+def of_metrics(function: Callable[..., object], call: Any = None) -> Parser:
+    """A parser of the metrics of the run."""
+    read = call or function
+    lines = lambda: list(files.read_json_lines(RUN.metrics, rundir.is_metrics))  # noqa: E731
+    return of_run(function, RUN.metrics, METRIC_LINES, lambda: read(lines()))
 
 
 def read_failures() -> object:
@@ -139,9 +136,11 @@ def sealed(text: str) -> bytes:
     return body + manifest._tail(body)
 
 
-def read_node_check() -> object:
-    return node_steps._read_node_check(RUN, ["n1"], 1, 0)
-
+STARTUP = {
+    "seconds": 3.0,
+    "parts": {"launch": {"median": 1, "max": 2, "host": "n1"}},
+    "slowest_nodes": {"n1": {"launch": 2}},
+}
 
 PARSERS = [
     Parser(
@@ -156,158 +155,93 @@ PARSERS = [
         (KeyError, TypeError, ValueError, OverflowError),
         lambda text: TrialReport.from_record(files.parse_json_line(text, FOLDER) or {}),
     ),
-    Parser(
-        run_results.read_results,
-        [METRIC_LINES],
-        call=with_file(RUN.metrics, lambda: run_results.read_results(RUN)),
-    ),
-    Parser(
-        run_results.read_ranking,
-        [json.dumps(SWEEP)],
-        call=with_file(RUN.sweep, lambda: run_results.read_ranking(RUN.task(3))),
+    of_run(run_results.read_results, RUN.metrics, METRIC_LINES),
+    of_run(
+        run_results.read_ranking, RUN.sweep, json.dumps(SWEEP), lambda: run_results.read_ranking(RUN.task(3))
     ),
     Parser(files.parse_yaml, ["a: [1, 2]\nb: 2026-01-01\n"], (ValueError,), most_bytes=1 << 13),
-    Parser(loss_guard.read_excluded_steps, [EVENT_LINES], call=of_events(loss_guard.read_excluded_steps)),
+    of_events(loss_guard.read_excluded_steps),
     Parser(
         messages._unpack,
         ['{"value": {"tuple": [{"dict": [["a", {"tensor": 0}]]}, {"dtype": "float32"}]}, "tensors": []}'],
         (RendezvousError, UserError),
         lambda text: messages._unpack(encode(text), [torch.zeros(1)], "a message"),
     ),
-    Parser(
-        files.read_json,
-        [json.dumps(FAILURE)],
-        (OSError, ValueError),
-        lambda text: files.read_json(write_file(text)),
-    ),
-    Parser(files.read_json_lines, [EVENT_LINES], call=lambda text: files.read_json_lines(write_file(text))),
+    of_path(files.read_json, json.dumps(FAILURE), errors=(OSError, ValueError)),
+    of_path(files.read_json_lines, EVENT_LINES),
     Parser(
         files.parse_json_line, [json.dumps(FAILURE)], call=lambda text: files.parse_json_line(text, FOLDER)
     ),
-    Parser(files.read_new_lines, [EVENT_LINES], call=lambda text: files.read_new_lines(write_file(text), 0)),
-    Parser(
-        jsonl.read_jsonl, [EVENT_LINES], call=lambda text: jsonl.read_jsonl(write_file(text), rundir.is_event)
+    of_path(files.read_new_lines, EVENT_LINES, lambda path: files.read_new_lines(path, 0)),
+    of_path(jsonl.read_jsonl, EVENT_LINES, lambda path: jsonl.read_jsonl(path, rundir.is_event)),
+    of_path(log_tail.read_last_records, EVENT_LINES),
+    of_path(log_tail.read_last_lines, "a\nb\n", lambda path: log_tail.read_last_lines(path, 5)),
+    of_path(log_tail.FileTail.read, "a\né\n", lambda path: log_tail.FileTail(path).read()),
+    of_path(log_tail.RecordTail.read, EVENT_LINES, lambda path: log_tail.RecordTail(path).read()),
+    of_path(
+        log_tail.RecordTail.read_in_parts, EVENT_LINES, lambda path: log_tail.RecordTail(path).read_in_parts()
     ),
-    Parser(
-        log_tail.read_last_records,
-        [EVENT_LINES],
-        call=lambda text: log_tail.read_last_records(write_file(text)),
-    ),
-    Parser(
-        log_tail.read_last_lines, ["a\nb\n"], call=lambda text: log_tail.read_last_lines(write_file(text), 5)
-    ),
-    Parser(log_tail.FileTail.read, ["a\né\n"], call=lambda text: log_tail.FileTail(write_file(text)).read()),
-    Parser(
-        log_tail.RecordTail.read,
-        [EVENT_LINES],
-        call=lambda text: log_tail.RecordTail(write_file(text)).read(),
-    ),
-    Parser(
-        log_tail.RecordTail.read_in_parts,
-        [EVENT_LINES],
-        call=lambda text: log_tail.RecordTail(write_file(text)).read_in_parts(),
-    ),
-    Parser(RunDir.read_events, [EVENT_LINES], call=with_file(RUN.events, lambda: list(RUN.read_events()))),
-    Parser(
+    of_events(RunDir.read_events, list),
+    of_run(
         buffered_storage.BufferedStorage.read,
-        [EVENT_LINES],
-        call=with_file(
-            RUN.events,
-            lambda: list(buffered_storage.BufferedStorage(RUN.path).read(RUN.events, rundir.is_event)),
-        ),
+        RUN.events,
+        EVENT_LINES,
+        lambda: list(buffered_storage.BufferedStorage(RUN.path).read(RUN.events, rundir.is_event)),
     ),
-    Parser(
-        run_record.read_run_record,
-        [EVENT_LINES],
-        call=with_file(RUN.events, lambda: run_record.read_run_record(RUN).job),
-    ),
-    Parser(
-        checkpoint_health.save_problem,
-        [EVENT_LINES],
-        call=with_file(RUN.events, lambda: checkpoint_health.save_problem(RUN)),
-    ),
-    Parser(
-        lease.newest_lease,
-        [lease.LeaseHolder("17", 0, "n1", 5).text().decode()],
-        call=with_file(RUN.lease(0), lambda: lease.newest_lease(RUN)),
-    ),
+    of_run(run_record.read_run_record, RUN.events, EVENT_LINES, lambda: run_record.read_run_record(RUN).job),
+    of_run(checkpoint_health.save_problem, RUN.events, EVENT_LINES),
+    of_run(lease.newest_lease, RUN.lease(0), lease.LeaseHolder("17", 0, "n1", 5).text().decode()),
     Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
     Parser(
         StartupDurations.from_event,
-        [
-            (
-                '{"seconds": 3.0, "parts": {"launch": {"median": 1, "max": 2, "host": "n1"}}, '
-                '"slowest_nodes": {"n1": {"launch": 2}}}'
-            )
-        ],
+        [json.dumps(STARTUP)],
         call=lambda text: StartupDurations.from_event(files.parse_json_line(text, FOLDER) or {}),
     ),
-    Parser(failure_files._read, [json.dumps(RANK_FAILURE)], call=with_file(RUN.failure(0, 0), read_failures)),
-    Parser(
+    of_run(failure_files._read, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
+    of_run(
         error_report.details,
-        [json.dumps(RANK_FAILURE)],
-        call=with_file(RUN.failure(0, 0), lambda: list(error_report.details(RUN, EVENTS[5]))),
+        RUN.failure(0, 0),
+        json.dumps(RANK_FAILURE),
+        lambda: list(error_report.details(RUN, EVENTS[5])),
     ),
-    Parser(History.from_events, [EVENT_LINES], call=of_events(History.from_events)),
-    Parser(
-        interval.InterruptionHistory.from_events,
-        [EVENT_LINES],
-        call=of_events(interval.InterruptionHistory.from_events),
-    ),
-    Parser(
+    of_events(History.from_events),
+    of_events(interval.InterruptionHistory.from_events),
+    of_run(
         attempt_runner.required_lead_s,
-        [EVENT_LINES],
-        call=with_file(RUN.events, lambda: attempt_runner.required_lead_s(RUN, 60.0)),
+        RUN.events,
+        EVENT_LINES,
+        lambda: attempt_runner.required_lead_s(RUN, 60.0),
     ),
-    Parser(attempt_runner.longest_step_s, [METRIC_LINES], call=of_metrics(attempt_runner.longest_step_s)),
-    Parser(
-        worker_group._read_phase_durations,
-        ['{"step": 1.5, "save": 3.0}'],
-        call=with_file(RUN.phase_durations, lambda: worker_group._read_phase_durations(RUN)),
-    ),
-    Parser(
-        classify.gpu_faults,
-        [NODE_LINES],
-        call=with_file(RUN.telemetry(0), lambda: classify.gpu_faults(RUN, ["n1"], 0.0)),
-    ),
-    Parser(
+    of_metrics(attempt_runner.longest_step_s),
+    of_run(worker_group._read_phase_durations, RUN.phase_durations, '{"step": 1.5, "save": 3.0}'),
+    of_run(classify.gpu_faults, RUN.telemetry(0), NODE_LINES, lambda: classify.gpu_faults(RUN, ["n1"], 0.0)),
+    of_run(
         node_steps._read_node_check,
-        ['{"trouble": ["disk"], "stopped": false}'],
-        call=with_file(RUN.node_check_result(0, 0), read_node_check),
+        RUN.node_check_result(0, 0),
+        '{"trouble": ["disk"], "stopped": false}',
+        lambda: node_steps._read_node_check(RUN, ["n1"], 1, 0),
     ),
-    Parser(
+    of_events(
         timeline_events.read_timeline_events,
-        [EVENT_LINES],
-        call=of_events(lambda events: timeline_events.read_timeline_events(events, METRICS)),
+        lambda events: timeline_events.read_timeline_events(events, METRICS),
     ),
-    Parser(
-        TimeBreakdown.from_records,
-        [METRIC_LINES],
-        call=of_metrics(lambda metrics: TimeBreakdown.from_records(EVENTS, metrics)),
-    ),
-    Parser(
+    of_metrics(TimeBreakdown.from_records, lambda lines: TimeBreakdown.from_records(EVENTS, lines)),
+    of_events(
         attempts.read_attempts,
-        [EVENT_LINES],
-        call=of_events(
-            lambda events: attempts.read_attempts(
-                events, TimeBreakdown.from_records(events, METRICS), {0: (3, 4)}
-            )
+        lambda events: attempts.read_attempts(
+            events, TimeBreakdown.from_records(events, METRICS), {0: (3, 4)}
         ),
     ),
-    Parser(
-        artifacts.read_checkpoints,
-        [EVENT_LINES],
-        call=of_events(lambda events: artifacts.read_checkpoints(RUN, events)),
-    ),
-    Parser(
+    of_events(artifacts.read_checkpoints, lambda events: artifacts.read_checkpoints(RUN, events)),
+    of_run(
         artifacts.read_environment,
-        [to_jsonl([{"args": "--a b", "attempt": 0, "time": 1.0, "settings": {"seed": 1}}])],
-        call=with_file(RUN.environment, lambda: artifacts.read_environment(RUN)),
+        RUN.environment,
+        to_jsonl([{"args": "--a b", "attempt": 0, "time": 1.0, "settings": {"seed": 1}}]),
     ),
-    Parser(
+    of_run(
         artifacts.read_codes,
-        [json.dumps({"commit": "ab", "changed": True, "new_files": ["a"], "source": "/x"})],
-        call=with_file(RUN.code / "submission-000.json", lambda: artifacts.read_codes(RUN)),
+        RUN.code / "submission-000.json",
+        json.dumps({"commit": "ab", "changed": True, "new_files": ["a"], "source": "/x"}),
     ),
     Parser(
         artifacts.read_spec,
@@ -315,47 +249,35 @@ PARSERS = [
         call=lambda text: artifacts.read_spec(write_file(text)),
         most_bytes=1 << 14,
     ),
-    Parser(
+    of_metrics(
         metric_curves.MetricCurves.from_records,
-        [METRIC_LINES],
-        call=of_metrics(lambda lines: metric_curves.MetricCurves.from_records(lines).names),
+        lambda lines: metric_curves.MetricCurves.from_records(lines).names,
     ),
-    Parser(
+    of_path(
         device_metrics.read_device_metrics,
-        [NODE_LINES],
-        call=lambda text: device_metrics.read_device_metrics([write_file(text)], 0.0, 10.0),
+        NODE_LINES,
+        lambda path: device_metrics.read_device_metrics([path], 0.0, 10.0),
     ),
-    Parser(
-        device_metrics._read,
-        [NODE_LINES],
-        call=lambda text: device_metrics._read(write_file(text), 0.0, 1e-3, {}, []),
-    ),
-    Parser(
+    of_path(device_metrics._read, NODE_LINES, lambda path: device_metrics._read(path, 0.0, 1e-3, {}, [])),
+    of_run(
         run_data.read_run_data,
-        [METRIC_LINES],
-        call=with_file(
-            RUN.metrics, lambda: run_data.read_run_data(RUN, run_data.RunContext(), now=time.time())
-        ),
+        RUN.metrics,
+        METRIC_LINES,
+        lambda: run_data.read_run_data(RUN, run_data.RunContext(), now=time.time()),
     ),
-    Parser(
+    of_path(
         LoggerState.load,
-        [json.dumps({"known": "a", "offset": 5, "attempt": 0, "steps": {"loss": 4}, "sending": None})],
-        call=lambda text: LoggerState.load(write_file(text)),
+        json.dumps({"known": "a", "offset": 5, "attempt": 0, "steps": {"loss": 4}, "sending": None}),
     ),
-    Parser(GpuMetrics.read, [NODE_LINES], call=with_file(RUN.telemetry(0), read_gpu_metrics)),
+    of_run(GpuMetrics.read, RUN.telemetry(0), NODE_LINES, read_gpu_metrics),
     Parser(dispatcher._lines, [METRIC_LINES], call=lambda text: dispatcher._lines(encode(text))),
-    Parser(TrainingRecord, [METRIC_LINES], call=with_file(RUN.metrics, lambda: TrainingRecord(RUN))),
-    Parser(
-        manifest.Manifest.decode,
-        [BODY.decode()],
-        (CheckpointError,),
-        lambda text: manifest.Manifest.decode(encode(text), FOLDER),
-    ),
-    Parser(
-        manifest.Manifest.read,
-        [BODY.decode()],
-        (CheckpointError,),
-        lambda text: manifest.Manifest.decode(sealed(text), FOLDER),
+    of_run(TrainingRecord, RUN.metrics, METRIC_LINES),
+    *(
+        Parser(function, [BODY.decode()], (CheckpointError,), call)
+        for function, call in (
+            (manifest.Manifest.decode, lambda text: manifest.Manifest.decode(encode(text), FOLDER)),
+            (manifest.Manifest.read, lambda text: manifest.Manifest.decode(sealed(text), FOLDER)),
+        )
     ),
     Parser(
         SandboxLayout.load,

@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
 from unittest.mock import patch
 
-import click
 import pytest
-from fuzzing import FOLDER, encode, write_file
+from fuzzing import FOLDER, encode
 
-from hpctrain.cli.verify import _parse_steps
 from hpctrain.cluster.env_variables import read_hosts
-from hpctrain.errors import EnvironmentMismatch, SchedulerError, SpecError, UserError
-from hpctrain.jobs.options.config_files import read_config_file
-from hpctrain.jobs.options.spec_builder import _nodes, parse_gpus
+from hpctrain.errors import EnvironmentMismatch, SchedulerError
 from hpctrain.records.lease import LeaseHolder, newest_lease
 from hpctrain.records.successor import claim_successor
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.supervisor_connection import Connection
 from hpctrain.slurm import command, job_requests
 from hpctrain.slurm.command import is_answer_lost, list_rank_steps
-from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.job_requests import submit_job
-from hpctrain.spec.load_spec import load_spec
-from hpctrain.spec.restart_policy import parse_rule_changes
 from hpctrain.supervisor.failures.failure_files import _read
 from hpctrain.supervisor.launch.srun import parse_task_report
-from hpctrain.sweeps.search_space import parse_space
-from hpctrain.sweeps.stopping_rules import StoppingRule
-from hpctrain.telemetry.report.artifacts import read_spec
 
-#: int() rejects numbers with more than 4,300 digits.
-LONG = "9" * 5000
 #: json rejects such texts with a RecursionError.
 NESTED = "[" * 100_000
 RUN = RunDir(FOLDER / "findings")
@@ -42,24 +28,6 @@ RUN = RunDir(FOLDER / "findings")
 def write(path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encode(text))
-
-
-@pytest.mark.parametrize(
-    ("parse", "error"),
-    [
-        (lambda: JobArray.parse(LONG), SpecError),
-        (lambda: JobArray.parse(f"0-3%{LONG}"), SpecError),
-        (lambda: _nodes(f"1:{LONG}"), SpecError),
-        (lambda: parse_gpus(f"a100:{LONG}"), SpecError),
-        (lambda: parse_rule_changes({"oom.retries": LONG}), SpecError),
-        (lambda: _parse_steps(f"1:{LONG}"), click.UsageError),
-        (lambda: StoppingRule.parse(f"asha:{LONG}", "loss", "min", 1), UserError),
-        (lambda: parse_space({"lr": f"log:1..{LONG}"}, FOLDER), UserError),
-    ],
-)
-def test_option_with_thousands_of_digits_is_refused(parse, error):
-    with pytest.raises(error):
-        parse()
 
 
 def test_step_numbers_that_are_not_ascii_are_ignored():
@@ -120,26 +88,3 @@ def test_damaged_failure_file_is_skipped(damage, caplog):
     write(RUN.failure(0, 0), json.dumps(whole | damage))
     assert list(_read(RUN, 0)) == []
     assert f"cannot read {RUN.failure(0, 0)}" in caplog.text
-
-
-INVALID_YAML = ["a: 2001-99-99", "a: !!bool x", "a: !!timestamp x", "a: !!int ''", 'a: "\\UFFFFFFFF"', NESTED]
-
-
-@pytest.mark.parametrize("content", INVALID_YAML)
-def test_invalid_value_in_a_spec_is_refused(content):
-    path = write_file(content)
-    with pytest.raises(SpecError, match="is not valid YAML"):
-        load_spec(path)
-    assert read_spec(path) == {}
-
-
-@pytest.mark.parametrize("content", ['nodes: "\\UFFFFFFFF"', NESTED, "%YAML 1." + LONG, "module: &a [*a]"])
-def test_invalid_configuration_file_is_refused(content):
-    with pytest.raises(SpecError, match=r"is not valid YAML|nested too deeply"):
-        read_config_file(write_file(content, "c.yaml"), {})
-
-
-@pytest.mark.parametrize("line", [NESTED, "[]", "1", "null"])
-def test_message_that_is_no_object_is_refused(line):
-    with pytest.raises(ValueError):
-        Connection._open(SimpleNamespace(), line.encode())

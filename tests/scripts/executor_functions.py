@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -86,14 +85,6 @@ class Count:
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
         assert steps.tolist() == [self.step, -self.step]
         return submitit.helpers.DelayedSubmission(self, last)
-
-
-def die_once(rank: int) -> str:
-    attempt = os.environ["HPCTRAIN_ATTEMPT"]
-    if dist.get_rank() == rank and attempt == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-    return attempt
 
 
 def sleep(seconds: float) -> None:
