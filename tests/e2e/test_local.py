@@ -36,22 +36,6 @@ def test_kill_of_the_supervisor_ends_all_ranks_and_the_run_can_be_resubmitted(re
     assert_undisturbed(run, reference(4))
 
 
-def test_cancelled_run_saves_and_resumes_on_three_ranks(reference, tmp_path):
-    """Without dropout, which depends on the number of ranks."""
-    no_dropout = ("--dropout", "0")
-    run = submit(tmp_path / "run", {}, SHAPE, step_s=0.1, further=no_dropout)
-    run.wait_for_step(14)
-    run.hpctrain("cancel", str(run.path))
-    run.wait_for_state("CANCELLED")
-    assert_no_process_left(run.path)
-    stopped = run.events("signal")[0]["step"]
-    three = ["--backend", "local", "--nodes", "1", "--ntasks-per-node", "3"]
-    submit(run.path, {}, three, step_s=0.0, further=no_dropout)
-    assert run.wait() == 0
-    assert run.events("resumed")[0]["step"] == stopped
-    assert_undisturbed(run, reference(1, *no_dropout), rounding=True)
-
-
 def test_variables_of_an_outer_torchrun_are_ignored(tmp_path):
     env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "HPCTRAIN_ENVIRONMENT": "local"}
     run = submit(tmp_path / "run", env, ["--backend", "local", "--ntasks-per-node", "2"], step_s=0.0)

@@ -21,18 +21,28 @@ from .place import PLACE
 print(PLACE, "rank", os.environ["RANK"], sys.argv[1:], flush=True)
 sys.exit(int(os.environ.get("FAIL_WITH", "0")))
 """
-#: Two ranks that synchronize at each step. Rank 1 of the first attempt sleeps in the given step.
+#: Two ranks that synchronize at each step, and save nothing. `FAULT STEP`: rank 1 sleeps in the first
+#: attempt, or fails in each, or fails once and then trains nothing.
 TRAINING = """
-import os, sys, time
+import os, signal, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
+fault, mark = sys.argv[1], os.path.join(os.environ["HPCTRAIN_RUN_DIR"], "trained-before")
+if fault == "refuse" and os.path.exists(mark):
+    sys.exit()
 layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 def pause_here():
     time.sleep(1000)
 for step in range(40):
-    if step == int(sys.argv[1]) and os.environ["RANK"] == "1" and os.environ["HPCTRAIN_ATTEMPT"] == "0":
-        pause_here()
+    if step == int(sys.argv[2]) and os.environ["RANK"] == "1":
+        open(mark, "w").close()
+        if fault == "raise":
+            raise ValueError("bad sample")
+        if fault == "refuse":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["HPCTRAIN_ATTEMPT"] == "0":
+            pause_here()
     layer(torch.ones(1, 1)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -116,7 +126,7 @@ def test_nonzero_exit_code_of_a_program_is_a_failure(workdir):
     ids=["before the first step", "between steps", "shell"],
 )
 def test_sleeping_rank_of_a_plain_script_is_reported_and_the_run_restarted(workdir, program, step):
-    run, code, printed = submit(workdir, "--hang-timeout=2", *program, step)
+    run, code, printed = submit(workdir, "--hang-timeout=2", *program, "sleep", step)
     assert code == 0, printed
     causes = [event["cause"] for event in run.read_events() if event["kind"] == "failure"]
     assert len(causes) == 1
@@ -314,41 +324,19 @@ def test_long_evaluation_after_should_stop_is_not_a_hang(workdir):
     assert [event for event in run.read_events() if event["kind"] == "failure"] == []
 
 
-#: Two ranks that train without saving. Rank 1 fails in step 16 of each attempt, or only of the first one.
-FAILING = """
-import os, signal, sys
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-mark = os.path.join(os.environ["HPCTRAIN_RUN_DIR"], "trained-before")
-if sys.argv[1] == "refuse" and os.path.exists(mark):
-    sys.exit()
-layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-for step in range(40):
-    if step == 15 and os.environ["RANK"] == "1":
-        open(mark, "w").close()
-        if sys.argv[1] == "raise":
-            raise ValueError("bad sample")
-        os.kill(os.getpid(), signal.SIGKILL)
-    layer(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
-"""
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("failure", "attempts", "cause"),
+    ("failure", "cause"),
     [
-        ("raise", 2, "ValueError: bad sample"),
-        ("refuse", 2, "attempt 1 trained no step and exited with code 0"),
+        ("raise", "ValueError: bad sample"),
+        ("refuse", "attempt 1 trained no step and exited with code 0"),
     ],
 )
-def test_script_that_always_fails_and_saves_nothing_ends(workdir, failure, attempts, cause):
-    (workdir / "train.py").write_text(FAILING)
-    run, code, printed = submit(workdir, "train.py", failure)
+def test_script_that_always_fails_and_saves_nothing_ends(workdir, failure, cause):
+    run, code, printed = submit(workdir, "train.py", failure, "15")
     assert code != 0
     assert cause in printed
-    assert run.attempts() == list(range(attempts))
+    assert run.attempts() == [0, 1]
     assert not any(event["kind"] == "resumed" for event in run.read_events())
     # Each attempt counts its steps from 1.
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]

@@ -1,8 +1,8 @@
 """Train while the disk fails: `train_on_failing_disk.py LAST_STEP '{"10": "fill", "30": "free"}'`.
 
 fill: the run's file system is full; free: it has space again. hide: the checkpoints are gone. protect: new
-files are on a read-only mount; unprotect: they are not. crash: the first attempt ends by SIGKILL of rank 0.
-stop: rank 0 gets SIGTERM, and the disk has space a second later.
+files are on a read-only mount; unprotect: they are not. stop: rank 0 gets SIGTERM, and the disk has space a
+second later.
 """
 
 from __future__ import annotations
@@ -69,10 +69,6 @@ class Line(hpctrain.Module):
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-
-    def crash(self) -> None:
-        if os.environ.get("HPCTRAIN_ATTEMPT") == "0":
-            os.kill(os.getpid(), 9)
 
     def stop(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
