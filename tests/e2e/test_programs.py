@@ -227,29 +227,6 @@ def test_ranks_that_train_alone_fail_the_run_unless_they_are_independent(workdir
         assert "--independent-ranks" in printed
 
 
-#: A script for torch.distributed.launch, which passed --local_rank.
-LOCAL_RANK = """
-import argparse, torch
-parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int, default=-1)
-if parser.parse_args().local_rank != -1:
-    torch.distributed.init_process_group("gloo")
-weight = torch.nn.Parameter(torch.zeros(2))
-optimizer = torch.optim.SGD([weight], lr=0.1)
-for _ in range(60):
-    weight.sum().backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.extended
-def test_argument_local_rank_is_part_of_the_advice(workdir):
-    (workdir / "train.py").write_text(LOCAL_RANK)
-    _, code, printed = submit(workdir, "train.py")
-    assert code != 0
-    assert "Read the environment variable LOCAL_RANK instead" in printed
-
-
 #: Two ranks that train for 25 seconds. Rank 1 loads data more slowly.
 SLOW = """
 import os, sys, time
