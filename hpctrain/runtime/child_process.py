@@ -25,7 +25,7 @@ from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
 from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal
 from hpctrain.runtime.supervisor_connection import start_heartbeat
-from hpctrain.spec.program import RANK_LAUNCHERS
+from hpctrain.spec.launcher import RANK_LAUNCHERS
 
 #: Variables that a launcher inside of the command, such as torchrun, sets for each of its processes.
 _LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")

@@ -49,14 +49,7 @@ class Container:
     """The Python interpreter in the container."""
 
     def check(self, folders: Mapping[str, str]) -> None:
-        """Check that the container can be started with the run's own folders mounted.
-
-        Args:
-            folders: paths that are always mounted, by description.
-
-        Raises:
-            SpecError: the container cannot be started.
-        """
+        """Check that the container can be started with the run's own folders mounted."""
         self._check_image()
         for mount in self.mounts:
             source, destination, *options = [*mount.split(":"), ""][:3] if ":" in mount else [mount, ""]
@@ -95,11 +88,7 @@ class Container:
             )
 
     def check_files(self) -> None:
-        """Check that the image exists if it is a file.
-
-        Raises:
-            SpecError: the file does not exist.
-        """
+        """Check that the image exists if it is a file."""
         if is_image_file(self.image) and not Path(self.image).exists():
             raise SpecError(f"Image {self.image!r} (--container-image) not found. Check its path.")
 

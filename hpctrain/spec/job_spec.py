@@ -10,9 +10,8 @@ from typing import Literal
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.container import Container
-from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.spec.launcher import ProgramKind, TorchrunConfig
 from hpctrain.spec.notify import NotifyConfig
-from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import RestartPolicy
 from hpctrain.spec.shell_setup import ShellSetup
 

@@ -27,11 +27,7 @@ _PARTS: dict[str, Callable[..., Any]] = {
 
 
 def load_spec(path: Path) -> JobSpec:
-    """Read and check a specification written as `JobSpec.text`.
-
-    Raises:
-        SpecError: the file is missing or invalid.
-    """
+    """Read and check a specification written as `JobSpec.text`."""
     try:
         values: Any = parse_yaml(read_regular(path).decode("utf-8"))
     except OSError as error:

@@ -233,11 +233,7 @@ class RestartPolicy:
 
     @classmethod
     def with_changes(cls, changes: Mapping[str, Mapping[str, int]], max_failures: int) -> RestartPolicy:
-        """Return the default policy with the user's changes.
-
-        Raises:
-            SpecError: a kind or field is unknown, or a number is out of range.
-        """
+        """Return the default policy with the user's changes."""
         rules = dict(DEFAULT_RULES)
         for name, values in changes.items():
             kind = _kind(name)
@@ -255,11 +251,7 @@ class RestartPolicy:
 
 
 def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Parse the entries of the option, such as `oom.retries` with the value `0`.
-
-    Raises:
-        SpecError: an entry is not of the form KIND.FIELD=NUMBER.
-    """
+    """Parse the entries of the option, such as `oom.retries` with the value `0`."""
     changes: dict[str, dict[str, int]] = {}
     for key, text in texts.items():
         kind, _, field = key.partition(".")

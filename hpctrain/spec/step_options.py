@@ -83,11 +83,7 @@ _SHORT = {
 
 
 def check_srun_args(srun_args: tuple[str, ...]) -> None:
-    """Check that the user's options of srun do not change what the supervisor relies on.
-
-    Raises:
-        SpecError: a value is not a single option, or the supervisor sets this option.
-    """
+    """Check that the user's options of srun do not change what the supervisor relies on."""
     for option in srun_args:
         name, _, value = option.lstrip("-").partition("=")
         if not option.startswith("-") or not name or any(map(str.isspace, name)):

@@ -21,7 +21,7 @@ from hpctrain.spec.job_spec import (
     NodeCheckMode,
     ResumeMode,
 )
-from hpctrain.spec.program import ProgramKind
+from hpctrain.spec.launcher import ProgramKind
 from hpctrain.spec.restart_policy import RestartPolicy
 from hpctrain.spec.step_options import check_srun_args
 
@@ -54,11 +54,7 @@ _ALL_BYTES = 1024 * 1024
 
 
 def check_spec(spec: JobSpec) -> None:
-    """Check that a job with this specification can run, and that every word is passed on unchanged.
-
-    Raises:
-        SpecError: a value is out of range, contradicts another, or cannot be passed on unchanged.
-    """
+    """Check that a job with this specification can run, and that every word is passed on unchanged."""
     _check_choice("backend", spec.backend, BackendName)
     _check_choice("gpu-request-style", spec.gpu_request_style, GpuRequestStyle)
     _check_choice("program", spec.program, ProgramKind)

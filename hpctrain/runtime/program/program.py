@@ -20,7 +20,7 @@ from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.snapshot_imports import copied_path
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal
 from hpctrain.runtime.stopping.stop_grace import read_stop_grace
-from hpctrain.spec.program import RANK_LAUNCHERS, ProgramKind
+from hpctrain.spec.launcher import RANK_LAUNCHERS, ProgramKind
 
 #: Python options with which a command can still run in this interpreter.
 _HARMLESS_OPTIONS = ("-u", "-B", "-P")
