@@ -127,13 +127,9 @@ def json_report(run_data: RunData) -> dict[str, Any]:
             {**asdict(attempt), "interrupted": attempt.interrupted} for attempt in run_data.attempts
         ],
         "checkpoints": [asdict(checkpoint) for checkpoint in run_data.checkpoints],
-        "gpus": [
-            {"gpu": row, **{heat.quantity.field: heat.means[index] for heat in devices.maps}}
-            for index, row in enumerate(devices.rows)
-        ],
+        "gpus": [{"gpu": gpu, **means} for gpu, means in zip(devices.gpus, devices.gpu_means, strict=True)],
         "nodes": [
-            {**asdict(node), **{heat.quantity.field: heat.means[index] for heat in devices.node_maps}}
-            for index, node in enumerate(devices.nodes)
+            {**asdict(node), **means} for node, means in zip(devices.nodes, devices.node_means, strict=True)
         ],
         "advice": [asdict(advice) for advice in advise(run_data)],
         "environment": run_data.environment,

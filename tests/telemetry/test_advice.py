@@ -307,8 +307,8 @@ def test_nodes_are_identified_by_name(tmp_path):
     node_lines(run, 0, "n2", gpu_util=[30, 40], cpu=7.0)
     node_lines(run, 1, "n1", gpu_util=[10, 20], cpu=5.0)
     devices = facts_of(run).devices
-    assert devices.rows == ["n1 · GPU 0", "n1 · GPU 1", "n2 · GPU 0", "n2 · GPU 1"]
-    assert devices.maps[0].means == [10, 20, 30, 40]
+    assert devices.gpus == ["n1 · GPU 0", "n1 · GPU 1", "n2 · GPU 0", "n2 · GPU 1"]
+    assert [means["gpu_util"] for means in devices.gpu_means] == [10, 20, 30, 40]
     assert [node.host for node in devices.nodes] == ["n1", "n2"]
-    assert devices.node_maps[0].means == [5, 7]
+    assert [means["cpu"] for means in devices.node_means] == [5, 7]
     assert (devices.nodes[0].cpus, devices.nodes[0].gpu_names) == (64, ["H100", "H100"])

@@ -169,7 +169,7 @@ def test_records_cover_longer_intervals_in_a_long_run(tmp_path):
     assert {line["seconds"] for line in lines[125:-1]} == {30}
     assert len(lines) < 150
     devices = read_device_metrics([path], 1000.0, 2200.0)
-    assert devices.rows == ["n1 · GPU 0", "n1 · GPU 1"]
+    assert devices.gpus == ["n1 · GPU 0", "n1 · GPU 1"]
 
 
 def test_only_the_node_is_sampled_without_a_driver(tmp_path):

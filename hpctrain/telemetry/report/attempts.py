@@ -174,11 +174,7 @@ def _add_costs(attempts: Sequence[Attempt], breakdown: TimeBreakdown) -> None:
 
 
 def describe_straggler(event: Mapping[str, Any]) -> str:
-    """Return a description of a straggler, as far as the event has this data.
-
-    Example: `rank 3 on n7 takes 1.4 times as long as other ranks (computing: 210 ms per step, other ranks
-    150 ms)`.
-    """
+    """Describe a straggler, as far as the event has this data."""
     rank, host, ratio = event.get("rank"), event.get("host"), event.get("ratio")
     text = " on ".join(filter(None, [f"rank {rank}" if is_finite(rank) else "", str(host or "")]))
     if not is_finite(ratio):

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import varying_hparams
-from hpctrain.telemetry.report.html_renderer import LiveParts, render_page
+from hpctrain.telemetry.report.html_renderer import LiveParts, chart, curve, render_page, time_breakdown_rows
 from hpctrain.telemetry.report.run_data import RunData, format_setting
-from hpctrain.telemetry.report.run_page import curve_data, time_breakdown_rows
 from hpctrain.telemetry.report.run_results import common_ranking, find_best, rank_key
 from hpctrain.telemetry.report.summary import key_figures
-from hpctrain.text import NOTHING, format_count, format_duration, format_number
+from hpctrain.text import NOTHING
 
-_MAX_POINTS, _MAX_METRICS = 2000, 12
+_MAX_METRICS = 12
 #: Limited by the number of colors of the page.
 _MAX_CURVES = 8
 #: Fields of a specification that are unique to each run.
@@ -29,38 +28,35 @@ def render_comparison(runs: Sequence[RunData], *, live: LiveParts | None = None)
     """
     varying = varying_hparams([run.hparams for run in runs])
     ordered = _best_first(runs) if varying else list(runs)
-    names = dict.fromkeys(name for run in runs for name in run.curves.names)
-    ledgers = [
-        (run.run_id, format_duration(run.breakdown.wall_us / 1e6), time_breakdown_rows(run.breakdown))
-        for run in runs
-        if run.breakdown.wall_us
-    ]
+    names = list(dict.fromkeys(name for run in runs for name in run.curves.names))
     return render_page(
         "comparison.html.j2",
         live=live,
         title=" · ".join(run.run_id for run in runs),
         charts=[
-            {
-                "id": f"metric-{index}",
-                "title": name,
-                "axis": "step",
-                "height": 180 if index else 320,
-                "series": [
-                    curve_data(_label(run, varying), points, _MAX_POINTS, run.curves.not_finite(name))
+            chart(
+                f"metric-{index}",
+                name,
+                [
+                    curve(_label(run, varying), points, run.curves.not_finite(name))
                     for run in ordered[:_MAX_CURVES]
                     if (points := run.curves.points(name))
                 ],
-                "join": True,
-            }
-            for index, name in enumerate(list(names)[:_MAX_METRICS])
+                height=180 if index else 320,
+            )
+            for index, name in enumerate(names[:_MAX_METRICS])
         ],
-        heats=[],
-        runs=runs,
+        num_runs=len(runs),
         curves_omitted=[run.run_id for run in ordered[_MAX_CURVES:]],
-        figures=_figure_rows(runs, varying),
-        trials=_trial_rows(ordered, varying) if varying else None,
-        ledgers=ledgers,
-        differences=spec_differences(runs),
+        figures=_rows([_figures(run, varying) for run in ordered]),
+        breakdown=_rows(
+            [
+                {"run": run.run_id}
+                | {row["name"]: row["share"] for row in time_breakdown_rows(run.breakdown)}
+                for run in ordered
+            ]
+        ),
+        differences=[["", *(run.run_id for run in ordered)], *spec_differences(ordered)],
     )
 
 
@@ -85,29 +81,10 @@ def _best_first(runs: Sequence[RunData]) -> list[RunData]:
     return sorted(ranked, key=lambda run: rank_key(run.best))
 
 
-def _trial_rows(ordered: Sequence[RunData], varying: Sequence[str]) -> list[list[str]]:
-    """Return a header, and the varying hyper-parameters and the best value of each run."""
-    best = ordered[0].best
-    metric = f"{best.metric} (best)" if best is not None else "best"
-    rows = [["run", "state", *varying, metric, "at step"]]
-    for run in ordered:
-        hparams = [format_setting(run.hparams[name]) if name in run.hparams else NOTHING for name in varying]
-        value = [format_number(run.best.value), format_count(run.best.step)] if run.best else [NOTHING] * 2
-        rows.append([run.run_id, run.state, *hparams, *value])
-    return rows
-
-
-def _figure_rows(runs: Sequence[RunData], varying: Sequence[str]) -> list[list[str]]:
-    return _table(
-        [
-            {
-                **{name: format_setting(run.hparams[name]) for name in varying if name in run.hparams},
-                "State": run.state,
-                **{name: value for name, value, _ in key_figures(run)},
-            }
-            for run in runs
-        ]
-    )
+def _figures(run: RunData, varying: Sequence[str]) -> dict[str, str]:
+    hparams = {name: format_setting(run.hparams[name]) for name in varying if name in run.hparams}
+    figures = {name: value for name, value, _ in key_figures(run)}
+    return {"run": run.run_id, **hparams, "state": run.state, **figures}
 
 
 def spec_differences(runs: Sequence[RunData]) -> list[list[str]]:
@@ -121,10 +98,11 @@ def spec_differences(runs: Sequence[RunData]) -> list[list[str]]:
             changed = " with uncommitted changes" if run.codes[-1].changed else ""
             column["commit"] = f"{run.codes[-1].commit}{changed}"
         columns.append(column)
-    return [row for row in _table(columns) if len(set(row[1:])) > 1]
+    rows = map(list, zip(*_rows(columns), strict=True))
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _table(columns: Sequence[dict[str, str]]) -> list[list[str]]:
-    """Return one row per name: the name, and its value in each column."""
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [[name, *(column.get(name, NOTHING) for column in columns)] for name in names]
+def _rows(records: Sequence[dict[str, str]]) -> list[list[str]]:
+    """Return a header with all names, and one row per record."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return [[*names], *([record.get(name, NOTHING) for name in names] for record in records)]

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,11 +14,24 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from hpctrain._version import __version__
+from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
+from hpctrain.telemetry.report.metric_curves import CurvePoint, downsample
 from hpctrain.telemetry.report.run_data import format_setting
-from hpctrain.text import format_clock, format_duration, format_number, format_size, format_time, pluralize
+from hpctrain.text import (
+    format_clock,
+    format_duration,
+    format_number,
+    format_share,
+    format_size,
+    format_time,
+    pluralize,
+)
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
-_MAX_DIFF_LINES = 3000
+#: The script of the page cannot add larger values without overflow.
+_LARGEST = 1e300
+#: Maximum number of points of a curve: more than the pixel columns of a screen.
+_MAX_POINTS = 2000
 
 
 @dataclass(frozen=True)
@@ -41,18 +54,75 @@ def page_url(run_ids: Sequence[str]) -> str:
     return f"/run/{quote(run_ids[0], safe='')}" if run_ids else "/"
 
 
+def chart(
+    identity: str,
+    title: str,
+    curves: Sequence[Mapping[str, Any]],
+    *,
+    axis: str = "step",
+    height: int = 150,
+    note: str = "",
+    marks: Sequence[tuple[float, str]] = (),
+) -> dict[str, Any]:
+    """Return a chart for the script of the page. `marks` are vertical lines with labels."""
+    return {
+        "id": identity,
+        "title": title,
+        "note": note,
+        "axis": axis,
+        "height": height,
+        "series": curves,
+        "marks": [{"x": x, "label": label} for x, label in marks],
+    }
+
+
+def curve(
+    name: str,
+    points: Sequence[CurvePoint],
+    not_finite: Sequence[tuple[int, str]] = (),
+    *,
+    faint: bool = False,
+) -> dict[str, Any]:
+    """Return a curve of a chart, with labels for NaN or infinite points."""
+    kept = downsample(points, _MAX_POINTS)
+    xs = [x for x, _ in kept]
+    drawn = set(xs)
+    return {
+        "name": name,
+        "x": xs,
+        "y": [y if y is None else min(max(y, -_LARGEST), _LARGEST) for _, y in kept],
+        "not_finite": [[x, text] for x, text in not_finite if x in drawn],
+        "faint": faint,
+    }
+
+
+def time_breakdown_rows(breakdown: TimeBreakdown) -> list[dict[str, Any]]:
+    """Return each category with its share and duration; empty if the run has no time."""
+    return [
+        {
+            "name": category.value,
+            "kind": category.name.lower(),
+            "us": us,
+            "is_measured": (is_measured := category in breakdown.measured),
+            "share": format_share(us / breakdown.wall_us if is_measured else None),
+            "duration": format_duration(us / 1e6 if is_measured else None),
+        }
+        for category, us in breakdown.totals_us.items()
+        if breakdown.wall_us
+    ]
+
+
 def render_page(
     template: str,
     *,
     title: str,
     charts: Sequence[Mapping[str, Any]] = (),
-    heats: Sequence[Mapping[str, Any]] = (),
     live: LiveParts | None = None,
     **context: Any,
 ) -> str:
     """Render a template; all content of the run is escaped, or part of a JSON block.
 
-    The script of the page draws the charts and heat maps. `live` is set for pages of `hpctrain serve`.
+    The script of the page draws the charts. `live` is set for pages of `hpctrain serve`.
     """
     import jinja2
     from markupsafe import Markup
@@ -66,7 +136,6 @@ def render_page(
     )
     environment.filters |= {
         "clock": format_clock,
-        "diff_lines": _diff_lines,
         "duration": format_duration,
         "number": format_number,
         "page_url": lambda run_id: page_url([run_id]),
@@ -87,24 +156,14 @@ def render_page(
         style=Markup(style),
         library=Markup(library),
         script=Markup(script),
-        data=Markup(_as_script_data({"charts": charts, "heats": heats})),
+        data=Markup(_as_script_data({"charts": charts})),
         charts=charts,
-        heats=heats,
         version=__version__,
         made=format_time(time.time()),
         zone=time.strftime("%Z"),
         live=live,
         **context,
     )
-
-
-def _diff_lines(diff: str) -> Iterator[tuple[str, str]]:
-    kinds = {"+": "plus", "-": "minus", "@": "at", "d": "at", "i": "at"}
-    lines = diff.splitlines()
-    for line in lines[:_MAX_DIFF_LINES]:
-        yield kinds.get(line[:1], ""), line or " "
-    if len(lines) > _MAX_DIFF_LINES:
-        yield "at", f"… {pluralize(len(lines) - _MAX_DIFF_LINES, 'more line')}"
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,14 +19,15 @@ from hpctrain.telemetry.hparams import HparamValue, ignored_hparams, merge_hpara
 from hpctrain.telemetry.report.artifacts import (
     CheckpointRecord,
     CodeVersion,
+    gc_disabled,
     read_checkpoints,
     read_codes,
     read_environment,
+    read_jsonl,
     read_spec,
 )
 from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
-from hpctrain.telemetry.report.device_metrics import COLUMNS, DeviceMetrics, read_device_metrics
-from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
+from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
 from hpctrain.telemetry.report.metric_curves import CurvePoint, MetricCurves, step_rates
 from hpctrain.telemetry.report.run_results import BestValue, find_best, read_ranking
 
@@ -104,7 +106,6 @@ class RunData:
 
     @property
     def step(self) -> int | None:
-        """The last logged step."""
         return max(self.curves.effective, default=None)
 
     @property
@@ -179,19 +180,22 @@ def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
 def _energy_use(
     devices: DeviceMetrics, breakdown: TimeBreakdown, steps: int, environment: Mapping[str, Any]
 ) -> EnergyUse | None:
-    if not any(devices.energy_j):
+    if not devices.energy:
         return None
-    start_us, width_us = breakdown.spans[0].start_us, breakdown.wall_us / COLUMNS
+    lost_spans = [
+        (span.start_us / 1e6, span.end_us / 1e6)
+        for span in breakdown.spans
+        if span.category is TimeCategory.LOST
+    ]
+    starts = [start for start, _ in lost_spans]
     lost_j = 0.0
-    for span in breakdown.spans:
-        if span.category is TimeCategory.LOST:
-            first, last = ((time_us - start_us) / width_us for time_us in (span.start_us, span.end_us))
-            for column in range(int(first), min(COLUMNS, int(last) + 1)):
-                overlap = min(last, column + 1) - max(first, column)
-                lost_j += devices.energy_j[column] * max(0.0, overlap)
+    for begin, end, joules in devices.energy:
+        overlapping = lost_spans[max(0, bisect_right(starts, begin) - 1) : bisect_left(starts, end)]
+        lost_s = sum(max(0.0, min(end, lost_end) - max(begin, start)) for start, lost_end in overlapping)
+        lost_j += joules * lost_s / (end - begin)
     settings = environment.get("settings")
     batch_size = settings.get("global_batch_size") if isinstance(settings, dict) else None
-    total_kwh = sum(devices.energy_j) / _J_PER_KWH
+    total_kwh = sum(joules for _, _, joules in devices.energy) / _J_PER_KWH
     samples = steps * batch_size if isinstance(batch_size, int) else 0
     return EnergyUse(total_kwh, lost_j / _J_PER_KWH, total_kwh / samples if samples else None)
 
