@@ -81,10 +81,10 @@ def _render(run_data: list[RunData], *, as_json: bool) -> str:
         documents = [json_report(run) for run in run_data]
         return json_text(documents if several else documents[0], default=str) + "\n"
     if several:
-        from hpctrain.telemetry.report.comparison_page import render_comparison
+        from hpctrain.telemetry.report.pages import render_comparison
 
         return render_comparison(run_data)
-    from hpctrain.telemetry.report.run_page import render_run_page
+    from hpctrain.telemetry.report.pages import render_run_page
 
     return render_run_page(run_data[0])
 

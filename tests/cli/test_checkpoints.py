@@ -20,8 +20,8 @@ from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.cli.main import cli
 from hpctrain.rundir import RunDir, list_checkpoint_steps
+from hpctrain.telemetry.report.pages import render_run_page
 from hpctrain.telemetry.report.run_data import RunContext, read_run_data
-from hpctrain.telemetry.report.run_page import render_run_page
 from hpctrain.telemetry.report.run_results import describe_results, read_results
 from hpctrain.telemetry.report.summary import key_figures
 

@@ -13,7 +13,7 @@ from test_report_page import facts_of
 from hpctrain.cli.report import json_report
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.advice import Advice, advise
-from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.pages import render_run_page
 from hpctrain.telemetry.report.summary import key_figures
 from hpctrain.telemetry.report.summary import summarize as sentences
 

@@ -11,8 +11,7 @@ from helpers.chromium import Chromium, find
 from helpers.run_histories import disturbed_run, write_run
 from test_report_page import SPEC, facts_of, hostile_page, run_with_losses
 
-from hpctrain.telemetry.report.comparison_page import render_comparison
-from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.pages import render_comparison, render_run_page
 
 pytestmark = [
     pytest.mark.slow,

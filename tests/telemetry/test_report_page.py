@@ -12,9 +12,13 @@ from helpers.run_histories import START, RunHistory, disturbed_run, started_run,
 
 from hpctrain.cli.report import json_report
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.report.comparison_page import render_comparison, spec_differences
+from hpctrain.telemetry.report.pages import (
+    build_timeline,
+    render_comparison,
+    render_run_page,
+    spec_differences,
+)
 from hpctrain.telemetry.report.run_data import RunContext, RunData, read_run_data
-from hpctrain.telemetry.report.run_page import build_timeline, render_run_page
 from hpctrain.telemetry.report.summary import (
     describe_attempt_end,
     describe_follow_up,

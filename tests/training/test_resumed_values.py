@@ -15,8 +15,8 @@ import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import applied_hparams
+from hpctrain.telemetry.report.pages import render_run_page
 from hpctrain.telemetry.report.run_data import RunContext, read_run_data
-from hpctrain.telemetry.report.run_page import render_run_page
 from hpctrain.telemetry.report.run_results import read_results
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 

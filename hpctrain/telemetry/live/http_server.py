@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from hpctrain.errors import HpctrainError
-from hpctrain.telemetry.report.html_renderer import page_url
+from hpctrain.telemetry.report.pages import page_url
 
 #: Seconds after which an idle connection is closed, and maximum number of connections.
 _IDLE_S, _MAX_CONNECTIONS = 10.0, 32
