@@ -12,21 +12,16 @@ from hpctrain.telemetry.report.artifacts import count_saves
 from hpctrain.telemetry.report.attempts import describe_straggler
 from hpctrain.telemetry.report.device_metrics import NodeSeries
 from hpctrain.telemetry.report.run_data import RunData
-from hpctrain.text import format_duration, format_share, format_size, is_finite, pluralize
+from hpctrain.text import format_duration, format_share, is_finite, pluralize
 
 #: Minimum fractions of the time for a recommendation.
-_MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED, _MUCH_COMMUNICATING = 0.1, 0.05, 0.1, 0.2, 0.2
+_MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED = 0.1, 0.05, 0.1, 0.2
 #: Shorter runs provide too little evidence.
 _MIN_STEPS, _MIN_S = 20, 10.0
-#: Number of gradient buckets above which their size matters; size below which latency, not bandwidth, limits
-#: the speed; recommended size, which is torch's default.
-_MANY_BUCKETS, _SMALL_BUCKET_BYTES, _GOOD_BUCKET_MB = 8, 10 << 20, 25
 #: Ratio of the other nodes' median clock to a node's clock above which the node is slow.
 _SLOW_CLOCK_RATIO = 1.1
-#: Limits for high CPU utilization in per cent, and for low use of GPU memory.
-_BUSY_PERCENT, _ROOMY = 90.0, 0.5
-#: More workers per rank rarely help.
-_MAX_WORKERS = 16
+#: CPU utilization that is high, in per cent, and number of workers per rank above which more rarely help.
+_BUSY_PERCENT, _MAX_WORKERS = 90.0, 16
 #: Time spent on steps that were not repeated.
 _STEP_CATEGORIES = (TimeCategory.TRAINING, TimeCategory.DATA, TimeCategory.COMMUNICATING)
 
@@ -43,7 +38,7 @@ def advise(run_data: RunData) -> list[Advice]:
     """Return all recommendations with evidence, most important first."""
     checks = [_no_number, _faults, _slow_nodes, _no_checkpoint]
     if len(run_data.curves.effective) >= _MIN_STEPS and _steps_us(run_data) > _MIN_S * 1e6:
-        checks += [_data, _buckets, _saving, _lost_work, _memory]
+        checks += [_data, _saving, _lost_work]
     return [
         Advice(what, f"{(text := '; '.join(evidence))[:1].upper()}{text[1:]}.")
         for check in checks
@@ -57,12 +52,6 @@ _Findings = Iterator[tuple[str, Sequence[str]]]
 
 def _steps_us(run_data: RunData) -> int:
     return sum(run_data.breakdown.totals_us[category] for category in _STEP_CATEGORIES)
-
-
-def _share_of_steps(run_data: RunData, category: TimeCategory) -> float:
-    """Return the fraction of the time of steps, which does not include a category that is not measured."""
-    is_measured = category in run_data.breakdown.measured
-    return run_data.breakdown.totals_us[category] / _steps_us(run_data) if is_measured else 0.0
 
 
 def _uses_trainer(run_data: RunData) -> bool:
@@ -97,7 +86,8 @@ def _no_number(run_data: RunData) -> _Findings:
 
 
 def _data(run_data: RunData) -> _Findings:
-    if (share := _share_of_steps(run_data, TimeCategory.DATA)) < _MUCH_WAITING:
+    share = run_data.breakdown.totals_us[TimeCategory.DATA] / _steps_us(run_data)
+    if share < _MUCH_WAITING:
         return
     evidence = [f"the ranks spent {format_share(share)} of their step time waiting for data"]
     if (util := run_data.devices.mean("gpu_util")) is not None:
@@ -119,25 +109,6 @@ def _data(run_data: RunData) -> _Findings:
     if _is_local(run_data) and change.startswith("Request"):
         change = "Do less work per sample."
     yield change, evidence
-
-
-def _buckets(run_data: RunData) -> _Findings:
-    """Detect gradients sent in many small buckets while ranks wait for communication."""
-    if (share := _share_of_steps(run_data, TimeCategory.COMMUNICATING)) < _MUCH_COMMUNICATING:
-        return
-    sizes = (run_data.environment.get(name) for name in ("gradient_buckets", "gradient_bytes"))
-    count, num_bytes = (int(value) if is_finite(value) else 0 for value in sizes)
-    if count < _MANY_BUCKETS or num_bytes / count > _SMALL_BUCKET_BYTES:
-        return
-    setting, mean = _setting(run_data, "bucket_cap_mb"), format_size(num_bytes / count)
-    instead = f" instead of {setting:g}" if is_finite(setting) else ""
-    yield (
-        f"Send gradients in larger buckets: Trainer(bucket_cap_mb={_GOOD_BUCKET_MB}){instead}.",
-        [
-            f"the ranks spent {format_share(share)} of their step time waiting for each other",
-            f"{format_size(num_bytes)} of gradients were sent in {count} buckets of {mean}",
-        ],
-    )
 
 
 def _faults(run_data: RunData) -> _Findings:
@@ -244,21 +215,3 @@ def _lost_work(run_data: RunData) -> _Findings:
         evidence.append(f"checkpoints were saved every {every:g} steps")
     change = "Save more often: set Trainer(checkpoint_every='auto') for an optimal interval."
     yield change if _uses_trainer(run_data) else "Save checkpoints more often.", evidence
-
-
-def _memory(run_data: RunData) -> _Findings:
-    """Detect unused memory for larger micro-batches of a fixed size."""
-    uses = [
-        (node.highest_gpu_memory, node.gpu_memory_bytes)
-        for node in run_data.devices.nodes
-        if node.highest_gpu_memory and node.gpu_memory_bytes
-    ]
-    micro_batch = _setting(run_data, "micro_batch_size")
-    if not uses or not isinstance(micro_batch, int):
-        return
-    used, total = max(uses, key=lambda pair: pair[0] / pair[1])
-    if used / total < _ROOMY:
-        yield (
-            f"Use larger micro-batches: Trainer(micro_batch_size='auto') instead of {micro_batch}.",
-            [f"no GPU used more than {format_size(used)} of its {format_size(total)} of memory"],
-        )

@@ -110,39 +110,37 @@ def read_device_metrics(files: Iterable[Path], start: float, end: float) -> Devi
             if joules:
                 devices.energy.append((time - seconds, time, joules))
     for host, lines in hosts.items():
+        gpu_means = _means(lines, GPU_QUANTITIES)
         devices.nodes.append(_node(host, lines))
-        (node_means,) = _means(lines, NODE_QUANTITIES, 1)
-        devices.node_means.append(node_means)
-        gpu_means = _means(lines, GPU_QUANTITIES, 0)
+        devices.node_means += _means(lines, NODE_QUANTITIES)[:1] or [{}]
         devices.gpus += [f"{host} · GPU {index}" for index in range(len(gpu_means))]
         devices.gpu_means += gpu_means
     for rows in (devices.node_means, devices.gpu_means):
-        measured = {name for row in rows for name in row}
-        for index, row in enumerate(rows):
-            rows[index] = {
-                name: row.get(name) for name in GPU_QUANTITIES | NODE_QUANTITIES if name in measured
-            }
+        measured = dict.fromkeys(name for row in rows for name in row)
+        rows[:] = [{name: row.get(name) for name in measured} for row in rows]
     return devices
 
 
-def _means(lines: _Lines, quantities: dict[str, tuple[str, float]], num_rows: int) -> list[Means]:
-    """Return the means over time of each GPU, or of the node, whose values are not lists."""
-    rows: list[Means] = [{} for _ in range(num_rows)]
-    for name, (_, scale) in quantities.items():
+def _means(lines: _Lines, quantities: Iterable[str]) -> list[Means]:
+    """Return the means over time of each GPU, or in one row those of the node."""
+    rows: list[Means] = []
+    for name in quantities:
         sums: list[tuple[float, float]] = []
         for seconds, group in lines.items():
-            values = [line[name] for line in group if name in line]
-            if num_rows:
-                columns: Iterable[Sequence[object]] = [values]
-            else:
-                lists = [value for value in values if type(value) is list and len(value) <= _MAX_GPUS]
-                columns = zip_longest(*lists)
-            pairs = map(_sum, columns)
+            values = [
+                value if type(value) is list else [value]
+                for line in group
+                if (value := line.get(name)) is not None
+            ]
+            gpus = zip_longest(*(value for value in values if len(value) <= _MAX_GPUS))
             sums = [
-                (total + seconds * new_total, count + seconds * new_count)
-                for (total, count), (new_total, new_count) in zip_longest(sums, pairs, fillvalue=(0.0, 0))
+                (total + seconds * group_total, count + seconds * group_count)
+                for (total, count), (group_total, group_count) in zip_longest(
+                    sums, map(_sum, gpus), fillvalue=(0.0, 0)
+                )
             ]
         rows += [{} for _ in range(len(sums) - len(rows))]
+        scale = (GPU_QUANTITIES | NODE_QUANTITIES)[name][1]
         for row, (total, count) in zip(rows, sums, strict=False):
             if count:
                 row[name] = total / count * scale
