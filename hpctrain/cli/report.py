@@ -149,7 +149,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     Raises:
         RunNotFound: there is no such run, and no folder of that name contains run records.
     """
-    from hpctrain.telemetry.report.run_data import RunContext, read_run_data
+    from hpctrain.telemetry.report.run_data import RunContext, RunData
 
     now = time.time()
     try:
@@ -158,7 +158,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         # A run started without a submission, or an incomplete folder.
         for folder in (RunDir((runs_dir / name).absolute()), RunDir(Path(name).absolute())):
             if folder.events.is_file() or folder.metrics.is_file():
-                return [read_run_data(folder, RunContext(), now=now)]
+                return [RunData(folder, RunContext(), now=now)]
         raise
     from hpctrain.cli.resubmit_command import resubmit_command
     from hpctrain.jobs.runs.run import query_statuses
@@ -181,5 +181,5 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         context = RunContext(resubmit_command=command)
         if status is not None:
             context = RunContext(str(status.state), status.words, status.cause, command)
-        run_data.append(read_run_data(run.dir, context, now=now))
+        run_data.append(RunData(run.dir, context, now=now))
     return run_data

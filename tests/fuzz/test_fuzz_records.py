@@ -331,10 +331,10 @@ PARSERS = [
         call=lambda text: device_metrics.read_device_metrics([write_file(text)], 0.0, 10.0),
     ),
     Parser(
-        run_data.read_run_data,
+        run_data.RunData,
         [METRIC_LINES],
         call=with_file(
-            RUN.metrics, lambda: run_data.read_run_data(RUN, run_data.RunContext(), now=time.time())
+            RUN.metrics, lambda: run_data.RunData(RUN, run_data.RunContext(), now=time.time())
         ),
     ),
     Parser(

@@ -8,7 +8,8 @@ import json
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -408,7 +409,8 @@ def _best_first(runs: Sequence[RunData]) -> list[RunData]:
         best = run.best
         if best is None or (best.metric, best.mode) != (metric, mode):
             best = find_best(RunDir(Path(run.folder)).checkpoints, run.curves, run.environment, metric, mode)
-        ranked.append(replace(run, best=best))
+        ranked.append(copy(run))
+        ranked[-1].best = best
     return sorted(ranked, key=lambda run: rank_key(run.best))
 
 
