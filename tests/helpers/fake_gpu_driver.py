@@ -135,20 +135,6 @@ class DetailedFakeDriver(FakeDriver):
     def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
         return [SimpleNamespace(pid=1), SimpleNamespace(pid=2)]
 
-    def nvmlDeviceGetPcieThroughput(self, handle: str, kind: int) -> int:  # noqa: N802
-        return {pynvml.NVML_PCIE_UTIL_RX_BYTES: 7, pynvml.NVML_PCIE_UTIL_TX_BYTES: 3}[kind]
-
-    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[Any]) -> list[SimpleNamespace]:  # noqa: N802
-        numbers = {
-            pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX: 5,
-            pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX: 9,
-        }
-        return [
-            SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=SimpleNamespace(ullVal=numbers[field]))
-            for field, scope in fields
-            if scope == 0xFFFFFFFF
-        ]
-
 
 def install_fake_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
     """Make pynvml call `driver`."""

@@ -373,8 +373,8 @@ def test_energy_of_lost_work_is_that_of_the_lost_time(tmp_path):
     history.after(0, "started").after(0, "resumed", step=5).steps(6, 10, every=1)
     run = write_run(tmp_path / "run", history)
     run.telemetry(0).parent.mkdir()
-    lines = [{"time": START + second, "seconds": 5.0, "energy_j": 3.6e6} for second in (5, 10, 15)]
-    lines[1]["gpu_energy_j"] = [3.6e6, None]
+    lines = [{"time": START + second, "seconds": 5.0, "gpu_energy_j": [3.6e6]} for second in (5, 10, 15)]
+    lines[1]["gpu_energy_j"] = [3.6e6, None, 3.6e6]
     run.telemetry(0).write_text("".join(json.dumps(line) + "\n" for line in lines))
     run.environment.write_text('{"settings": {"global_batch_size": 2}}\n')
     energy = json_report(facts_of(run))["energy"]

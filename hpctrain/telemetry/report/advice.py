@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.telemetry.accounting.time_breakdown import STEP_CATEGORIES
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.report.artifacts import count_saves
 from hpctrain.telemetry.report.attempts import describe_straggler
@@ -22,8 +23,6 @@ _MIN_STEPS, _MIN_S = 20, 10.0
 _SLOW_CLOCK_RATIO = 1.1
 #: CPU utilization that is high, in per cent, and number of workers per rank above which more rarely help.
 _BUSY_PERCENT, _MAX_WORKERS = 90.0, 16
-#: Time spent on steps that were not repeated.
-_STEP_CATEGORIES = (TimeCategory.TRAINING, TimeCategory.DATA, TimeCategory.COMMUNICATING)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ _Findings = Iterator[tuple[str, Sequence[str]]]
 
 
 def _steps_us(run_data: RunData) -> int:
-    return sum(run_data.breakdown.totals_us[category] for category in _STEP_CATEGORIES)
+    return sum(run_data.breakdown.totals_us[category] for category in STEP_CATEGORIES)
 
 
 def _uses_trainer(run_data: RunData) -> bool:

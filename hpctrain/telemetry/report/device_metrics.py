@@ -106,7 +106,7 @@ def read_device_metrics(files: Iterable[Path], start: float, end: float) -> Devi
             if not is_finite(time) or time < start or time - seconds > end:
                 continue
             hosts[str(line.get("host") or file.stem)][max(1, round(seconds))].append(line)
-            joules, _ = _sum([line.get("energy_j"), *_list(line.get("gpu_energy_j"))])
+            joules, _ = _sum(_list(line.get("gpu_energy_j")))
             if joules:
                 devices.energy.append((time - seconds, time, joules))
     for host, lines in hosts.items():

@@ -11,9 +11,8 @@ from typing import Any
 
 from hpctrain.redaction import redact_environment, redact_spec
 from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
-from hpctrain.telemetry.accounting.goodput import compute_goodput
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
-from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
+from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.hparams import ignored_hparams, merge_hparams
 from hpctrain.telemetry.report.artifacts import (
