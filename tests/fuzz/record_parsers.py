@@ -35,7 +35,6 @@ from hpctrain.telemetry.report import (
     artifacts,
     attempts,
     device_metrics,
-    jsonl,
     metric_curves,
     run_data,
     run_results,
@@ -186,7 +185,9 @@ PARSERS = [
     ),
     Parser(files.read_new_lines, [EVENT_LINES], call=lambda text: files.read_new_lines(write_file(text), 0)),
     Parser(
-        jsonl.read_jsonl, [EVENT_LINES], call=lambda text: jsonl.read_jsonl(write_file(text), rundir.is_event)
+        artifacts.read_jsonl,
+        [EVENT_LINES],
+        call=lambda text: artifacts.read_jsonl(write_file(text), rundir.is_event),
     ),
     Parser(
         log_tail.read_last_records,
@@ -326,16 +327,9 @@ PARSERS = [
         call=lambda text: device_metrics.read_device_metrics([write_file(text)], 0.0, 10.0),
     ),
     Parser(
-        device_metrics._read,
-        [NODE_LINES],
-        call=lambda text: device_metrics._read(write_file(text), 0.0, 1e-3, {}, []),
-    ),
-    Parser(
-        run_data.read_run_data,
+        run_data.RunData,
         [METRIC_LINES],
-        call=with_file(
-            RUN.metrics, lambda: run_data.read_run_data(RUN, run_data.RunContext(), now=time.time())
-        ),
+        call=with_file(RUN.metrics, lambda: run_data.RunData(RUN, run_data.RunContext(), now=time.time())),
     ),
     Parser(
         LoggerState.load,

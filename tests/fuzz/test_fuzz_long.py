@@ -124,7 +124,7 @@ EXEMPT = {
         "cli.on_cluster._read_status",
         "cluster.processes._read",
         "supervisor.workers.heartbeat_server.HeartbeatServer._read",
-        "telemetry.loggers.csv_file.Csv._read",
+        "telemetry.loggers.trackers.Csv._read",
     },
 }
 

@@ -18,7 +18,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.runtime.cpu_binding import _read_cpus, format_cpus
 from hpctrain.supervisor.failures.failure_files import RankFailure, _read, _write
 from hpctrain.telemetry.loggers.dispatcher import LoggerState
-from hpctrain.telemetry.report.jsonl import read_jsonl
+from hpctrain.telemetry.report.artifacts import read_jsonl
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 RUN = RunDir(FOLDER / "round-trips")

@@ -15,8 +15,8 @@ import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import applied_hparams
-from hpctrain.telemetry.report.run_data import RunContext, read_run_data
-from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.pages import render_run_page
+from hpctrain.telemetry.report.run_data import RunContext, RunData
 from hpctrain.telemetry.report.run_results import read_results
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 
@@ -210,7 +210,7 @@ def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):
     fit(tmp_path, 4, lambda parameters: [sgd(parameters, 0.001)])
     assert read_results(RunDir(tmp_path)).hparams == {"lr": 0.1}
     context = RunContext("COMPLETED", resubmit_command=["hpctrain submit train.py --lr 0.001"])
-    run_data = read_run_data(RunDir(tmp_path), context, now=time.time())
+    run_data = RunData(RunDir(tmp_path), context, now=time.time())
     assert len(run_data.resubmit_command) == 2
     page = render_run_page(run_data)
     assert "# lr remained 0.1, the value in the checkpoint, although the script set 0.001" in page
