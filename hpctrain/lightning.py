@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import EXIT_CONTINUE
@@ -50,7 +44,7 @@ __all__ = ["HpctrainEnvironment", "RunCheckpoint", "Trainer"]
 
 
 class HpctrainEnvironment(ClusterEnvironment):
-    """Ranks for Lightning, as hpctrain detects them under any launcher. Disables Lightning's requeue."""
+    """Ranks for Lightning, as hpctrain detects them under any launcher."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -415,7 +409,7 @@ class _ResumableLoader(_TrackedLoader):
 
 
 class _StatefulLoader(_TrackedLoader):
-    """A training loader whose state Lightning saves. Checkpoints contain the one before the last batch."""
+    """A training loader whose state Lightning saves."""
 
     def position(self) -> None:
         self._state_before: dict[str, Any] = self._original.state_dict()
@@ -450,10 +444,7 @@ def _has_own_shards(trainer: lightning.Trainer, loader: DataLoader[Any]) -> bool
 
 
 def _continue_epoch(fit_loop: dict[str, Any], *, is_complete: bool) -> None:
-    """Change the state of Lightning's loops after the last step, so that a later run omits no batch.
-
-    Lightning itself counts the last epoch as complete, but keeps the number of its batches.
-    """
+    """Change the state of Lightning's loops after the last step, so that a later run omits no batch."""
     if is_complete:
         batches = fit_loop["epoch_loop.batch_progress"]
         batches |= {"current": dict.fromkeys(batches["current"], 0), "is_last_batch": False}

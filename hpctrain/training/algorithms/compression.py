@@ -48,10 +48,7 @@ _LEVELS = 255
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows of 8-bit codes, each with a minimum and a maximum.
-
-    The error of an element is at most half a step: (maximum − minimum) / 510.
-    """
+    """Rows of 8-bit codes, each with a minimum and a maximum."""
 
     codes: torch.Tensor
     """uint8, of shape [rows, n]."""
@@ -77,14 +74,7 @@ class QuantizedRows:
 
 
 def quantized_all_reduce_mean(flat: torch.Tensor, world_size: int) -> tuple[torch.Tensor, int]:
-    """Return the mean of a vector over all ranks, sent at 8 bits per element. All ranks must call this.
-
-    Each rank receives a piece of the vector from all others, averages it, and sends the mean to all
-    (ByteGrad: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021).
-
-    Returns:
-        The mean, equal on all ranks, and the number of bytes sent by this rank.
-    """
+    """Return the mean of a vector over all ranks, sent at 8 bits per element."""
     each = -(-len(flat) // world_size)
     padded = torch.nn.functional.pad(flat, (0, each * world_size - len(flat)))
     own = QuantizedRows.quantize(padded.view(world_size, each))
@@ -111,15 +101,7 @@ class ByteGrad(Algorithm):
 
 
 class PowerSGD(Algorithm):
-    """Transfer of gradients of shape [n, m] as [n, rank] and [m, rank], by one step of a power iteration.
-
-    Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019.
-
-    The residual is added to the next gradient (error feedback). Vectors, and matrices that compression does
-    not make smaller, are averaged uncompressed. Before a checkpoint, the ranks average their residuals, which
-    preserves the sum over the ranks, and thus the next mean. Residuals are stored by parameter. torch's hook
-    stores them by bucket, so a checkpoint would depend on the bucket size.
-    """
+    """Transfer of gradients of shape [n, m] as [n, rank] and [m, rank], by one step of a power iteration."""
 
     keeps_gradients = True
 

@@ -27,11 +27,7 @@ _LARGEST = 3.0
 
 
 class QAdam(Algorithm):
-    """Adam with averaged gradients during the warm-up, and with averaged momenta afterwards.
-
-    After the warm-up, each rank updates the momentum from its local gradient. The ranks average the momenta
-    in 8 bits, in units of their deviation. The variance is frozen.
-    """
+    """Adam with averaged gradients during the warm-up, and with averaged momenta afterwards."""
 
     keeps_gradients = True
 

@@ -15,10 +15,7 @@ from hpctrain.training.algorithms.compression import QuantizedRows
 
 
 class Decentralized(Algorithm):
-    """Averaging of weights with one peer after each step; the peer changes every step.
-
-    Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", 2017.
-    """
+    """Averaging of weights with one peer after each step; the peer changes every step."""
 
     shares_gradients = False
 
@@ -37,12 +34,7 @@ class Decentralized(Algorithm):
 
 
 class LowPrecisionDecentralized(Algorithm):
-    """Averaging with both neighbors in a ring of ranks, which exchange changes of weights in 8 bits.
-
-    DCD-PSGD: Tang et al., "Communication Compression for Decentralized Training", 2018.
-
-    Each rank has exact copies of its neighbors' weights: sender and receivers apply the same rounded change.
-    """
+    """Averaging with both neighbors in a ring of ranks, which exchange changes of weights in 8 bits."""
 
     shares_gradients = False
 
@@ -90,11 +82,7 @@ class LowPrecisionDecentralized(Algorithm):
 
 
 def tournament_peer(rank: int, world_size: int, step: int) -> int | None:
-    """Return the peer of a rank in a step; every pair of ranks occurs once per cycle.
-
-    One rank keeps its position and the others rotate (the circle method). With an odd number of ranks, one
-    rank per step has no peer; the result is None.
-    """
+    """Return the peer of a rank in a step; every pair of ranks occurs once per cycle."""
     seats = world_size + world_size % 2
     turn = step % (seats - 1)
     if rank == seats - 1:
@@ -116,11 +104,7 @@ def exchange_tensors(transfers: list[tuple[int, torch.Tensor, torch.Tensor]]) ->
 
 
 class LocalSGD(Algorithm):
-    """Averaging of weights every `every` steps, without communication in between.
-
-    Stich, "Local SGD Converges Fast and Communicates Little", 2019; averaging gradients during warm-up
-    follows Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020.
-    """
+    """Averaging of weights every `every` steps, without communication in between."""
 
     shares_gradients = False
 
@@ -138,12 +122,7 @@ class LocalSGD(Algorithm):
 
 
 class AsyncAveraging(Algorithm):
-    """Continuous averaging of weights in the background while each replica trains.
-
-    A rank adds its progress since the start of the averaging to the mean of all weights. No step waits. The
-    age of a mean depends on the network, so runs are not reproducible. Based on Gan et al., "BAGUA: Scaling
-    up Distributed Learning with System Relaxations", 2021.
-    """
+    """Continuous averaging of weights in the background while each replica trains."""
 
     shares_gradients = False
 

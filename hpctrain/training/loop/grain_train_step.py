@@ -37,18 +37,14 @@ class GrainPass(NamedTuple):
 
 
 class _TokenWeights(TokenCounter):
-    """Weights of losses that are means over tokens. The tokens are counted with the metrics."""
+    """Weights of losses that are means over tokens."""
 
     def add(self, count: torch.Tensor, rank_batch: RankBatch, last: bool) -> torch.Tensor:  # noqa: ARG002
         return count.detach().to(self._context.device, torch.float32) / rank_batch.batch_size
 
 
 class GrainTrainStep(TrainStep):
-    """Steps in which every grain of samples is computed by itself.
-
-    The random numbers of a grain depend on the seed, the step and the number of the grain. Gradients, changes
-    of buffers and metrics are then summed independently of the order and the grouping of the grains.
-    """
+    """Steps in which every grain of samples is computed by itself."""
 
     def __init__(
         self,
@@ -80,10 +76,7 @@ class GrainTrainStep(TrainStep):
     def passes(
         self, rank_batch: RankBatch, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
     ) -> Iterator[GrainPass]:
-        """Yield each grain of this rank, for a forward and a backward pass; may yield all grains again.
-
-        Afterwards, the parameters have their gradients. All ranks must iterate to the end.
-        """
+        """Yield each grain of this rank, for a forward and a backward pass; may yield all grains again."""
         own = list(micro_batches)
         num_grains = -(-rank_batch.batch_size // self._grain_size)
         first = rank_batch.start // self._grain_size

@@ -122,7 +122,7 @@ class LightningTrainStep(TrainStep):
         return True
 
     def _backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        """Add the mean of the gradients of all ranks, weighted by their samples. All ranks must call this."""
+        """Add the mean of the gradients of all ranks, weighted by their samples."""
         self._losses.append(loss.detach())
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         before = [parameter.grad for parameter in parameters]

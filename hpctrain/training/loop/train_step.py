@@ -23,13 +23,7 @@ from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import needs_transfer, to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
 from hpctrain.training.loop.step_exchange import StepExchange
-from hpctrain.training.module import (
-    as_scalars,
-    collect_logged,
-    find_run,
-    has_step_end,
-    takes_optimizer_idx,
-)
+from hpctrain.training.module import as_scalars, collect_logged, find_run, has_step_end, takes_optimizer_idx
 from hpctrain.training.optim.micro_batch_size import (
     add_oom_hint,
     find_micro_batch_size,
@@ -98,7 +92,7 @@ class TrainStep:
         self._optimizer_step.advance(number, updated=updated)
 
     def exclude_step(self, step: StepData, sums: MetricAccumulator) -> None:
-        """Complete a step without training it. All ranks must call this."""
+        """Complete a step without training it."""
         for _ in step.micro_batches:  # they come before those of the next step
             pass
         self._record_skipped(sums)
@@ -145,10 +139,7 @@ class TrainStep:
         return min(filter(None, [size, self.max_micro_batch]), default=None)
 
     def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
-        """Return the configured size; for "auto", the size before a stop if still valid, otherwise search.
-
-        At most `max_micro_batch`.
-        """
+        """Return the configured size; for "auto", the size before a stop if still valid, otherwise search."""
         if self._runs_backward:
             return None
         setting = self._settings.micro_batch_size
@@ -276,12 +267,7 @@ class TrainStep:
 
 
 class TokenCounter:
-    """Token counter for losses that are means over tokens.
-
-    The token count of the global batch is available only after the last micro-batch of every rank. Until
-    then, a loss is weighted as if each sample had one token. A final factor for the gradients corrects the
-    weights.
-    """
+    """Token counter for losses that are means over tokens."""
 
     def __init__(self, context: DistributedContext, world_size: int) -> None:
         self._context, self._world_size = context, world_size
@@ -307,7 +293,7 @@ class TokenCounter:
 
 
 class OptimizerStep:
-    """Steps of optimizers and schedules. No method here waits for the device."""
+    """Steps of optimizers and schedules."""
 
     def __init__(
         self,
@@ -325,18 +311,14 @@ class OptimizerStep:
     def complete_gradients(
         self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Complete and clip the gradients of `optimizers`. All ranks must call this.
-
-        Returns:
-            The norm of the gradients before clipping by norm; None if they are not clipped by norm.
-        """
+        """Complete and clip the gradients of `optimizers`."""
         self._strategy.before_update()
         if per_token is not None or self._clip_norm is not None or self._clip_value is not None:
             return self._change(optimizers, per_token)
         return None
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
-        """Update the parameters of `optimizers`, then clear all gradients. All ranks must call this."""
+        """Update the parameters of `optimizers`, then clear all gradients."""
         with self._lr_scaler.apply(optimizers, step) if self._lr_scaler else _NOTHING:
             for optimizer in optimizers:
                 if self._scaler is None:
@@ -385,13 +367,7 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class LrScaler:
-    """Factor for all learning rates; a pure function of the step, independent of any schedule.
-
-    `scale` is the ratio of the batch sizes ("linear": Goyal et al., "Accurate, Large Minibatch SGD", 2017) or
-    its square root ("sqrt": Krizhevsky, "One weird trick", 2014; for Adam: Malladi et al., "On the SDEs and
-    Scaling Rules for Adaptive Gradient Algorithms", 2022). The warm-up is linear. It starts at the configured
-    rate, or at zero if the rate is not scaled up.
-    """
+    """Factor for all learning rates; a pure function of the step, independent of any schedule."""
 
     scale: float = 1.0
     warmup_steps: int = 0
@@ -413,10 +389,7 @@ class LrScaler:
 
     @contextlib.contextmanager
     def apply(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> Iterator[None]:
-        """Multiply the rates of `optimizers` within the block.
-
-        Schedules and checkpoints see the configured rates.
-        """
+        """Multiply the rates of `optimizers` within the block."""
         factor = self.factor(step)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         rates = [group["lr"] for group in groups]
@@ -436,10 +409,7 @@ def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _suppress_order_warning() -> Iterator[None]:
-    """Suppress PyTorch's warning about a schedule that steps before its optimizer.
-
-    The warning appears if the optimizer skips its first step because of float16.
-    """
+    """Suppress PyTorch's warning about a schedule that steps before its optimizer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.* before .*optimizer.step")
         yield

@@ -68,11 +68,7 @@ class Strategy:
     remarks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Move `module` to this rank's device. All ranks must call this.
-
-        Raises:
-            UserError: this strategy cannot train the module.
-        """
+        """Move `module` to this rank's device."""
         if context.is_distributed and not any(
             vars(kind).keys() & _SHARING for kind in type(self).__mro__[:-2]
         ):
@@ -236,12 +232,12 @@ class Strategy:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Broadcast rank 0's buffers. All ranks must call this."""
+    """Broadcast rank 0's buffers."""
     broadcast_tensors(module.buffers())
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Broadcast rank 0's values of `tensors`, one message per dtype and device. All ranks must call this."""
+    """Broadcast rank 0's values of `tensors`, one message per dtype and device."""
     with torch.no_grad():
         for alike in group_by_type(tensors):
             together = torch.cat([tensor.reshape(-1) for tensor in alike])

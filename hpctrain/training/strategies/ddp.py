@@ -26,19 +26,13 @@ if TYPE_CHECKING:
 
 
 class DataParallelBase(Strategy):
-    """One replica of the module per rank, in torch's DistributedDataParallel.
-
-    After the first backward pass of a process, DDP regroups its gradient buckets. With more than two ranks,
-    this changes the order of additions. The results of a resumed process would then differ in the last bit.
-    Therefore, every process regroups before its first real step. This uses a separate graph that includes
-    each parameter once, but no data, buffers or random state.
-    """
+    """One replica of the module per rank, in torch's DistributedDataParallel."""
 
     has_buckets = True
     sums_exactly = True
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Broadcast rank 0's parameters and buffers. All ranks must call this."""
+        """Broadcast rank 0's parameters and buffers."""
         super().__init__(module, context, settings)
         self.algorithm: Algorithm = find_algorithm(settings.algorithm)
         # A single rank needs no wrapper.
@@ -66,10 +60,7 @@ class DataParallelBase(Strategy):
         return [*parts, part] if part else parts
 
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
-        """Return the output and the number of samples for the loss.
-
-        Called between `training_step` and `training_step_end`.
-        """
+        """Return the output and the number of samples for the loss."""
         return output, num_samples
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
@@ -112,10 +103,7 @@ class DataParallelBase(Strategy):
             self.algorithm.on_optimizer_step_end(step)
 
     def sync_buffers(self) -> None:
-        """Broadcast rank 0's buffers, such as running means. All ranks must call this.
-
-        Forward passes also do this, before each rank updates the buffers from its own samples.
-        """
+        """Broadcast rank 0's buffers, such as running means."""
         if self.context.is_distributed:
             self.algorithm.synchronize()
             broadcast_buffers(self.module)
@@ -188,12 +176,7 @@ class _Step(nn.Module):
 
 
 def regroup_buckets(model: object) -> None:
-    """Regroup the gradient buckets of a model before its first step. All ranks must call this.
-
-    See `DataParallelBase`. Gradients that exist are removed. Does nothing with other models, with
-    `find_unused_parameters`, with which torch never regroups, and with `static_graph`, with which torch
-    records the first pass.
-    """
+    """Regroup the gradient buckets of a model before its first step."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
         return
     module = model.module
@@ -233,11 +216,7 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
 
 
 class ZeRO1(DataParallelBase):
-    """ZeRO stage 1 (see `fully_sharded`): ddp with optimizer state sharded over the ranks.
-
-    Gradients are averaged as with ddp. Each rank updates its rows of every parameter, then the ranks exchange
-    the rows. With an element-wise optimizer, the result is bitwise equal to that of ddp.
-    """
+    """ZeRO stage 1 (see `fully_sharded`): ddp with optimizer state sharded over the ranks."""
 
     has_complete_state = False
 

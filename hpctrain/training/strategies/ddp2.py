@@ -23,21 +23,12 @@ if TYPE_CHECKING:
 
 
 class DDP2(DataParallelBase):
-    """Strategy in which `training_step_end` receives the outputs of all ranks of a node as one batch.
-
-    Each of the node's k ranks computes the same loss over this batch. The backward pass of the gather adds k
-    times the gradient for every encoder. For parameters after the gather, each rank has the gradient once.
-    The loss is weighted by 1/k of the node's samples. In both cases, the mean over all ranks is then the mean
-    over the nodes' batches.
-
-    A rank with several devices splits its samples among them, as `dp` does. With one rank per node, nothing
-    is gathered from other processes.
-    """
+    """Strategy in which `training_step_end` receives the outputs of all ranks of a node as one batch."""
 
     gathers_samples = uses_all_devices = True
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Find the ranks of this node, and broadcast rank 0's parameters. All ranks must call this."""
+        """Find the ranks of this node, and broadcast rank 0's parameters."""
         self._node = NodeGather(context) if context.is_distributed else None
         # With elastic determinism, each grain is such a batch, and a single rank computes it.
         gathers = self._node is not None and not settings.elastic_determinism
@@ -82,12 +73,7 @@ class DDP2(DataParallelBase):
 
 
 class NodeGather:
-    """Ranks on the node of this rank, and their process groups.
-
-    Attributes:
-        members: ranks of the node, ascending.
-        group: their process group, with the same backends as the job.
-    """
+    """Ranks on the node of this rank, and their process groups."""
 
     def __init__(self, context: DistributedContext) -> None:
         nodes: list[int] = context.all_gather(context.ranks.node_rank)
@@ -100,24 +86,7 @@ class NodeGather:
         self._own = self.members.index(context.ranks.rank)
 
     def gather(self, output: Any, num_samples: int) -> tuple[Any, float]:
-        """Return the outputs of the node's ranks as one batch: tensors are joined along dimension 0.
-
-        Every rank receives the same batch, in the order of ranks; a scalar becomes a vector with one element
-        per rank. The backward pass sums the gradients of each sample over the ranks. Every encoder thus
-        receives the full gradient of a loss that each rank computes over the complete batch. All ranks of the
-        node must call this in every micro-batch, and also run the backward pass.
-
-        Args:
-            output: a tensor, or nested containers of tensors and other values, with the same structure on
-                every rank. Other values are unchanged. Each tensor's first dimension is a multiple of the
-                samples.
-            num_samples: number of samples of this rank. With 0, `output` contains a spare sample, which is
-                excluded unless no rank has samples.
-
-        Returns:
-            The batch of the node, and this rank's weight: the number of samples divided by the number of
-            ranks.
-        """
+        """Return the outputs of the node's ranks as one batch: tensors are joined along dimension 0."""
         leaves, structure = pytree.tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         scalar = [leaves[place].ndim == 0 for place in places]
@@ -176,11 +145,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: dist.ProcessGroup,
-        own: int,
-        sizes: Sequence[Sequence[int]],
-        *tensors: torch.Tensor,
+        ctx: Any, group: dist.ProcessGroup, own: int, sizes: Sequence[Sequence[int]], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.own, ctx.sizes = group, own, sizes
         wholes = []

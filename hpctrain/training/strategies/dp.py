@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 
 
 class DP(Strategy):
-    """Strategy that splits the batch, copies the module to all devices and gathers outputs in each step.
-
-    `training_step_end` receives the outputs of the complete batch: tensors joined along their first
-    dimension, and scalars as a vector with one element per device. A module without this method returns means
-    over a device's samples, which are averaged with the number of samples as weights.
-
-    Buffers, such as running means, are updated from the samples of the first device only.
-    """
+    """Strategy that splits the batch, copies the module to all devices and gathers outputs in each step."""
 
     single_process = uses_all_devices = True
     remarks = ("Strategy 'dp' copies the module to every device in every step; 'ddp' is faster.",)
@@ -72,12 +65,7 @@ def run_on_devices(
     num_samples: int,
     devices: tuple[torch.device, ...],
 ) -> Any:
-    """Split a batch, run a step on a copy of the module on each device, and log the means of logged values.
-
-    Returns:
-        The outputs of all devices, on the first one: tensors joined along dimension 0, and scalars as a
-        vector, or as their mean over the samples if the module does not end the step itself.
-    """
+    """Split a batch, run a step on a copy of the module on each device, and log the means of logged values."""
     parts = _parts(batch, max(1, num_samples), devices)
     copies = [module, *(_copy(module, device) for device in devices[1 : len(parts)])]
     outputs, logged = [], []

@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
 
 class FullyShardedBase(Strategy):
-    """Strategy in which each rank stores rows of every parameter, with their gradients and optimizer state.
-
-    A block of the module is gathered from all ranks for its computation.
-    """
+    """Strategy in which each rank stores rows of every parameter, with their gradients and optimizer state."""
 
     in_lockstep = True
     has_complete_state = False
@@ -227,11 +224,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def find_wrap_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model: the elements of Sequential, ModuleList and ModuleDict.
-
-    For nested containers, only the innermost count. A block that shares a parameter with the rest of the
-    model is excluded, and gathered with the rest.
-    """
+    """Return the blocks of a model: the elements of Sequential, ModuleList and ModuleDict."""
     everywhere = _occurrences(module)
     units: dict[nn.Module, None] = {}
     for block in _blocks(module):
@@ -265,10 +258,7 @@ def fits_unsharded(module: nn.Module, device: torch.device) -> bool:
 
 
 def unshard_module(module: nn.Module) -> None:
-    """Gather all parameters and remove all sharding. All ranks must call this.
-
-    Other hooks, attributes and submodules are kept; the parameters are new objects.
-    """
+    """Gather all parameters and remove all sharding."""
     for part in module.modules():
         fsdp_states.pop(part, None)
         for hooks in _hooks(part):

@@ -50,7 +50,7 @@ class Horovod(Strategy):
             )
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Initialize Horovod, and broadcast rank 0's parameters and buffers. All ranks must call this."""
+        """Initialize Horovod, and broadcast rank 0's parameters and buffers."""
         super().__init__(module, context, settings)
         self._optimizers: list[Any] = []
         self._is_pending = False
@@ -134,10 +134,7 @@ def _import_horovod() -> Any:
 
 
 def _restore_torch_interface(optimizer: Any) -> None:
-    """Restore features of torch's optimizers that Horovod's optimizer lacks.
-
-    LR schedulers wrap `step`, and warn if it was replaced later; `zero_grad` accepts an argument.
-    """
+    """Restore features of torch's optimizers that Horovod's optimizer lacks."""
     step, zero_grad = optimizer.step, optimizer.zero_grad
     optimizer.zero_grad = lambda set_to_none=True: zero_grad()  # noqa: ARG005
 
@@ -152,7 +149,7 @@ def _restore_torch_interface(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Set horovodrun's variables inside this block, with a server on rank 0. All ranks must call this."""
+    """Set horovodrun's variables inside this block, with a server on rank 0."""
     ranks = context.ranks
     places = context.all_gather((ranks.node_rank, ranks.local_rank))
     plan = [_slot(places, rank) for rank in range(ranks.world_size)]

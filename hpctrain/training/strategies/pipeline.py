@@ -42,11 +42,7 @@ _MICRO_BATCHES_A_STAGE = 4
 
 
 def pipeline_micro_batch_sizes(num_samples: int, most: int | None, num_stages: int) -> list[int]:
-    """Return the number of samples of each micro-batch of a pipeline, in descending order.
-
-    Stages allocate memory for one size at a time. Equal sizes are more efficient than two sizes, unless the
-    number of micro-batches doubles or halves.
-    """
+    """Return the number of samples of each micro-batch of a pipeline, in descending order."""
     if most is None:
         wanted = min(_MICRO_BATCHES_A_STAGE * num_stages, num_samples)
         counts = range(wanted, wanted // 2, -1)
@@ -59,12 +55,7 @@ def pipeline_micro_batch_sizes(num_samples: int, most: int | None, num_stages: i
 
 
 class Pipeline(Strategy):
-    """Strategy in which every rank has the global batch, and rank r updates the parameters of stage r.
-
-    Every rank has the weights of all stages. These are updated before a validation and before a checkpoint. A
-    validation is divided among the ranks as usual. A checkpoint fits any number of stages and any other
-    strategy.
-    """
+    """Strategy in which every rank has the global batch, and rank r updates the parameters of stage r."""
 
     splits_batches = True
     supports_toggling = False
@@ -88,7 +79,7 @@ class Pipeline(Strategy):
         return DataRank(0, 1)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Divide the module into stages, and broadcast rank 0's parameters. All ranks must call this."""
+        """Divide the module into stages, and broadcast rank 0's parameters."""
         super().__init__(module, context, settings)
         self._is_pending = False
         if context.is_distributed:
@@ -213,10 +204,7 @@ class Pipeline(Strategy):
             schedule.step()
 
     def _find_shapes(self, batch: Any, where: tuple[int, ...]) -> tuple[Any, Any]:
-        """Return this rank's stage input and output for micro-batches with the shapes of `batch`.
-
-        For new shapes, one micro-batch passes through the stages without gradients; all state is preserved.
-        """
+        """Return this rank's stage input and output for micro-batches with the shapes of `batch`."""
         look = tuple(
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
             for leaf in pytree.tree_leaves(batch)
@@ -282,11 +270,7 @@ def _equal_parts(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_Part
 
 
 class OptimizerStateGather:
-    """Gather the optimizer state of all ranks for a checkpoint, and remove it afterwards.
-
-    Attributes:
-        optimizers: this rank's optimizers, constructed identically on all ranks.
-    """
+    """Gather the optimizer state of all ranks for a checkpoint, and remove it afterwards."""
 
     def __init__(self, owned: Sequence[Sequence[nn.Parameter]], context: DistributedContext) -> None:
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -295,10 +279,7 @@ class OptimizerStateGather:
         self._has_others = True
 
     def gather(self) -> None:
-        """Gather the state of all ranks' optimizers. All ranks must call this.
-
-        State from other ranks is on the CPU.
-        """
+        """Gather the state of all ranks' optimizers."""
         for rank, owned in enumerate(self._owned):
             kept: list[Any] = [[optimizer.state.get(p) for p in owned] for optimizer in self.optimizers]
             states_of_rank = self._context.broadcast(kept, rank, "the state of an optimizer")
@@ -345,15 +326,7 @@ class _StageBoundary(Exception):
 
 
 class PipelineStages:
-    """Stages of a module's largest `nn.Sequential`, one per rank, of about equal size.
-
-    The part of the training step before the Sequential runs on the first stage. The part after the Sequential
-    runs on the last stage, which calls the step again and substitutes the stages' output.
-
-    Attributes:
-        owned: for each rank, the parameters only in its stage.
-        shared: all other parameters; any rank may have a part of the gradients.
-    """
+    """Stages of a module's largest `nn.Sequential`, one per rank, of about equal size."""
 
     def __init__(self, module: Module, rank: int, num_stages: int) -> None:
         self._module, self._rank = module, rank
@@ -374,10 +347,7 @@ class PipelineStages:
         self.shared = [p for p in module.parameters() if p not in taken]
 
     def forward(self, held: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-        """Return the output of this rank's stage for `held`; the first stage starts from the batch.
-
-        The training step draws the same random numbers from `seed` as in `finish_step`.
-        """
+        """Return the output of this rank's stage for `held`; the first stage starts from the batch."""
         if self._rank > 0:
             output: torch.Tensor = self._layers(held)
             return output

@@ -25,12 +25,7 @@ _UNSUPPORTED: dict[type[torch.optim.Optimizer], str] = {
 
 
 class ShardedParameters:
-    """DTensor shards of replicated parameters: the rows of this rank, in the same memory.
-
-    A parameter without dimensions cannot be sharded: its part is the whole parameter, on every rank.
-    Optimizer state has the size of the part, and is a DTensor as well. Checkpoints contain complete DTensors,
-    so they fit any number of ranks and any strategy.
-    """
+    """DTensor shards of replicated parameters: the rows of this rank, in the same memory."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -73,7 +68,7 @@ class ShardedParameters:
             part.grad = None if whole.grad is None else self._cut(whole.grad)
 
     def gather(self, optimizer: torch.optim.Optimizer, bucket_bytes: int = 25 << 20) -> None:
-        """Gather the complete parameters from the parts updated by the ranks. All ranks must call this."""
+        """Gather the complete parameters from the parts updated by the ranks."""
         cut = [
             whole
             for whole, part in self._parts.items()
@@ -120,7 +115,7 @@ class ShardedParameters:
 
 
 def gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the norm of all gradients, complete or sharded. All ranks must call this."""
+    """Return the norm of all gradients, complete or sharded."""
     cut: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
