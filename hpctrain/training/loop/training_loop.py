@@ -181,7 +181,7 @@ class TrainingLoop:
         parts, state = self._parts, self.state
         activity.set_phase(RankPhase.LOAD)
         self._checkpoints.resume()
-        self._validator.limit_batches(self.train_step.known_micro_batch_size(state))
+        self._validator.limit_batches(self.train_step.micro_batch_size(state))
         remedy = _TRAINER_REMEDY if advances_schedules else _SESSION_REMEDY
         ignored = [f"{each} {remedy}" for each in state.ignored]
         # A session's script advances its schedules, in most cases once per step.
@@ -222,7 +222,7 @@ class TrainingLoop:
         if state.finished:
             parts.progress.print_message(f"training is already complete: step {state.step} was the last step")
         else:
-            parts.source.micro_batch_size = self.train_step.find_micro_batch_size(parts.source, state)
+            parts.source.micro_batch_size = self.train_step.micro_batch_size(state, parts.source)
             self._validator.limit_batches(parts.source.micro_batch_size)
             if (most := self.train_step.max_micro_batch) is not None:
                 self._print_hint(
