@@ -44,7 +44,6 @@ EXEMPT = {
         "training.data.sampler_plan.SamplerPlan._read",
         "training.data.stream_step_source.ShardBuffers.read",
         "training.determinism.gradient_sum.GradientBucket.read_peaks",
-        "training.loop.train_step.LrScaler.from_settings",
         "training.loop.step_sync.StepSync.read",
         "training.observe.step_timers.ComputeTimer._read_sample",
     },
