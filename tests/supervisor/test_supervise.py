@@ -269,14 +269,19 @@ def test_checkpoints_of_the_script_count_as_progress(run):
     assert [event.get("starts_over", False) for event in started] == [False, True, True, *[False] * 4]
 
 
+TRAINED = '{"step": 1, "epoch": 0, "loss": 1.0, "time": 1.0, "attempt": 0}\n'
+
+
 @pytest.mark.parametrize("torchrun", [None, TorchrunConfig()])
-def test_ranks_without_a_process_group_are_noted(run, torchrun):
+def test_ranks_that_train_without_a_process_group_are_noted(run, torchrun):
+    run.metrics.write_text(TRAINED)
     assert supervise(run, [DONE], torchrun=torchrun) == 0
     words = "No rank created a process group, so each of the 2 ranks ran alone"
     assert (words in finished(run).get("note", "")) is (torchrun is None)
 
 
 def test_ranks_that_report_a_process_group_are_not_noted(run, monkeypatch):
+    run.metrics.write_text(TRAINED)
     received, on_message = threading.Event(), RankMonitor.on_message
 
     def record(monitor, rank, message):
