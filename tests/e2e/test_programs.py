@@ -100,7 +100,9 @@ def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir):
 def test_missing_command_of_a_shell_ends_the_run_in_the_words_of_the_shell(workdir):
     run, code, printed = submit(workdir, "--", "bash", "-c", "echo hello; no_such_command")
     assert code != 0
-    assert re.search(r"cause +rank . on local-0: exit code 127: .*no_such_command: command not found", printed)
+    assert re.search(
+        r"cause +rank . on local-0: exit code 127: .*no_such_command: command not found", printed
+    )
     assert run.attempts() == [0]
 
 

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 #: Exit codes of a shell that cannot execute or find a command (POSIX).
 _NOT_EXECUTED = (126, 127)
 
+
 @dataclass(frozen=True)
 class Corruption:
     """Report of a rank that detected wrong results."""

@@ -174,6 +174,21 @@ class TrainingLoop:
         can_skip = not self._parts.settings.elastic_determinism
         return bad_loss(bad.cause, reason, newest, self.state.loss_guard.policy, can_skip=can_skip)
 
+    def _check_schedules(self, *, is_advanced: bool) -> None:
+        """Refuse or note schedules that end before training, unless a callback has changed them."""
+        parts, state = self._parts, self.state
+        if parts.source.last_step is None or is_manual(parts.module):
+            return
+        schedules = []
+        for scheduler in state.schedulers:
+            inner = inner_scheduler(scheduler)
+            # A session's script advances its schedules, in most cases once per step.
+            if is_advanced or 0 < state.step == getattr(inner, "last_epoch", None):
+                has_period = hasattr(scheduler, "period")
+                schedules.append((inner, scheduler.period(parts.source.steps_per_epoch) if has_period else 1))
+        for message in check_ends(schedules, parts.source.last_step, state.ignored, can_change=is_advanced):
+            self._print_hint(message)
+
     def _resume(self, *, advances_schedules: bool) -> None:
         parts, state = self._parts, self.state
         activity.set_phase(RankPhase.LOAD)
@@ -181,21 +196,6 @@ class TrainingLoop:
         self._validator.limit_batches(self.train_step.micro_batch_size(state))
         remedy = _TRAINER_REMEDY if advances_schedules else _SESSION_REMEDY
         ignored = [f"{each} {remedy}" for each in state.ignored]
-        # A session's script advances its schedules, in most cases once per step.
-        schedulers = [
-            scheduler
-            for scheduler in state.schedulers
-            if advances_schedules or 0 < state.step == getattr(inner_scheduler(scheduler), "last_epoch", None)
-        ]
-        if parts.source.last_step is not None and not is_manual(parts.module):
-            schedules = [
-                (
-                    inner_scheduler(each),
-                    each.period(parts.source.steps_per_epoch) if hasattr(each, "period") else 1,
-                )
-                for each in schedulers
-            ]
-            ignored += check_ends(schedules, parts.source.last_step, state.ignored)
         for remark in (*parts.source.remarks, *parts.strategy.remarks, *ignored, *state.remarks):
             self._print_hint(remark)
         parts.log.write_ignored(state.ignored)
@@ -210,6 +210,7 @@ class TrainingLoop:
         if state.step == 0:
             self._validator.check_sanity()
         parts.callbacks.fit_start(state.step)
+        self._check_schedules(is_advanced=advances_schedules)
         parts.end_if_requested()
         if self._validator.due():  # a stop was requested before or during this validation
             if not self._validator.run():
