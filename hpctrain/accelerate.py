@@ -46,16 +46,7 @@ class AcceleratorCheckpointer:
     def __init__(
         self, accelerator: Accelerator, *, every_n_steps: int | None = None, keep_last: int = 3
     ) -> None:
-        """Start recording stop signals.
-
-        Args:
-            accelerator: the accelerator, after `prepare`.
-            every_n_steps: steps between two checkpoints. None saves every ten minutes.
-            keep_last: number of newest checkpoints to keep.
-
-        Raises:
-            UserError: the accelerator does not train on all ranks of the job.
-        """
+        """Start recording stop signals."""
         ranks = detect(os.environ)
         if accelerator.num_processes != ranks.world_size:
             raise UserError(

@@ -61,6 +61,8 @@ def find_crash_output(log: Path, outer_log: Path, since: int = 0, number: int | 
         message = "sent by a user (kill -9), or by the kernel because memory ran out"
     if number == signal.SIGABRT:
         message = _abort_reason(log)
+    if number is None:
+        message = _last_line(log)
     if file_size(log) > 0:
         return CrashOutput(log, message)
     if number is None and not log.exists() and (found := _newest_traceback(outer_log, since)):
@@ -77,6 +79,11 @@ def _abort_reason(log: Path) -> str:
     """Return the message of the C++ exception that aborted a process, from the end of its log."""
     reasons = _WHAT.findall(_end_of(log, 0))
     return reasons[-1].strip() if reasons else ""
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in _end_of(log, 0).splitlines()]
+    return next(filter(None, reversed(lines)), "")[:300]
 
 
 def describe_unfinished(what: str, step: int | None, last_step: int | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import warnings
@@ -12,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import EXIT_CONTINUE
@@ -28,19 +21,14 @@ from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.data.loader_config import is_permutation
 from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
-from hpctrain.training.optim.resumed_values import (
-    advance_period,
-    check_ends,
-    configured_values,
-    ignored_after_load,
-)
+from hpctrain.training.optim.resumed_values import configured_values, ignored_after_load
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
     import lightning
-    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"hpctrain.lightning requires Lightning: {error}. Run `pip install lightning`."
@@ -49,39 +37,25 @@ except ModuleNotFoundError as error:
 __all__ = ["HpctrainEnvironment", "RunCheckpoint", "Trainer"]
 
 
-class HpctrainEnvironment(ClusterEnvironment):
+class HpctrainEnvironment(TorchElasticEnvironment):
     """Ranks for Lightning, as hpctrain detects them under any launcher. Disables Lightning's requeue."""
 
     def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
         self._ranks = ranks
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return os.environ["MASTER_ADDR"]
-
-    @property
-    def main_port(self) -> int:
-        return int(os.environ["MASTER_PORT"])
 
     @staticmethod
     def detect() -> bool:
         return RUN_DIR_VARIABLE in os.environ
 
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept any number of ranks per node."""
+
     def world_size(self) -> int:
         return self._ranks.world_size
 
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has set it."""
-
     def global_rank(self) -> int:
         return self._ranks.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher has set it."""
 
     def local_rank(self) -> int:
         return self._ranks.local_rank
@@ -97,7 +71,7 @@ class RunCheckpoint(lightning.Callback):
     """
 
     def __init__(self, *, every_n_train_steps: int | None = None, keep_last: int = 3) -> None:
-        """Form the process group if the script has not done so. All ranks must call this.
+        """Form the process group if the script has not done so.
 
         Args:
             every_n_train_steps: optimizer steps between two checkpoints. None saves every ten minutes.
@@ -142,7 +116,7 @@ class RunCheckpoint(lightning.Callback):
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
         return self._loader
 
-    def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         # Lightning has created the optimizers, but has not loaded their states yet.
         self._script = configured_values(trainer.optimizers, _schedulers(trainer))
 
@@ -161,27 +135,18 @@ class RunCheckpoint(lightning.Callback):
         configured = self.resumed.get("configured")
         ignored = ignored_after_load(trainer.optimizers, schedulers, self._script, configured)
         self._script = configured or self._script
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        hooks = ("state_dict", "on_save_checkpoint")
         stateful = [
-            each
-            for each in callbacks
-            if overrides_any(each, hooks) or type(each).__module__.startswith("lightning.")
+            callback
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if overrides_any(callback, ("state_dict", "on_save_checkpoint"))
+            or type(callback).__module__.startswith("lightning.")
         ]
         saved = [pl_module, *trainer.optimizers, *schedulers, trainer.precision_plugin, *stateful]
         if overrides_any(pl_module, ("on_save_checkpoint",)):
             saved.append(vars(pl_module))
         unsaved = remark_on_unsaved(saved, TRAINER_REMEDY, steps_by_script=False)
-        ends: list[str] = []
-        if pl_module.automatic_optimization and math.isfinite(trainer.estimated_stepping_batches):
-            steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
-            schedules = [
-                (each.scheduler, advance_period(each.interval, each.frequency, each.reduce_on_plateau, steps))
-                for each in trainer.lr_scheduler_configs
-            ]
-            ends = check_ends(schedules, int(trainer.estimated_stepping_batches), ignored)
         remedy = "To change the value in a resumed run, set it in the on_train_start() of the module."
-        self.checkpoints.report(ignored, [unsaved, *ends], remedy)
+        self.checkpoints.report(ignored, [unsaved], remedy)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         # Between two steps of the optimizer there are gradients, which are not saved.
@@ -194,7 +159,8 @@ class RunCheckpoint(lightning.Callback):
         if decision == "stop":
             raise SystemExit(EXIT_CONTINUE)
 
-    def on_before_backward(self, trainer: lightning.Trainer, pl_module: Any, loss: torch.Tensor) -> None:  # noqa: ARG002
+    def on_before_backward(self, trainer: lightning.Trainer, pl_module: Any, loss: torch.Tensor) -> None:
+        del pl_module
         # The strategy averages over the ranks, whose shares of a batch may differ.
         if not isinstance(self._loader, _ResumableLoader):
             return
@@ -202,12 +168,17 @@ class RunCheckpoint(lightning.Callback):
         if weight != 1.0 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._checked_step != trainer.global_step:
             self._checked_step = trainer.global_step
-            self._is_final = True
-            self.checkpoints.save(trainer.global_step, lambda path: trainer.save_checkpoint(path))
-            self._is_final = False
+            self._save(trainer, is_final=True)
+
+    def _save(self, trainer: lightning.Trainer, *, is_final: bool = False) -> None:
+        self.is_saving, self._is_final = not is_final, is_final
+        try:
+            self.checkpoints.save(trainer.global_step, trainer.save_checkpoint)
+        finally:
+            self.is_saving = self._is_final = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return position and random states; in a checkpoint of hpctrain, those before the next batch."""
@@ -215,13 +186,11 @@ class RunCheckpoint(lightning.Callback):
         random, position = rng.capture_rng_state(), None if loader is None else loader.position()
         if loader is not None and self.is_saving:
             random, position = loader.before_fetch
-        gathered = self.checkpoints.context.all_gather(random, "the random state")
-        ended = self._is_final and self._trainer is not None and self._trainer.should_stop
         return {
             "position": position,
-            "random": gathered,
+            "random": self.checkpoints.context.all_gather(random, "the random state"),
             "step": self._checked_step,
-            "ended": ended,
+            "ended": self._is_final and self._trainer is not None and self._trainer.should_stop,
             "configured": self._script,
         }
 
@@ -235,25 +204,19 @@ class RunCheckpoint(lightning.Callback):
         if self.resumed.pop("restore", None):
             self.checkpoints.restore_rng_state(self.resumed["random"], self.resumed["step"])
 
-    def _save(self, trainer: lightning.Trainer) -> None:
-        self.is_saving = True
-        try:
-            self.checkpoints.save(trainer.global_step, lambda path: trainer.save_checkpoint(path))
-        finally:
-            self.is_saving = False
-
-    def on_save_checkpoint(
-        self,
-        trainer: lightning.Trainer,
-        pl_module: Any,  # noqa: ARG002
-        checkpoint: dict[str, Any],
-    ) -> None:
+    def on_save_checkpoint(self, trainer: lightning.Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
+        fit_loop = checkpoint["loops"]["fit_loop"]
         if self.is_saving:
             # Lightning counts the batch that has begun when it loads this.
-            checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
-        if self._is_final:
-            is_complete = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-            _continue_epoch(checkpoint["loops"]["fit_loop"], is_complete=is_complete)
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        # Lightning counts the last epoch as complete, but keeps the number of its batches.
+        if self._is_final and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            batches = fit_loop["epoch_loop.batch_progress"]
+            batches |= {"current": dict.fromkeys(batches["current"], 0), "is_last_batch": False}
+        elif self._is_final:
+            for counts in fit_loop["epoch_progress"].values():
+                counts["processed"] -= 1
+                counts["completed"] -= 1
 
 
 class LightningTrainer(lightning.Trainer):
@@ -268,25 +231,22 @@ class LightningTrainer(lightning.Trainer):
         ranks = detect(os.environ)
         self._run_checkpoint: RunCheckpoint | None = None
         if ranks.world_size > 1 or RUN_DIR_VARIABLE in os.environ:
-            callbacks = kwargs.get("callbacks") or []
-            callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-            own = [each for each in callbacks if isinstance(each, RunCheckpoint)] or [RunCheckpoint()]
-            self._run_checkpoint = own[0]
-            plugins = kwargs.get("plugins") or []
-            plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+            callbacks = _as_list(kwargs.get("callbacks"))
+            checkpoint = next((value for value in callbacks if isinstance(value, RunCheckpoint)), None)
+            self._run_checkpoint = checkpoint = checkpoint or RunCheckpoint()
             kwargs |= {
-                "callbacks": [*(each for each in callbacks if each is not own[0]), own[0]],
-                "plugins": [*plugins, HpctrainEnvironment(ranks)],
+                "callbacks": [*(value for value in callbacks if value is not checkpoint), checkpoint],
+                "plugins": [*_as_list(kwargs.get("plugins")), HpctrainEnvironment(ranks)],
                 "num_nodes": ranks.num_nodes,
                 "devices": ranks.local_world_size,
             }
-            run = self._run_checkpoint.checkpoints.run
+            run = checkpoint.checkpoints.run
             if run is not None and kwargs.get("default_root_dir") is None:
                 kwargs["default_root_dir"] = str(run.path)
-            for each in callbacks:
+            for callback in callbacks:
                 # LightningCLI's callback refuses the configuration that an earlier attempt has saved.
-                if type(each).__name__ == "SaveConfigCallback":
-                    each.overwrite = True
+                if type(callback).__name__ == "SaveConfigCallback":
+                    callback.overwrite = True
         super().__init__(**kwargs)
 
     def fit(
@@ -303,22 +263,19 @@ class LightningTrainer(lightning.Trainer):
         Raises:
             SystemExit: with code 75 after a stop signal, once the state is saved.
         """
-        own = self._run_checkpoint
-        if own is None:
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
-            return
-        own.begin(self)
-        if train_dataloaders is None or isinstance(train_dataloaders, lightning.LightningDataModule):
-            source = datamodule or train_dataloaders or model
-            make = source.train_dataloader
-            setattr(source, "train_dataloader", lambda: own.attach(self, make()))  # noqa: B010 (a method)
-        else:
-            train_dataloaders = own.attach(self, train_dataloaders)
-        newest = own.checkpoints.newest()
-        if newest is not None:
-            own.checkpoints.log_resumed(newest)
-            # It contains what the script's objects save, and was written by this run.
-            ckpt_path, weights_only = newest, False
+        if (checkpoint := self._run_checkpoint) is not None:
+            checkpoint.begin(self)
+            if train_dataloaders is None or isinstance(train_dataloaders, lightning.LightningDataModule):
+                host = datamodule or train_dataloaders or model
+                make = host.train_dataloader
+                setattr(host, "train_dataloader", lambda: checkpoint.attach(self, make()))  # noqa: B010
+            else:
+                train_dataloaders = checkpoint.attach(self, train_dataloaders)
+            newest = checkpoint.checkpoints.newest()
+            if newest is not None:
+                checkpoint.checkpoints.log_resumed(newest)
+                # It contains what the script's objects save, and was written by this run.
+                ckpt_path, weights_only = newest, False
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
 
 
@@ -384,16 +341,8 @@ class _ResumableLoader(_TrackedLoader):
         if loader.batch_sampler is self.sampler:
             return loader
         names = (
-            *(
-                "num_workers",
-                "collate_fn",
-                "pin_memory",
-                "timeout",
-                "worker_init_fn",
-                "generator",
-                "in_order",
-            ),
-            *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
+            *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
+            *("in_order", "multiprocessing_context", "prefetch_factor", "persistent_workers"),
         )
         options = {name: getattr(loader, name) for name in names}
         return DataLoader(loader.dataset, batch_sampler=self.sampler, **options)
@@ -439,6 +388,10 @@ class _StatefulLoader(_TrackedLoader):
         yield from self._fetch(iter(self._original))
 
 
+def _as_list(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, (list, tuple)) else [values] if values else []
+
+
 def _schedulers(trainer: lightning.Trainer) -> list[Any]:
     return [config.scheduler for config in trainer.lr_scheduler_configs]
 
@@ -447,20 +400,6 @@ def _has_own_shards(trainer: lightning.Trainer, loader: DataLoader[Any]) -> bool
     """Return true if each rank has its own samples, which must not be divided again."""
     divides = trainer._accelerator_connector.use_distributed_sampler
     return not divides and trainer.world_size > 1 and not isinstance(loader.sampler, DistributedSampler)
-
-
-def _continue_epoch(fit_loop: dict[str, Any], *, is_complete: bool) -> None:
-    """Change the state of Lightning's loops after the last step, so that a later run omits no batch.
-
-    Lightning itself counts the last epoch as complete, but keeps the number of its batches.
-    """
-    if is_complete:
-        batches = fit_loop["epoch_loop.batch_progress"]
-        batches |= {"current": dict.fromkeys(batches["current"], 0), "is_last_batch": False}
-        return
-    for counts in fit_loop["epoch_progress"].values():
-        counts["processed"] -= 1
-        counts["completed"] -= 1
 
 
 def _is_replaceable(loader: DataLoader[Any]) -> bool:

@@ -38,7 +38,7 @@ def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
     from hpctrain.jobs.doctor.run_checks import run_checks, write_profile_file
     from hpctrain.jobs.options.resolved_options import resolve_options
 
-    known = resolve_options({}, cwd=Path.cwd(), environ=os.environ).site
+    known = resolve_options({}, cwd=Path.cwd(), environ=os.environ).habits
     report = run_checks(os.environ, runs_dir.absolute(), known)
     if as_json:
         echo_json(_document(report))

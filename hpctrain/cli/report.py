@@ -81,10 +81,10 @@ def _render(run_data: list[RunData], *, as_json: bool) -> str:
         documents = [json_report(run) for run in run_data]
         return json_text(documents if several else documents[0], default=str) + "\n"
     if several:
-        from hpctrain.telemetry.report.comparison_page import render_comparison
+        from hpctrain.telemetry.report.pages import render_comparison
 
         return render_comparison(run_data)
-    from hpctrain.telemetry.report.run_page import render_run_page
+    from hpctrain.telemetry.report.pages import render_run_page
 
     return render_run_page(run_data[0])
 
@@ -127,13 +127,9 @@ def json_report(run_data: RunData) -> dict[str, Any]:
             {**asdict(attempt), "interrupted": attempt.interrupted} for attempt in run_data.attempts
         ],
         "checkpoints": [asdict(checkpoint) for checkpoint in run_data.checkpoints],
-        "gpus": [
-            {"gpu": row, **{heat.quantity.field: heat.means[index] for heat in devices.maps}}
-            for index, row in enumerate(devices.rows)
-        ],
+        "gpus": [{"gpu": gpu, **means} for gpu, means in zip(devices.gpus, devices.gpu_means, strict=True)],
         "nodes": [
-            {**asdict(node), **{heat.quantity.field: heat.means[index] for heat in devices.node_maps}}
-            for index, node in enumerate(devices.nodes)
+            {**asdict(node), **means} for node, means in zip(devices.nodes, devices.node_means, strict=True)
         ],
         "advice": [asdict(advice) for advice in advise(run_data)],
         "environment": run_data.environment,
@@ -153,7 +149,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     Raises:
         RunNotFound: there is no such run, and no folder of that name contains run records.
     """
-    from hpctrain.telemetry.report.run_data import RunContext, read_run_data
+    from hpctrain.telemetry.report.run_data import RunContext, RunData
 
     now = time.time()
     try:
@@ -162,7 +158,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         # A run started without a submission, or an incomplete folder.
         for folder in (RunDir((runs_dir / name).absolute()), RunDir(Path(name).absolute())):
             if folder.events.is_file() or folder.metrics.is_file():
-                return [read_run_data(folder, RunContext(), now=now)]
+                return [RunData(folder, RunContext(), now=now)]
         raise
     from hpctrain.cli.resubmit_command import resubmit_command
     from hpctrain.jobs.runs.run import query_statuses
@@ -185,5 +181,5 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         context = RunContext(resubmit_command=command)
         if status is not None:
             context = RunContext(str(status.state), status.words, status.cause, command)
-        run_data.append(read_run_data(run.dir, context, now=now))
+        run_data.append(RunData(run.dir, context, now=now))
     return run_data

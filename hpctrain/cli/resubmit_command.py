@@ -7,24 +7,16 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpctrain.jobs.options.table import SbatchOptions, all_options
+from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
+from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.directives import directives_after_start
-from hpctrain.spec.job_spec import DEFAULT_SNAPSHOT_LIMIT_MB, JobSpec, default_stop_before_limit_s
-from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
+from hpctrain.spec.job_spec import default_stop_before_limit_s
+from hpctrain.spec.notify import NOTIFICATION_KINDS
 from hpctrain.text import is_finite
 
-#: Fields that every specification has; they are omitted if they have their default value.
-_DEFAULTS = {
-    "spare_nodes": JobSpec.spare_nodes,
-    "node_check": JobSpec.node_check,
-    "scale_up_after_s": JobSpec.scale_up_after_s,
-    "max_failures": JobSpec.max_failures,
-    "resume_mode": JobSpec.resume_mode,
-    "mpi": JobSpec.mpi,
-    "cpu_binding": JobSpec.cpu_binding,
-    "gpu_request_style": JobSpec.gpu_request_style,
-}
+#: Fields that are None if the option is `never`.
+_NEVER = ("standby_workers_s", "hang_timeout_s")
 
 
 def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
@@ -60,93 +52,82 @@ def _code_lines(spec: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _options(spec: Mapping[str, Any]) -> Iterator[str]:
-    nodes, least = spec.get("nodes") or 1, spec.get("min_nodes")
-    yield f"--nodes={least}:{nodes}" if least and least != nodes else f"--nodes={nodes}"
-    if gpus := spec.get("gpus_per_node"):
-        yield (
-            f"--gpus-per-node={spec['gpu_type']}:{gpus}"
-            if spec.get("gpu_type")
-            else f"--gpus-per-node={gpus}"
-        )
-    if (tasks := spec.get("ntasks_per_node")) and tasks != (gpus or 1):
-        yield f"--ntasks-per-node={tasks}"
-    for name in ("array", "cpus_per_task", "template", "backend", "name"):
-        if (value := spec.get(name)) is not None:
-            yield f"--{name.replace('_', '-')}={value}"
-    if is_finite(limit_s := spec.get("time_limit_s")) or limit_s == math.inf:
-        yield f"--time={format_time_limit(None if limit_s == math.inf else limit_s)}"
-    lead_s = spec.get("stop_before_limit_s")
-    if lead_s is not None and lead_s != default_stop_before_limit_s(limit_s if is_finite(limit_s) else None):
-        yield f"--stop-before-limit={lead_s}"
-    for name in ("standby_workers_s", "hang_timeout_s"):
-        if (seconds := spec.get(name, missing := getattr(JobSpec, name))) != missing:
-            yield f"--{name.removesuffix('_s').replace('_', '-')}={'never' if seconds is None else seconds}"
-    for name, default in _DEFAULTS.items():
-        if spec.get(name) not in (None, default):
-            yield _option(name.removesuffix("_s"), spec[name])
-    for name, value in _pairs(spec.get("env")):
-        yield f"--env={name}={value}"
-    for kind, changes in _mapping(spec.get("restart_policy")).items():
-        for name, value in _pairs(changes):
-            yield f"--restart-policy={kind}.{name}={value}"
-    for name, value in _pairs(spec.get("directives")):
-        yield _directive(name, value)
-    yield from _shell(_mapping(spec.get("shell")))
-    torchrun, container = _mapping(spec.get("torchrun")), _mapping(spec.get("container"))
-    if torchrun:
-        yield "--launcher=torchrun"
-        yield _option("rdzv_backend", torchrun.get("rdzv_backend"))
-        if torchrun.get("rdzv_endpoint"):
-            yield _option("rdzv_endpoint", torchrun["rdzv_endpoint"])
-    if container:
-        for name in ("image", "runtime", "python"):
-            if container.get(name):
-                yield _option(f"container_{name}", container[name])
-        for value in _texts(container.get("mounts")):
-            yield f"--container-mounts={value}"
-        if names := _texts(container.get("env")):
-            yield _option("container_env", ",".join(names))
-    notify = _mapping(spec.get("notify"))
-    for target in _texts(notify.get("targets")):
-        yield f"--notify={target}"
-    if (on := _texts(notify.get("on"))) and tuple(on) != NOTIFICATION_KINDS:
-        yield _option("notify_on", ",".join(on))
-    if notify.get("stall_s") not in (None, DEFAULT_STALL_S):
-        yield _option("notify_stall_after", notify["stall_s"])
-    for name, source in _pairs(spec.get("stage")):
-        yield f"--stage={source}:{name}"
-    if spec.get("stage_environment"):
-        yield "--stage-environment"
-    if spec.get("independent_ranks"):
-        yield "--independent-ranks"
-    for option in _texts(spec.get("srun_args")):
-        yield f"--srun-arg={option}"
-    if not spec.get("code") and spec.get("supervised", True):
-        yield "--no-code-snapshot"
-    elif (limit_mb := _mapping(spec["code"]).get("limit_mb")) not in (None, DEFAULT_SNAPSHOT_LIMIT_MB):
-        yield _option("code_snapshot_limit", limit_mb)
+    """Yield the options whose values differ from the defaults."""
+    for name, value in _values(spec).items():
+        option = all_options()[name]
+        if value in (None, "", option.about.default):
+            continue
+        if name == "sbatch":
+            yield from (_directive(key, text) for key, text in _pairs(value))
+        elif option.kind.pairs:
+            yield from (f"{option.flag}={key}={text}" for key, text in _pairs(value))
+        elif option.kind.many and option.about.on_command_line:
+            yield from (f"{option.flag}={text}" for text in _texts(value))
+        elif option.kind.many:
+            if texts := _texts(value):
+                yield f"--set={name}={','.join(texts)}"
+        elif option.kind.flag:
+            yield option.flag if value else f"--no-{option.flag[2:]}"
+        else:
+            yield f"{option.flag}={value}" if option.about.on_command_line else f"--set={name}={value}"
 
 
-def _option(name: str, value: object) -> str:
-    option = all_options()[name]
-    return f"{option.flag}={value}" if option.about.on_command_line else f"--set={name}={value}"
+def _values(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the options of `hpctrain submit`, by name."""
+    nodes, least, limit_s = spec.get("nodes") or 1, spec.get("min_nodes"), spec.get("time_limit_s")
+    gpus, gpu_type = spec.get("gpus_per_node"), spec.get("gpu_type")
+    tasks, lead_s = spec.get("ntasks_per_node"), spec.get("stop_before_limit_s")
+    shell, torchrun, container, notify, code = (
+        _mapping(spec.get(name)) for name in ("shell", "torchrun", "container", "notify", "code")
+    )
+    is_limited = is_finite(limit_s)
+    return {
+        "nodes": f"{least}:{nodes}" if least and least != nodes else str(nodes),
+        "gpus_per_node": f"{gpu_type}:{gpus}" if gpus and gpu_type else gpus,
+        "ntasks_per_node": tasks if tasks != (gpus or 1) else None,
+        **{name: spec.get(name) for name in ("array", "template", "backend", "name")},
+        "time": format_time_limit(limit_s if is_limited else None)
+        if is_limited or limit_s == math.inf
+        else None,
+        **{
+            option: "never" if field in _NEVER and spec.get(field, "") is None else spec.get(field)
+            for field, option in SPEC_FIELDS.items()
+        },
+        "stop_before_limit": lead_s
+        if lead_s != default_stop_before_limit_s(limit_s if is_limited else None)
+        else None,
+        "env": spec.get("env"),
+        "restart_policy": {
+            f"{kind}.{name}": value
+            for kind, changes in _mapping(spec.get("restart_policy")).items()
+            for name, value in _pairs(changes)
+        },
+        "sbatch": spec.get("directives"),
+        "module": shell.get("modules"),
+        **{name: shell.get(name) for name in ("setup", "teardown", "conda", "venv")},
+        "launcher": "torchrun" if torchrun else None,
+        **{name: torchrun.get(name) for name in ("rdzv_backend", "rdzv_endpoint")},
+        **{
+            f"container_{name}": container.get(name)
+            for name in ("image", "runtime", "python", "mounts", "env")
+        },
+        "notify": notify.get("targets"),
+        "notify_on": on if tuple(on := _texts(notify.get("on"))) != NOTIFICATION_KINDS else None,
+        "notify_stall_after": notify.get("stall_s"),
+        "stage": [f"{source}:{name}" for name, source in _pairs(spec.get("stage"))],
+        "srun_arg": spec.get("srun_args"),
+        "code_snapshot": None if code or not spec.get("supervised", True) else False,
+        "code_snapshot_limit": code.get("limit_mb"),
+    }
 
 
 def _directive(name: str, value: str) -> str:
-    kind = SbatchOptions.__annotations__.get(name.replace("-", "_"))
     # On the command line, a flag of sbatch has no value.
-    is_named = kind == int | str or name == "time" if value else kind in (bool, bool | str)
-    option = f"--{name}" if is_named else f"--sbatch={name}"
+    kind = sbatch_type(name)
+    is_named = name.replace("-", "_") in sbatch_options() or name == "time"
+    is_flag = is_named and ((kind.flag and not value) or (not kind.flag and value))
+    option = f"--{name}" if is_flag else f"--sbatch={name}"
     return f"{option}={value}" if value else option
-
-
-def _shell(shell: Mapping[str, Any]) -> Iterator[str]:
-    for name, option in (("modules", "module"), ("setup", "setup"), ("teardown", "teardown")):
-        for value in _texts(shell.get(name)):
-            yield f"--{option}={value}"
-    for name in ("conda", "venv"):
-        if shell.get(name):
-            yield f"--{name}={shell[name]}"
 
 
 def _texts(values: object) -> list[str]:

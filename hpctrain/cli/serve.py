@@ -121,7 +121,7 @@ class RunPages:
             return cached.text
 
     def _list(self) -> str:
-        from hpctrain.telemetry.report.html_renderer import LiveParts, render_page
+        from hpctrain.telemetry.report.pages import LiveParts, render_page
 
         folder = str(self._runs_dir.absolute())
         rows = [
@@ -147,9 +147,7 @@ class RunPages:
 
     def _render(self, statuses: Sequence[RunStatus]) -> str:
         from hpctrain.cli.report import read_runs
-        from hpctrain.telemetry.report.comparison_page import render_comparison
-        from hpctrain.telemetry.report.html_renderer import LiveParts
-        from hpctrain.telemetry.report.run_page import render_run_page
+        from hpctrain.telemetry.report.pages import LiveParts, render_comparison, render_run_page
 
         runs = [run for status in statuses for run in read_runs(status.run_dir, self._runs_dir)]
         if len(runs) == 1:

@@ -26,16 +26,16 @@ from hpctrain.cli.common import (
 )
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.options.option import Option, OptionValue
-from hpctrain.jobs.options.option_parser import option_names
+from hpctrain.jobs.options.option_parser import find_replacement, option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values, resolve_options
-from hpctrain.jobs.options.sbatch_options import SHORT_NAMES, find_replacement
-from hpctrain.jobs.options.table import SbatchOptions, all_options, sbatch_options
+from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import SlurmCall
-from hpctrain.spec.program import ProgramKind
+from hpctrain.spec.directives import SHORT_NAMES
+from hpctrain.spec.launcher import ProgramKind
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _complete_partition(
 def _sbatch_option(name: str, long_name: str) -> _SbatchOption:
     short_names = [f"-{short}" for short, long in SHORT_NAMES.items() if long == long_name]
     names = [name, *short_names, f"--{long_name}"]
-    if SbatchOptions.__annotations__[name] == int | str:
+    if not sbatch_type(name).flag:
         complete = _complete_partition if name == "partition" else None
         return _SbatchOption(names, shell_complete=complete)
     return _SbatchOption([name, *short_names, f"--{long_name}/--no-{long_name}"], default=None)

@@ -32,7 +32,7 @@ from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.rundir import RunDir
-from hpctrain.spec.program import ProgramKind
+from hpctrain.spec.launcher import ProgramKind
 from hpctrain.sweeps.search_space import inline_files
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, SweepRecord, read_sweep

@@ -45,16 +45,7 @@ _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 
 
 class SlurmCall:
-    """A Slurm command that starts immediately; its output is read later.
-
-    A call that is discarded before its answer is read is killed.
-
-    Args:
-        command: a Slurm command.
-        environ: the complete environment of the command.
-        timeout_s: seconds from the start after which the call is killed.
-        text: standard input of the command.
-    """
+    """A Slurm command that starts immediately; its output is read later."""
 
     def __init__(
         self,
@@ -72,14 +63,7 @@ class SlurmCall:
             self._trouble = error
 
     def answer(self, timeout_s: float | None = None) -> tuple[str, str]:
-        """Return stdout and stderr. Call this only once.
-
-        Args:
-            timeout_s: overrides the limit of the call, in seconds from its start.
-
-        Raises:
-            SchedulerError: the command is missing, failed or timed out; the message quotes Slurm.
-        """
+        """Return stdout and stderr. Call this only once."""
         if self._process is None:
             raise self._trouble
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -110,11 +94,7 @@ def run_slurm(
     *,
     timeout_s: float = COMMAND_LIMIT_S,
 ) -> str:
-    """Return the stdout of a Slurm command. See `SlurmCall`.
-
-    Raises:
-        SchedulerError: the command is missing, failed or timed out; the message quotes Slurm.
-    """
+    """Return the stdout of a Slurm command. See `SlurmCall`."""
     return SlurmCall(command, environ, timeout_s=timeout_s).answer()[0]
 
 
@@ -126,15 +106,7 @@ def run_slurm_parallel(
 
 
 def run_all(calls: Sequence[SlurmCall], *, probe_s: float | None = None) -> list[str | SchedulerError]:
-    """Return the stdout of each call, or its error.
-
-    Args:
-        calls: the calls.
-        probe_s: if given, the first call must succeed within this many seconds.
-
-    Raises:
-        SchedulerError: the first call failed although `probe_s` was given.
-    """
+    """Return the stdout of each call, or its error."""
     answers: list[str | SchedulerError] = []
     for call in calls:
         try:
@@ -204,14 +176,8 @@ def job_step_name(attempt: int, *, waits: bool = False) -> str:
 
 
 def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the newest step of each job in which ranks are running.
-
-    The batch script and Slurm's own steps do not count. An older step only waits until Slurm marks a lost
-    node down. Steps of standby workers are also excluded while the attempt before them is running.
-
-    Raises:
-        SchedulerError: the controller does not respond, or has no record of the only requested job.
-    """
+    """Return the newest step of each job in which ranks are running."""
+    # An older step only waits until Slurm marks a lost node down.
     steps: dict[str, dict[int, str]] = {}
     for step, name in _named_steps(job_ids, environ):
         job, _, number = step.rpartition(".")
@@ -223,11 +189,7 @@ def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[
 
 
 def find_step(job_id: str, name: str, environ: Mapping[str, str]) -> str | None:
-    """Return the job's step of that name, or None.
-
-    Raises:
-        SchedulerError: the controller does not respond, or has no record of the job.
-    """
+    """Return the job's step of that name, or None."""
     return next((step for step, called in _named_steps([job_id], environ) if called == name), None)
 
 

@@ -16,7 +16,7 @@ SiteAnswers = Sequence[str | SchedulerError]
 
 # Includes hidden partitions, which users can name. Nodes of a partition with identical values share a line.
 # The free-text columns come last.
-_NODES = ("sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%T|%N|%G|%f")
+_NODES = ("sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%T|%G|%f")
 _CONFIG = ("scontrol", "show", "config")
 _PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 
@@ -42,8 +42,6 @@ class SlurmConfig:
     preempt_type: str = "none"
     """Preemption criterion: none, partition_prio or qos."""
     preempt_mode: str = "OFF"
-    signals_user: bool = False
-    """True if a preemption sends the signal that the job requested (preempt_send_user_signal)."""
     expedites_requeues: bool = False
     """True if `--requeue=expedite` starts a requeued job without a delay (Slurm 25.11 and newer)."""
     kill_wait_s: float = 30.0
@@ -53,7 +51,6 @@ class SlurmConfig:
     max_array_size: int = 1001
     """Upper bound (exclusive) of the task indices of a job array."""
     max_mem_per_node_mib: int | None = None
-    max_mem_per_cpu_mib: int | None = None
     def_mem_per_node_mib: int | None = None
     def_mem_per_cpu_mib: int | None = None
     select: str = ""
@@ -84,19 +81,12 @@ class SlurmConfig:
 
 
 def query_site(environ: Mapping[str, str]) -> list[SlurmCall]:
-    """Start the queries for nodes, configuration and partitions, which run concurrently.
-
-    `hpctrain.slurm.site_facts` parses the answers. Its import takes longer, and can overlap the queries.
-    """
+    """Start the queries for nodes, configuration and partitions, which run concurrently."""
     return [SlurmCall(command, environ) for command in (_NODES, _CONFIG, _PARTITIONS)]
 
 
 def query_config(environ: Mapping[str, str]) -> SlurmConfig:
-    """Return the configuration of the cluster.
-
-    Raises:
-        SchedulerError: the controller does not answer.
-    """
+    """Return the configuration of the cluster."""
     return parse_config(run_slurm(_CONFIG, environ))
 
 
@@ -120,13 +110,11 @@ def parse_config(answer: str) -> SlurmConfig:
         job_requeue=value("JobRequeue", "1") != "0",
         preempt_type=value("PreemptType", "none").rpartition("/")[2],
         preempt_mode=value("PreemptMode", "OFF"),
-        signals_user="preempt_send_user_signal" in value("SlurmctldParameters"),
         expedites_requeues="enable_expedited_requeue" in value("SlurmctldParameters"),
         kill_wait_s=duration_s("KillWait", SlurmConfig.kill_wait_s),
         slurmd_timeout_s=duration_s("SlurmdTimeout", SlurmConfig.slurmd_timeout_s),
         max_array_size=parse_number(value("MaxArraySize")) or SlurmConfig.max_array_size,
         max_mem_per_node_mib=parse_number(value("MaxMemPerNode")),
-        max_mem_per_cpu_mib=parse_number(value("MaxMemPerCPU")),
         def_mem_per_node_mib=parse_number(value("DefMemPerNode")),
         def_mem_per_cpu_mib=parse_number(value("DefMemPerCPU")),
         select=value("SelectType").rpartition("/")[2],

@@ -21,11 +21,7 @@ _WEIGHTS = {
 
 
 def parse_duration(text: str) -> float | None:
-    """Return the seconds of a duration in one of the forms of sbatch's `--time`; None means no limit.
-
-    Raises:
-        SpecError: the notation is invalid, or the duration is zero.
-    """
+    """Return the seconds of a duration in one of the forms of sbatch's `--time`; None means no limit."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
     match = _DURATION.fullmatch(text)

@@ -113,10 +113,7 @@ _OVERRULED = frozenset(
 
 
 def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without variables of a surrounding job or rank, and without output formats.
-
-    GPUs assigned to this process by a job remain visible: child processes can use no others.
-    """
+    """Return the environment without variables of a surrounding job or rank, and without output formats."""
     names = env_default_names(environ) | _RANK_VARIABLES
     prefixes = [*_JOB_PREFIXES, *_ANSWER_PREFIXES, *_RANK_PREFIXES]
     for mark, written in _LAUNCHER_PREFIXES.items():
@@ -138,12 +135,8 @@ def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_job_id(environ: Mapping[str, str]) -> str:
-    """Return the id of this batch script's job for Slurm's commands.
-
-    An array task is named by the array and its index. SLURM_JOB_ID is a separate number for all tasks except
-    the last. The last task has the number of the array, so a request with this number would affect all other
-    tasks.
-    """
+    """Return the id of this batch script's job for Slurm's commands."""
+    # SLURM_JOB_ID of the last task is the number of the array: a request with it would affect all tasks.
     if "SLURM_ARRAY_TASK_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     return environ["SLURM_JOB_ID"]
@@ -155,12 +148,7 @@ def sbatch_variable(key: str) -> str:
 
 
 def sbatch_env(environ: Mapping[str, str], directives: Collection[str]) -> dict[str, str]:
-    """Return the environment of sbatch, in which SBATCH_* variables override the script.
-
-    The script must have precedence, so the variables of its directives are removed. Other defaults of the
-    user, such as SBATCH_ACCOUNT, are kept. CUDA_VISIBLE_DEVICES and similar variables are also
-    kept, unless set by a surrounding job.
-    """
+    """Return the environment of sbatch, in which SBATCH_* variables override the script."""
     written = {*directives, *(_MEMORY if _MEMORY.intersection(directives) else ())}
     removed = _OVERRULED | set(map(sbatch_variable, written))
     if "SLURM_JOB_ID" in environ:

@@ -27,11 +27,7 @@ class JobArray(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> JobArray:
-        """Parse sbatch's `--array` notation, such as `0-19%4`.
-
-        Raises:
-            SpecError: the notation is invalid, or the array has too many tasks.
-        """
+        """Parse sbatch's `--array` notation, such as `0-19%4`."""
         listed, percent, limit = text.partition("%")
         if percent and not (is_count(limit) and int(limit) > 0):
             raise SpecError(

@@ -99,11 +99,7 @@ def parent_job_id(job_id: str) -> str:
 
 
 def query_squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
-    """Query squeue: pending, running and recently ended jobs, also in hidden partitions.
-
-    Raises:
-        SchedulerError: the controller does not answer.
-    """
+    """Query squeue: pending, running and recently ended jobs, also in hidden partitions."""
     layout = ",".join(f"{name}:0{_SEPARATOR}" for name in _QUEUE_COLUMNS)
     command = ["squeue", "--noheader", "--all", "--array", "--states=all", f"--Format={layout}"]
     try:
@@ -117,11 +113,7 @@ def query_squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable
 
 
 def query_sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
-    """Query sacct for the newest submission of each job. A requeue counts as another submission.
-
-    Raises:
-        SchedulerError: there is no accounting, or it does not respond.
-    """
+    """Query sacct for the newest submission of each job. A requeue counts as another submission."""
     command = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={_SEPARATOR}"]
     columns = f"--format={','.join(_ACCOUNTING_COLUMNS)}"
     answer = run_slurm([*command, columns, *_selection(job_ids)], {**environ, **_FULL_TASK_LISTS})
@@ -140,11 +132,7 @@ def query_sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
 
 
 def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
-    """Query `scontrol show job`: by id for a single job, otherwise for all jobs.
-
-    Raises:
-        SchedulerError: the controller does not answer, or its answer is empty.
-    """
+    """Query `scontrol show job`: by id for a single job, otherwise for all jobs."""
     bases = {parent_job_id(job_id) for job_id in job_ids}
     command = ["scontrol", "--all", "show", "job", *(bases if len(bases) == 1 else ())]
     try:
@@ -159,11 +147,7 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
 
 
 def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
-    """Return the controller's record of one job, or of one task of an array.
-
-    Raises:
-        SchedulerError: the controller does not respond, or has no record of the job.
-    """
+    """Return the controller's record of one job, or of one task of an array."""
     answer = run_slurm(["scontrol", "--all", "show", "job", job_id], environ)
     for row in _parse_records(answer):
         return row

@@ -46,14 +46,7 @@ def requeue_job(job_id: str, environ: Mapping[str, str]) -> None:
 def update_job(
     job_ids: Sequence[str], environ: Mapping[str, str], *, until_killed: bool = False, **fields: str
 ) -> None:
-    """Change fields of jobs.
-
-    Args:
-        job_ids: the jobs.
-        environ: environment of the command.
-        until_killed: ignore SIGTERM, which Slurm sends to the processes of an ending job.
-        fields: the new values, such as `StartTime="now+30"`.
-    """
+    """Change fields of jobs."""
     command = ["scontrol", "update", f"JobId={','.join(job_ids)}"]
     command += [f"{name}={value}" for name, value in fields.items()]
     run_slurm([*(_UNTIL_KILLED if until_killed else ()), *command], environ)
@@ -74,11 +67,9 @@ def signal_steps(steps: Sequence[str], number: signal.Signals, environ: Mapping[
 
 
 def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
-    """Send a signal to the ranks of running jobs.
-
-    The signal is sent to steps, not to jobs. While other tasks of an array are pending, Slurm 22.05 reports
-    an error for a signal to a job after sending it, and scancel repeats the signal for a minute.
-    """
+    """Send a signal to the ranks of running jobs."""
+    # To steps: while other tasks of an array are pending, Slurm 22.05 reports an error for a signal to a job
+    # after sending it, and scancel repeats the signal for a minute.
     left = set(job_ids)
     tried: dict[str, str] = {}
     unconfirmed: SchedulerError | None = None

@@ -33,11 +33,7 @@ class NodeRecord:
 
 
 def query_nodes(hosts: Sequence[str], environ: Mapping[str, str]) -> list[NodeRecord]:
-    """Return the records of these nodes.
-
-    Raises:
-        SchedulerError: the controller does not answer.
-    """
+    """Return the records of these nodes."""
     return parse_nodes(run_slurm(["scontrol", "show", "node", compress_hostlist(list(hosts))], environ))
 
 

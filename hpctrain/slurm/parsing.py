@@ -66,10 +66,7 @@ def parse_names_or_all(word: str) -> tuple[str, ...] | None:
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
-    """Return the number of GPUs by type in a list of generic resources. Untyped GPUs have the key "".
-
-    Parentheses contain sockets or indices; a `:no_consume` has no count.
-    """
+    """Return the number of GPUs by type in a list of generic resources. Untyped GPUs have the key ""."""
     found: dict[str, int] = {}
     for match in _GPU.finditer(gres):
         kind = match["type"] or ""

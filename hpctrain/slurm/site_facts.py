@@ -1,7 +1,4 @@
-"""Facts about a Slurm site: configuration, partitions, nodes, and the site's own conventions.
-
-Read once per submission, from three concurrent Slurm commands and the site profile.
-"""
+"""Read the facts about a Slurm site once per submission: configuration, partitions, nodes, conventions."""
 
 from __future__ import annotations
 
@@ -19,19 +16,11 @@ from hpctrain.text import pluralize
 #: Runs a Slurm command and returns its output, or raises SchedulerError.
 RunQuery = Callable[[Sequence[str]], str]
 
-_QOS_FIELDS = "Name,PreemptMode,GraceTime,MaxWall,Flags"
-_QOS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", f"format={_QOS_FIELDS}")
-
-#: The site's reaction to a job that requests memory.
-MemoryOptionSupport = Literal["accepted", "ignored", "refused"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
     """Identical nodes of a partition."""
 
-    names: str
-    """A hostlist in Slurm's compact notation."""
     num: int
     state: str = "idle"
     cpus: int
@@ -48,18 +37,6 @@ class NodeGroup:
     def is_usable(self) -> bool:
         """True if the nodes run jobs or wait for jobs, and are not, for example, reserved or powered down."""
         return self.state in ("idle", "mixed", "allocated", "completing", "planned")
-
-    @property
-    def is_out(self) -> bool:
-        """True if no job can currently start on these nodes."""
-        # State suffixes: * is not responding; the others do not block jobs (sinfo(1), NODE STATE CODES).
-        return "*" in self.state or self.state.rstrip("~#!%$@^+-").lower() in _OUT
-
-
-#: Node states in which no job can start.
-_OUT = frozenset(
-    {"down", "drained", "draining", "drng", "drain", "fail", "failing", "maint", "unknown", "future"}
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +61,9 @@ class Partition:
     preempt_mode: str = "OFF"
     grace_time_s: float = 0.0
     """Seconds between SIGTERM and SIGKILL for a preempted job."""
-    qos: str | None = None
-    """The QOS whose limits apply to every job of the partition."""
     allow_accounts: tuple[str, ...] | None = None
-    deny_accounts: tuple[str, ...] = ()
     allow_qos: tuple[str, ...] | None = None
-    deny_qos: tuple[str, ...] = ()
     allow_groups: tuple[str, ...] | None = None
-    root_only: bool = False
     needs_reservation: bool = False
     whole_nodes: bool = False
     """True if each job gets exclusive nodes."""
@@ -101,10 +73,6 @@ class Partition:
     def time_without_option_s(self) -> float | None:
         """The limit of a job without a time limit; None means no limit."""
         return self.default_time_s if self.default_time_s is not None else self.max_time_s
-
-    @property
-    def num_nodes(self) -> int:
-        return sum(group.num for group in self.groups)
 
     def describe_nodes(self) -> str:
         """Describe the nodes, such as `4 nodes with 64 CPUs, 512000 MiB, 4 a100 GPUs`."""
@@ -119,43 +87,28 @@ class Partition:
     def describe_limits(self) -> str:
         """Describe the limits, such as `time limit 02:00:00, at most 2 nodes`."""
         limits = {
-            "time limit {}": format_time_limit(self.max_time_s) if self.max_time_s is not None else None,
             "default time {}": format_time_limit(self.default_time_s) if self.default_time_s else None,
             "at most {}": None if self.max_nodes is None else pluralize(self.max_nodes, "node"),
             "at least {}": pluralize(self.min_nodes, "node") if self.min_nodes > 1 else None,
             "at most {} MiB per node": self.max_mem_per_node_mib,
-            "at most {} MiB per CPU": self.max_mem_per_cpu_mib,
-            "default memory {} MiB per CPU": self.def_mem_per_cpu_mib,
-            "default memory {} MiB per node": self.def_mem_per_node_mib,
             "at most {} CPUs per node": self.max_cpus_per_node,
-            "allocates whole nodes": self.whole_nodes or None,
-            "QOS {}": self.qos,
             "for accounts {}": self.allow_accounts and ", ".join(self.allow_accounts),
             "for QOS {}": self.allow_qos and ", ".join(self.allow_qos),
             "for groups {}": self.allow_groups and ", ".join(self.allow_groups),
-            "for root only": self.root_only or None,
             "requires a reservation": self.needs_reservation or None,
         }
         described = [text.format(value) for text, value in limits.items() if value is not None]
-        return ", ".join([*([] if self.max_time_s is not None else ["no time limit"]), *described])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qos:
-    """A QOS, which changes the limits of partitions."""
-
-    name: str
-    preempt_mode: str = ""
-    grace_time_s: float = 0.0
-    max_time_s: float | None = None
-    flags: tuple[str, ...] = ()
+        is_limited = self.max_time_s is not None
+        time = f"time limit {format_time_limit(self.max_time_s)}" if is_limited else "no time limit"
+        return ", ".join([time, *described])
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteConventions:
     """Site conventions that are not in Slurm's configuration. `hpctrain doctor` probes them."""
 
-    memory_option: MemoryOptionSupport = "accepted"
+    memory_option: Literal["accepted", "ignored", "refused"] = "accepted"
+    """The site's reaction to a job that requests memory."""
     needs_time: bool = False
     """True if a job without a time limit is rejected."""
     needs_memory: bool = False
@@ -187,13 +140,13 @@ class Site:
             yield from partition.groups
 
 
-def discover_site(environ: Mapping[str, str], profile: Site) -> tuple[Site, list[str]]:
+def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[Site, list[str]]:
     """Query Slurm for the site. See `parse_site`."""
-    return parse_site(run_all(query_site(environ)), profile)
+    return parse_site(run_all(query_site(environ)), habits)
 
 
-def parse_site(answers: SiteAnswers, profile: Site) -> tuple[Site, list[str]]:
-    """Return the site according to Slurm, completed by the profile; with a note on each failed query."""
+def parse_site(answers: SiteAnswers, habits: SiteConventions) -> tuple[Site, list[str]]:
+    """Return the site according to Slurm, with a note on each failed query."""
     nodes, config, partitions = (answer if isinstance(answer, str) else "" for answer in answers)
     subjects = ("the nodes", "Slurm's configuration", "the partitions")
     gaps = [
@@ -201,35 +154,16 @@ def parse_site(answers: SiteAnswers, profile: Site) -> tuple[Site, list[str]]:
         for subject, answer in zip(subjects, answers, strict=True)
         if isinstance(answer, SchedulerError)
     ]
-    site = profile
-    if config:
-        site = replace(site, slurm=parse_config(config))
-    if partitions:
-        site = replace(site, partitions=tuple(map(parse_partition, partitions.splitlines())))
-    # A site may hide its nodes (PrivateData) and list them in the profile instead.
-    groups = {partition.name: partition.groups for partition in profile.partitions} | _parse_nodes(nodes)
-    completed = (replace(partition, groups=groups.get(partition.name, ())) for partition in site.partitions)
-    return replace(site, partitions=tuple(completed)), gaps
-
-
-def query_qos(ask: RunQuery) -> list[Qos]:
-    """Return every QOS of the site.
-
-    Raises:
-        SchedulerError: there is no accounting, or it does not answer.
-    """
-    rows = (line.split("|") for line in ask(_QOS).splitlines())
-    return [
-        Qos(
-            name=row[0],
-            preempt_mode=row[1].upper(),
-            grace_time_s=parsing.parse_time_limit(row[2]) or 0.0,
-            max_time_s=parsing.parse_time_limit(row[3]),
-            flags=parsing.parse_names(row[4]),
-        )
-        for row in rows
-        if len(row) == 5
-    ]
+    groups = _parse_nodes(nodes)
+    site = Site(
+        slurm=parse_config(config) if config else None,
+        partitions=tuple(
+            replace(partition, groups=groups.get(partition.name, ()))
+            for partition in map(parse_partition, partitions.splitlines())
+        ),
+        habits=habits,
+    )
+    return site, gaps
 
 
 def parse_partition(line: str) -> Partition:
@@ -259,13 +193,9 @@ def parse_partition(line: str) -> Partition:
         priority_tier=parsing.parse_number(value("PriorityTier")) or 1,
         preempt_mode=value("PreemptMode").upper() or "OFF",
         grace_time_s=float(parsing.parse_number(value("GraceTime")) or 0),
-        qos=None if parsing.is_null(value("QoS")) else value("QoS"),
         allow_accounts=parsing.parse_names_or_all(value("AllowAccounts")),
-        deny_accounts=parsing.parse_names(value("DenyAccounts")),
         allow_qos=parsing.parse_names_or_all(value("AllowQos")),
-        deny_qos=parsing.parse_names(value("DenyQos")),
         allow_groups=parsing.parse_names_or_all(value("AllowGroups")),
-        root_only=is_yes("RootOnly"),
         needs_reservation=is_yes("ReqResv"),
         whole_nodes=value("OverSubscribe").upper() == "EXCLUSIVE",
     )
@@ -274,12 +204,11 @@ def parse_partition(line: str) -> Partition:
 def _parse_nodes(answer: str) -> dict[str, tuple[NodeGroup, ...]]:
     groups: dict[str, tuple[NodeGroup, ...]] = {}
     for line in answer.splitlines():
-        cells = line.split("|", 7)
-        if len(cells) < 8:
+        cells = line.split("|", 6)
+        if len(cells) < 7:
             continue
-        partition, num, cpus, memory, state, names, gres, features = cells
+        partition, num, cpus, memory, state, gres, features = cells
         group = NodeGroup(
-            names=names,
             num=parsing.parse_number(num) or 0,
             state=state,
             cpus=parsing.parse_number(cpus) or 0,

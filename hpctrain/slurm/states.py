@@ -143,10 +143,7 @@ def base_state(words: str) -> str:
 
 
 def parse_job_state(words: str) -> RunState:
-    """Return the run state for a job state such as `RUNNING` or `CANCELLED by 1000`.
-
-    Unrecognized states map to UNKNOWN, because newer Slurm releases add states.
-    """
+    """Return the run state for a job state such as `RUNNING` or `CANCELLED by 1000`."""
     known = SLURM_STATES.get(base_state(words))
     return known.state if known else RunState.UNKNOWN
 

@@ -26,12 +26,10 @@ _FILES: dict[str, ContainerRuntime | None] = {
 #: Image sources supported only by apptainer.
 _APPTAINER_SOURCES = ("library://", "oras://", "shub://")
 _DOCKER = "docker://"
-_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_MOUNT = re.compile("([^:]+):([^:]+)(?::(?:ro|rw)?)?", re.DOTALL)
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 #: System folders of an image, which must not be hidden by folders of the host.
-_SYSTEM = {
-    "/",
-    *(f"/{name}" for name in ("bin", "dev", "etc", "lib", "lib64", "opt", "proc", "sbin", "sys", "usr")),
-}
+_SYSTEM = {"/", "/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/sbin", "/sys", "/usr"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,57 +47,42 @@ class Container:
     """The Python interpreter in the container."""
 
     def check(self, folders: Mapping[str, str]) -> None:
-        """Check that the container can be started with the run's own folders mounted.
-
-        Args:
-            folders: paths that are always mounted, by description.
-
-        Raises:
-            SpecError: the container cannot be started.
-        """
-        self._check_image()
+        """Check that the container can be started with the run's own folders mounted."""
+        required = required_runtime(self.image)
+        if required is not None and required != self.runtime:
+            raise SpecError(
+                f"The image {self.image!r} (--container-image) requires {required}, but the runtime is "
+                f"{self.runtime} (container_runtime). Use another image, or container_runtime {required}."
+            )
         for mount in self.mounts:
-            source, destination, *options = [*mount.split(":"), ""][:3] if ":" in mount else [mount, ""]
-            wrong = not (source and destination) or mount.count(":") > 2
-            if wrong or (options and options[0] not in ("", "ro", "rw")):
+            if (match := _MOUNT.fullmatch(mount)) is None:
                 raise SpecError(f"{mount!r} (--container-mounts) is not of the form SRC:DST or SRC:DST:ro.")
-            if relative := next((path for path in (source, destination) if not os.path.isabs(path)), None):
-                raise SpecError(
-                    f"The path {relative!r} in {mount!r} (--container-mounts) is relative. Use an absolute "
-                    "path."
-                )
+            for path in match.groups():
+                if not os.path.isabs(path):
+                    raise SpecError(
+                        f"The path {path!r} in {mount!r} (--container-mounts) is relative. Use an absolute "
+                        "path."
+                    )
         for name in self.env:
-            if not _VARIABLE_NAME.fullmatch(name):
+            if not VARIABLE_NAME.fullmatch(name):
                 raise SpecError(
                     f"{name!r} (container_env) is not a valid name of an environment variable. Use "
                     "letters, digits and _, and do not start with a digit."
                 )
-        for what, path in folders.items():
+        for description, path in folders.items():
             if path in _SYSTEM:
                 raise SpecError(
-                    f"The {what} is {path}. In a container, this folder would hide {path} in the image. "
-                    "Use another folder."
+                    f"The {description} is {path}. In a container, this folder would hide {path} in the "
+                    "image. Use another folder."
                 )
             if match := re.search("[:,]", path):
                 raise SpecError(
-                    f"The {what} {path!r} contains {match[0]!r}, so it cannot be mounted in a container. "
-                    "Rename it."
+                    f"The {description} {path!r} contains {match[0]!r}, so it cannot be mounted in a "
+                    "container. Rename it."
                 )
 
-    def _check_image(self) -> None:
-        only = required_runtime(self.image)
-        if only is not None and only != self.runtime:
-            raise SpecError(
-                f"The image {self.image!r} (--container-image) requires {only}, but the runtime is "
-                f"{self.runtime} (container_runtime). Use another image, or container_runtime {only}."
-            )
-
     def check_files(self) -> None:
-        """Check that the image exists if it is a file.
-
-        Raises:
-            SpecError: the file does not exist.
-        """
+        """Check that the image exists if it is a file."""
         if is_image_file(self.image) and not Path(self.image).exists():
             raise SpecError(f"Image {self.image!r} (--container-image) not found. Check its path.")
 

@@ -10,6 +10,14 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.job_spec import JobSpec
 
+#: Short names of sbatch's options, except those that `hpctrain submit` uses differently.
+SHORT_NAMES = {
+    "A": "account", "a": "array", "b": "begin", "C": "constraint", "c": "cpus-per-task", "D": "chdir",
+    "d": "dependency", "e": "error", "G": "gpus", "H": "hold", "i": "input", "J": "job-name", "L": "licenses",
+    "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time", "W": "wait",
+    "w": "nodelist", "x": "exclude",
+}  # fmt: skip
+
 # Words at which sbatch splits the components of a heterogeneous job, anywhere in an #SBATCH line.
 _HET_BORDER = re.compile(r"(pack|het)(?=job)", re.IGNORECASE)
 
@@ -71,10 +79,7 @@ def directive_lines(directives: Mapping[str, str]) -> list[str]:
 
 
 def _log(spec: JobSpec) -> str:
-    """Return the log path as a file name pattern (sbatch(1), section FILENAME PATTERN).
-
-    %% stands for %, and %a for the index of the array task.
-    """
+    """Return the log path as a file name pattern (sbatch(1), section FILENAME PATTERN)."""
     run = RunDir(Path(spec.run_dir.replace("%", "%%")))
     return str((run if spec.array is None else run.task("%a")).slurm_log)
 

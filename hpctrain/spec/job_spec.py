@@ -10,9 +10,8 @@ from typing import Literal
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.container import Container
-from hpctrain.spec.launcher import TorchrunConfig
+from hpctrain.spec.launcher import ProgramKind, TorchrunConfig
 from hpctrain.spec.notify import NotifyConfig
-from hpctrain.spec.program import ProgramKind
 from hpctrain.spec.restart_policy import RestartPolicy
 from hpctrain.spec.shell_setup import ShellSetup
 
@@ -54,22 +53,17 @@ class JobSpec:
     """The request for a run, with all defaults filled in.
 
     Script, arguments and variables are passed in this object, never in a shell script.
-    `check_spec` checks the values.
+    `check_spec` checks the values. `hpctrain submit --help` describes the options of the same names.
     """
 
     script: str
     """Absolute path of the user's Python script; or a module or command, depending on `program`."""
     program: ProgramKind = "script"
-    """Kind of program."""
     args: tuple[str, ...] = ()
-    """Command-line arguments of the script."""
     env: dict[str, str] = field(default_factory=dict)
-    """Additional variables for the ranks, beyond the environment of the submission."""
     name: str
-    """Job name in the scheduler."""
     run_id: str
     run_dir: str
-    """Absolute path of the run folder."""
     backend: BackendName
     array: str | None = None
     """Tasks of a job array, in sbatch's notation. Each task is a separate run with its own folder."""
@@ -80,17 +74,13 @@ class JobSpec:
     min_nodes: int = 0
     """Minimum number of nodes; 0 means `nodes`, a fixed number."""
     spare_nodes: int = 0
-    """Number of spare nodes, which replace lost nodes."""
     node_check: NodeCheckMode = "auto"
-    """Condition for a node check before the ranks start."""
     scale_up_after_s: int = 600
     """Seconds after which an elastic run on fewer nodes searches for more nodes; 0 means never."""
     gpus_per_node: int = 0
-    """GPUs per node; 0 runs the ranks on CPUs."""
     gpu_type: str | None = None
     """Name of the GPU type in the scheduler; None accepts any type."""
     gpu_request_style: GpuRequestStyle = "gres"
-    """The sbatch option that requests GPUs at this site."""
     ntasks_per_node: int = 0
     """Ranks per node; 0 means one per GPU, or one for CPU runs. With fewer ranks, each has several GPUs."""
     cpus_per_task: int | None = None
@@ -106,14 +96,8 @@ class JobSpec:
     0 means 120, or a third of the time limit if that is shorter.
     """
     max_failures: int = 3
-    """Consecutive crashes without a new checkpoint that end the run."""
     restart_policy: dict[str, dict[str, int]] = field(default_factory=dict)
-    """The user's changes to the restart policy, by kind of end and field."""
     resume_mode: ResumeMode = "auto"
-    """Continuation of a stopped run: requeue of the same job, or a successor job.
-
-    auto uses the method that the site allows.
-    """
     expedite_requeue: bool = False
     """True if Slurm starts the requeued job without a delay."""
     standby_workers_s: int | None = 30
@@ -121,13 +105,9 @@ class JobSpec:
     hang_timeout_s: int | None = 300
     """Minimum seconds without a step after which a run counts as hung; None disables the check."""
     mpi: MpiPlugin = "none"
-    """Slurm's MPI plugin, for the rendezvous of MPI programs."""
     srun_args: tuple[str, ...] = ()
-    """Options of the user for the srun that starts the ranks."""
     cpu_binding: CpuBindingMode = "auto"
-    """Binding of ranks to the CPUs next to their GPU, unless Slurm binds them."""
     independent_ranks: bool = False
-    """True if the ranks do not train together."""
     directives: dict[str, str] = field(default_factory=dict)
     """All other `#SBATCH` options, by long name without the leading dashes. A flag has an empty value."""
     template: str | None = None
@@ -135,19 +115,15 @@ class JobSpec:
     supervised: bool = True
     """False if the batch script starts the ranks without hpctrain, as the template `plain` does."""
     shell: ShellSetup = field(default_factory=ShellSetup)
-    """Environment setup in the batch script, before the supervisor starts."""
     torchrun: TorchrunConfig | None = None
     """Configuration of the torchrun agents that start the ranks; None lets the supervisor start each rank."""
     code: CodeRef | None = None
     """The copy of the code that the ranks execute; None if they execute the script itself."""
     container: Container | None = None
-    """Container of the ranks, if any."""
     stage: dict[str, str] = field(default_factory=dict)
     """Files, folders and archives to copy to the local disk of each node, by name of the copy."""
     stage_environment: bool = False
-    """True if the ranks use copies of the Python environment and the code on the local disk."""
     notify: NotifyConfig = field(default_factory=NotifyConfig)
-    """Notifications when the run ends, fails or stalls."""
 
     @property
     def world_size(self) -> int:

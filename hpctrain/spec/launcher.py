@@ -1,4 +1,4 @@
-"""Launchers: the supervisor starts each rank as a task, or one torchrun agent per node."""
+"""Define the kinds of program, and the launchers: a task per rank, or a torchrun agent per node."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpctrain.errors import SpecError
+
+#: `script` is the path of a Python file, `module` a module's name as for `python -m`, `command` any other
+#: command on the PATH of the ranks.
+ProgramKind = Literal["script", "module", "command"]
+#: Commands that start ranks as child processes.
+RANK_LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})
 
 LauncherName = Literal["srun", "torchrun"]
 RendezvousBackend = Literal["c10d", "etcd", "etcd-v2"]
@@ -23,11 +29,7 @@ class TorchrunConfig:
     """Address and port of an etcd server. With c10d, the endpoint is the supervisor."""
 
     def check(self) -> None:
-        """Check that there is exactly one rendezvous endpoint.
-
-        Raises:
-            SpecError: there is no endpoint, or two.
-        """
+        """Check that there is exactly one rendezvous endpoint."""
         if self.rdzv_backend == "c10d":
             if self.rdzv_endpoint is not None:
                 raise SpecError(

@@ -1,4 +1,4 @@
-"""Loading of a run's specification from its file."""
+"""Load the specification of a run from its file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.spec.validation import check_spec
 
 #: Fields that are mappings in the file.
-_PARTS: dict[str, Callable[..., Any]] = {
+_SECTIONS: dict[str, Callable[..., Any]] = {
     "shell": ShellSetup,
     "torchrun": TorchrunConfig,
     "code": CodeRef,
@@ -34,35 +34,27 @@ def load_spec(path: Path) -> JobSpec:
     """
     try:
         values: Any = parse_yaml(read_regular(path).decode("utf-8"))
-    except OSError as error:
-        raise SpecError(
-            f"Cannot read the specification {path}: {error.strerror}. Submit the run again."
-        ) from error
-    except ValueError as error:
-        raise SpecError(
-            f"The specification {path} is not valid YAML: {error}. Submit the run again."
-        ) from error
-    if not isinstance(values, dict):
-        raise SpecError(f"The specification {path} is not a mapping of fields. Submit the run again.")
-    known = {entry.name for entry in fields(JobSpec)}
-    if unknown := sorted(str(name) for name in values.keys() - known):
-        raise SpecError(
-            f"The specification {path} has unknown fields: {', '.join(unknown)}. Submit the run again."
-        )
-    try:
-        parts = {name: kind(**_listed(values[name])) for name, kind in _PARTS.items() if values.get(name)}
-        spec = JobSpec(**{**_listed(values), **parts})
+        if not isinstance(values, dict):
+            raise ValueError("it is not a mapping of fields")
+        known = {entry.name for entry in fields(JobSpec)}
+        if unknown := sorted(str(name) for name in values.keys() - known):
+            raise ValueError(f"it has unknown fields: {', '.join(unknown)}")
+        sections = {
+            name: kind(**_with_tuples(values[name])) for name, kind in _SECTIONS.items() if values.get(name)
+        }
+        spec = JobSpec(**{**_with_tuples(values), **sections})
         check_spec(spec)
         return spec
     except SpecError:
         raise
-    except (TypeError, AttributeError, ValueError, OverflowError) as error:
+    except OSError as error:
         raise SpecError(
-            f"The specification {path} is incomplete, or a value has the wrong type: {error}. "
-            "Submit the run again."
+            f"Cannot read the specification {path}: {error.strerror}. Submit the run again."
         ) from error
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise SpecError(f"The specification {path} is invalid: {error}. Submit the run again.") from error
 
 
-def _listed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with lists converted to tuples, which YAML lacks."""
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert lists to tuples, which YAML lacks."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -29,11 +29,7 @@ class NotifyConfig:
     """Seconds without a logged step that count as a stall."""
 
     def check(self) -> None:
-        """Check the events and targets.
-
-        Raises:
-            SpecError: an event is unknown, or an address is invalid.
-        """
+        """Check the events and targets."""
         for occasion in self.on:
             if occasion not in NOTIFICATION_KINDS:
                 raise SpecError(

@@ -74,114 +74,6 @@ RESTART_ACTIONS = {
 }
 
 
-class EndKindInfo(NamedTuple):
-    """Description of a kind of end."""
-
-    cause: str
-    action: str
-    """Action of the policy; `–` if ends of this kind are only counted."""
-    advice: str = ""
-    """Advice for users if the run ended because of this kind."""
-
-
-END_KINDS: Mapping[EndKind, EndKindInfo] = {
-    EndKind.DONE: EndKindInfo("all ranks completed", "–"),
-    EndKind.PREEMPTED: EndKindInfo("Slurm needs the nodes for another job", "requeue"),
-    EndKind.TIME_LIMIT: EndKindInfo(
-        "the job is close to its time limit",
-        "requeue",
-        "submit with a longer --time, or with a longer --stop-before-limit if there was not enough time for "
-        "the last save",
-    ),
-    EndKind.REQUESTED: EndKindInfo("you ran `hpctrain requeue`", "requeue"),
-    EndKind.PYTHON: EndKindInfo(
-        "an exception in the script, or a nonzero exit code",
-        "restart",
-        "`hpctrain logs RUN` shows the traceback; fix the script, then submit again with the same --run-dir",
-    ),
-    EndKind.USER_ERROR: EndKindInfo(
-        "an exception in the first step, before any checkpoint",
-        "end",
-        "`hpctrain logs RUN` shows the traceback; fix the script, then submit again",
-    ),
-    EndKind.UNFINISHED: EndKindInfo(
-        "a rank exited with code 0 before training was complete",
-        "end",
-        "look for `sys.exit`, `return` or a caught exception in the script",
-    ),
-    EndKind.OOM: EndKindInfo(
-        "the job ran out of memory",
-        "requeue",
-        "submit with fewer data workers or ranks per node, with a larger --mem, or to nodes with more memory",
-    ),
-    EndKind.GPU_OOM: EndKindInfo(
-        "a GPU ran out of memory",
-        "restart",
-        "use smaller batches, GPUs with more memory or, with the Trainer, a smaller micro_batch_size, "
-        "recompute=True or a sharded strategy",
-    ),
-    EndKind.KILLED: EndKindInfo(
-        "a rank or a data worker was killed with SIGKILL, or a rank failed without reporting a cause",
-        "restart",
-        "check whether the kernel log of the node reports a lack of memory",
-    ),
-    EndKind.SIGNAL: EndKindInfo(
-        "a rank was killed by another signal, such as SIGSEGV",
-        "restart",
-        "`hpctrain logs RUN` shows the Python stack; look for a faulty C extension or driver",
-    ),
-    EndKind.COMMUNICATION: EndKindInfo(
-        "communication between ranks failed, and no rank reported another cause",
-        "restart",
-        "`hpctrain doctor` checks the network; --env NCCL_DEBUG=INFO logs the cause",
-    ),
-    EndKind.UNAUTHENTICATED: EndKindInfo(
-        "a program from outside the run changed the state of torchrun's agents",
-        "restart",
-        "ask an administrator which program scans ports on the nodes",
-    ),
-    EndKind.GPU: EndKindInfo(
-        "a GPU fault, such as an Xid error, an ECC error or a missing device",
-        "restart",
-        "report the node to an administrator, and exclude it with --exclude",
-    ),
-    EndKind.CORRUPTION: EndKindInfo(
-        "a rank computed wrong results, although its hardware reported no error",
-        "restart",
-        "report the device to an administrator, and exclude its node with --exclude",
-    ),
-    EndKind.HANG: EndKindInfo(
-        "no rank made progress",
-        "restart",
-        "`hpctrain logs RUN` shows the stacks of the ranks; if the script is only slow, use a longer "
-        "--hang-timeout",
-    ),
-    EndKind.STRAGGLER: EndKindInfo("a node repeatedly slowed down the others", "–"),
-    EndKind.NODE_LOST: EndKindInfo(
-        "a node stopped responding",
-        "restart",
-        "use --spare-nodes, so that the run does not have to wait for another allocation",
-    ),
-    EndKind.NODE_DRAIN: EndKindInfo(
-        "a node is drained, or the GPU driver of a node reports a fault", "restart"
-    ),
-    EndKind.NODE_CHECK: EndKindInfo(
-        "a node failed the node check", "restart", "report the node to an administrator"
-    ),
-    EndKind.NOT_STARTED: EndKindInfo(
-        "Slurm did not start the ranks", "requeue", "see the error message of srun in the job log, slurm.log"
-    ),
-    EndKind.DISK_FULL: EndKindInfo(
-        "the disk has no space for the checkpoint of the last step",
-        "end",
-        "free space or request a larger quota, then use `hpctrain resume RUN`",
-    ),
-    EndKind.OUT_OF_TIME: EndKindInfo(
-        "the ranks did not exit before the time limit", "end", "submit with a longer --stop-before-limit"
-    ),
-}
-
-
 @dataclass(frozen=True)
 class RestartRule:
     """Limits for a kind of end. All limits count ends without a new checkpoint in between."""
@@ -194,29 +86,145 @@ class RestartRule:
     """Number of failures on a node after which the node is excluded; 0 means never."""
 
 
+class EndKindInfo(NamedTuple):
+    """Description of a kind of end."""
+
+    cause: str
+    action: str
+    """Action of the policy; `–` if ends of this kind are only counted."""
+    rule: RestartRule | None = None
+    advice: str = ""
+    """Advice for users if the run ended because of this kind."""
+
+
+END_KINDS: Mapping[EndKind, EndKindInfo] = {
+    EndKind.DONE: EndKindInfo("all ranks completed", "–"),
+    EndKind.PREEMPTED: EndKindInfo(
+        "Slurm needs the nodes for another job", "requeue", RestartRule(retries=_STOPS)
+    ),
+    EndKind.TIME_LIMIT: EndKindInfo(
+        "the job is close to its time limit",
+        "requeue",
+        RestartRule(retries=_TIME_LIMITS),
+        "submit with a longer --time, or with a longer --stop-before-limit if there was not enough time for "
+        "the last save",
+    ),
+    EndKind.REQUESTED: EndKindInfo("you ran `hpctrain requeue`", "requeue", RestartRule(retries=_STOPS)),
+    EndKind.PYTHON: EndKindInfo(
+        "an exception in the script, or a nonzero exit code",
+        "restart",
+        RestartRule(repeats=1),
+        "`hpctrain logs RUN` shows the traceback; fix the script, then submit again with the same --run-dir",
+    ),
+    EndKind.USER_ERROR: EndKindInfo(
+        "an exception in the first step, before any checkpoint",
+        "end",
+        RestartRule(retries=0),
+        "`hpctrain logs RUN` shows the traceback; fix the script, then submit again",
+    ),
+    EndKind.UNFINISHED: EndKindInfo(
+        "a rank exited with code 0 before training was complete",
+        "end",
+        RestartRule(retries=0),
+        "look for `sys.exit`, `return` or a caught exception in the script",
+    ),
+    EndKind.OOM: EndKindInfo(
+        "the job ran out of memory",
+        "requeue",
+        RestartRule(retries=_MEMORY),
+        "submit with fewer data workers or ranks per node, with a larger --mem, or to nodes with more memory",
+    ),
+    EndKind.GPU_OOM: EndKindInfo(
+        "a GPU ran out of memory",
+        "restart",
+        RestartRule(retries=_MEMORY),
+        "use smaller batches, GPUs with more memory or, with the Trainer, a smaller micro_batch_size, "
+        "recompute=True or a sharded strategy",
+    ),
+    EndKind.KILLED: EndKindInfo(
+        "a rank or a data worker was killed with SIGKILL, or a rank failed without reporting a cause",
+        "restart",
+        RestartRule(exclude=2),
+        "check whether the kernel log of the node reports a lack of memory",
+    ),
+    EndKind.SIGNAL: EndKindInfo(
+        "a rank was killed by another signal, such as SIGSEGV",
+        "restart",
+        RestartRule(exclude=2),
+        "`hpctrain logs RUN` shows the Python stack; look for a faulty C extension or driver",
+    ),
+    EndKind.COMMUNICATION: EndKindInfo(
+        "communication between ranks failed, and no rank reported another cause",
+        "restart",
+        RestartRule(exclude=2),
+        "`hpctrain doctor` checks the network; --env NCCL_DEBUG=INFO logs the cause",
+    ),
+    EndKind.UNAUTHENTICATED: EndKindInfo(
+        "a program from outside the run changed the state of torchrun's agents",
+        "restart",
+        RestartRule(exclude=2),
+        "ask an administrator which program scans ports on the nodes",
+    ),
+    EndKind.GPU: EndKindInfo(
+        "a GPU fault, such as an Xid error, an ECC error or a missing device",
+        "restart",
+        RestartRule(retries=_MACHINES, exclude=1),
+        "report the node to an administrator, and exclude it with --exclude",
+    ),
+    EndKind.CORRUPTION: EndKindInfo(
+        "a rank computed wrong results, although its hardware reported no error",
+        "restart",
+        RestartRule(retries=_MACHINES, exclude=1),
+        "report the device to an administrator, and exclude its node with --exclude",
+    ),
+    EndKind.HANG: EndKindInfo(
+        "no rank made progress",
+        "restart",
+        RestartRule(exclude=2),
+        "`hpctrain logs RUN` shows the stacks of the ranks; if the script is only slow, use a longer "
+        "--hang-timeout",
+    ),
+    EndKind.STRAGGLER: EndKindInfo(
+        "a node repeatedly slowed down the others", "–", RestartRule(retries=_MACHINES, exclude=2)
+    ),
+    EndKind.NODE_LOST: EndKindInfo(
+        "a node stopped responding",
+        "restart",
+        RestartRule(retries=_MACHINES),
+        "use --spare-nodes, so that the run does not have to wait for another allocation",
+    ),
+    EndKind.NODE_DRAIN: EndKindInfo(
+        "a node is drained, or the GPU driver of a node reports a fault",
+        "restart",
+        RestartRule(retries=_STOPS),
+    ),
+    EndKind.NODE_CHECK: EndKindInfo(
+        "a node failed the node check",
+        "restart",
+        RestartRule(retries=_MACHINES, exclude=1),
+        "report the node to an administrator",
+    ),
+    EndKind.NOT_STARTED: EndKindInfo(
+        "Slurm did not start the ranks",
+        "requeue",
+        RestartRule(),
+        "see the error message of srun in the job log, slurm.log",
+    ),
+    EndKind.DISK_FULL: EndKindInfo(
+        "the disk has no space for the checkpoint of the last step",
+        "end",
+        RestartRule(retries=0),
+        "free space or request a larger quota, then use `hpctrain resume RUN`",
+    ),
+    EndKind.OUT_OF_TIME: EndKindInfo(
+        "the ranks did not exit before the time limit",
+        "end",
+        RestartRule(retries=0),
+        "submit with a longer --stop-before-limit",
+    ),
+}
 DEFAULT_RULES: Mapping[EndKind, RestartRule] = {
-    EndKind.PREEMPTED: RestartRule(retries=_STOPS),
-    EndKind.TIME_LIMIT: RestartRule(retries=_TIME_LIMITS),
-    EndKind.REQUESTED: RestartRule(retries=_STOPS),
-    EndKind.PYTHON: RestartRule(repeats=1),
-    EndKind.USER_ERROR: RestartRule(retries=0),
-    EndKind.UNFINISHED: RestartRule(retries=0),
-    EndKind.OOM: RestartRule(retries=_MEMORY),
-    EndKind.GPU_OOM: RestartRule(retries=_MEMORY),
-    EndKind.KILLED: RestartRule(exclude=2),
-    EndKind.SIGNAL: RestartRule(exclude=2),
-    EndKind.COMMUNICATION: RestartRule(exclude=2),
-    EndKind.UNAUTHENTICATED: RestartRule(exclude=2),
-    EndKind.GPU: RestartRule(retries=_MACHINES, exclude=1),
-    EndKind.CORRUPTION: RestartRule(retries=_MACHINES, exclude=1),
-    EndKind.HANG: RestartRule(exclude=2),
-    EndKind.STRAGGLER: RestartRule(retries=_MACHINES, exclude=2),
-    EndKind.NODE_LOST: RestartRule(retries=_MACHINES),
-    EndKind.NODE_DRAIN: RestartRule(retries=_STOPS),
-    EndKind.NODE_CHECK: RestartRule(retries=_MACHINES, exclude=1),
-    EndKind.NOT_STARTED: RestartRule(),
-    EndKind.DISK_FULL: RestartRule(retries=0),
-    EndKind.OUT_OF_TIME: RestartRule(retries=0),
+    kind: info.rule for kind, info in END_KINDS.items() if info.rule is not None
 }
 
 _FIELDS = tuple(entry.name for entry in fields(RestartRule))
@@ -233,11 +241,7 @@ class RestartPolicy:
 
     @classmethod
     def with_changes(cls, changes: Mapping[str, Mapping[str, int]], max_failures: int) -> RestartPolicy:
-        """Return the default policy with the user's changes.
-
-        Raises:
-            SpecError: a kind or field is unknown, or a number is out of range.
-        """
+        """Return the default policy with the user's changes."""
         rules = dict(DEFAULT_RULES)
         for name, values in changes.items():
             kind = _kind(name)
@@ -255,11 +259,7 @@ class RestartPolicy:
 
 
 def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Parse the entries of the option, such as `oom.retries` with the value `0`.
-
-    Raises:
-        SpecError: an entry is not of the form KIND.FIELD=NUMBER.
-    """
+    """Parse the entries of the option, such as `oom.retries` with the value `0`."""
     changes: dict[str, dict[str, int]] = {}
     for key, text in texts.items():
         kind, _, field = key.partition(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.errors import SpecError
+from hpctrain.spec.directives import SHORT_NAMES
 from hpctrain.spec.job_spec import JobSpec
 
 
@@ -50,44 +51,42 @@ def program_words(spec: JobSpec) -> list[str]:
             return [python, spec.script, *spec.args]
 
 
-#: Options of srun(1) that change what the supervisor relies on, and their replacements.
-_RESERVED = {
-    **dict.fromkeys(("chdir", "get-user-env"), "A rank runs in the folder of the submission"),
-    **dict.fromkeys(("output", "error", "open-mode"), "Logs are in the run folder"),
-    **dict.fromkeys(("export", "export-file"), "Use --env"),
-    **dict.fromkeys(("input", "pty"), "Ranks have no standard input. Use hpctrain shell"),
-    **dict.fromkeys(("kill-on-bad-exit", "wait"), "The supervisor decides what to do when a rank exits"),
-    **dict.fromkeys(
-        ("overlap", "exact", "exclusive"), "The supervisor shares the allocation among its steps"
+#: Options of srun(1) that change what the supervisor relies on.
+_RESERVED = (
+    *("attach", "begin", "chdir", "cpus-per-task", "disable-status", "error", "exact", "exclude"),
+    *(
+        "exclusive",
+        "export",
+        "export-file",
+        "get-user-env",
+        "help",
+        "immediate",
+        "input",
+        "job-name",
+        "jobid",
     ),
-    **dict.fromkeys(("attach", "jobid", "no-allocate", "relative"), "The supervisor chooses the allocation"),
-    **dict.fromkeys(("nodelist", "nodefile", "exclude"), "Use --nodelist or --exclude of hpctrain submit"),
-    **dict.fromkeys(("ntasks", "ntasks-per-node", "tasks-per-node"), "Use --ntasks-per-node"),
-    **dict.fromkeys(("help", "usage", "version", "test-only"), "srun would start no rank"),
-    **dict.fromkeys(("signal", "quit-on-interrupt", "disable-status"), "The supervisor handles signals"),
-    **dict.fromkeys(("time", "time-min", "begin", "immediate"), "A step has the time of its job. Use --time"),
-    "cpus-per-task": "Use --cpus-per-task of hpctrain submit",
-    "job-name": "Use --name",
-    "label": "Each rank has a log of its own",
-    "mpi": "Use --mpi of hpctrain submit",
-    "multi-prog": "All ranks run the same program",
-    "no-kill": "The supervisor already handles lost nodes",
-    "nodes": "Use --nodes of hpctrain submit",
+    *("kill-on-bad-exit", "label", "mpi", "multi-prog", "no-allocate", "no-kill", "nodefile", "nodelist"),
+    *("nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "overlap", "pty", "quit-on-interrupt"),
+    *("relative", "signal", "tasks-per-node", "test-only", "time", "time-min", "usage", "version", "wait"),
+)
+#: Short names that sbatch does not have, or with another meaning.
+_SRUN_NAMES = {
+    **SHORT_NAMES,
+    "a": "attach",
+    "h": "help",
+    "I": "immediate",
+    "K": "kill-on-bad-exit",
+    "k": "no-kill",
+    "l": "label",
+    "m": "distribution",
+    "r": "relative",
+    "V": "version",
+    "Z": "no-allocate",
 }
-_SHORT = {
-    "c": "cpus-per-task", "D": "chdir", "e": "error", "i": "input", "J": "job-name", "K": "kill-on-bad-exit",
-    "l": "label", "m": "distribution", "N": "nodes", "n": "ntasks", "o": "output", "r": "relative",
-    "A": "attach", "h": "help", "I": "immediate", "k": "no-kill", "t": "time", "V": "version", "W": "wait",
-    "w": "nodelist", "x": "exclude", "Z": "no-allocate",
-}  # fmt: skip
 
 
 def check_srun_args(srun_args: tuple[str, ...]) -> None:
-    """Check that the user's options of srun do not change what the supervisor relies on.
-
-    Raises:
-        SpecError: a value is not a single option, or the supervisor sets this option.
-    """
+    """Check that the user's options of srun do not change what the supervisor relies on."""
     for option in srun_args:
         name, _, value = option.lstrip("-").partition("=")
         if not option.startswith("-") or not name or any(map(str.isspace, name)):
@@ -97,10 +96,13 @@ def check_srun_args(srun_args: tuple[str, ...]) -> None:
             )
         if not option.startswith("--"):
             value = name[1:]
-            name = _SHORT.get(name[0], name[0])
+            name = _SRUN_NAMES.get(name[0], name[0])
         # srun completes unique beginnings of names.
         if reserved := next((key for key in _RESERVED if key.startswith(name)), None):
-            raise SpecError(f"--srun-arg cannot set --{reserved}. {_RESERVED[reserved]}.")
+            raise SpecError(
+                f"--srun-arg cannot set --{reserved}, which hpctrain sets itself or which would prevent the "
+                "ranks from starting. Use the options of `hpctrain submit`."
+            )
         if name == "distribution" and value.partition(":")[0] not in ("block", "*"):
             raise SpecError(
                 f"{option!r} (--srun-arg) changes the order of the ranks, but the ranks of a node must have "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from itertools import combinations
 from pathlib import Path
 from typing import get_args
 
-from hpctrain.errors import SpecError, UserError
+from hpctrain.errors import SpecError
 from hpctrain.rundir import ENV_PREFIX
 from hpctrain.slurm.job_array import JobArray
+from hpctrain.spec.container import VARIABLE_NAME
 from hpctrain.spec.job_spec import (
     BackendName,
     CpuBindingMode,
@@ -21,14 +20,26 @@ from hpctrain.spec.job_spec import (
     NodeCheckMode,
     ResumeMode,
 )
-from hpctrain.spec.program import ProgramKind
+from hpctrain.spec.launcher import ProgramKind
 from hpctrain.spec.restart_policy import RestartPolicy
 from hpctrain.spec.step_options import check_srun_args
 
+_CHOICES = {
+    "backend": BackendName,
+    "gpu_request_style": GpuRequestStyle,
+    "program": ProgramKind,
+    "node_check": NodeCheckMode,
+    "mpi": MpiPlugin,
+    "cpu_binding": CpuBindingMode,
+    "resume_mode": ResumeMode,
+}
+_LEAST = {
+    **dict.fromkeys(("spare_nodes", "scale_up_after_s", "gpus_per_node"), 0),
+    **dict.fromkeys(("nodes", "ntasks_per_node", "cpus_per_task", "max_failures"), 1),
+}
 #: Slurm stores the lead time of `--signal` in 16 bits.
 _MAX_SIGNAL_LEAD_S = 65535
 
-_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Variables that identify a rank; they are set when the ranks start.
 _RANK_VARIABLES = frozenset(
     {
@@ -42,8 +53,6 @@ _GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 #: Characters not allowed in a line of a batch script.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 
-#: Mutually exclusive pairs. For the last pair, Slurm would silently use the later option.
-_EITHER = (*combinations(("mem", "mem-per-cpu", "mem-per-gpu"), 2), ("exclusive", "oversubscribe"))
 #: Linux accepts 128 KiB per argument, with its terminating NUL (MAX_ARG_STRLEN, execve(2)).
 _MAX_WORD_BYTES = 128 * 1024 - 1
 #: Bytes that a torchrun agent receives in addition to the arguments.
@@ -59,18 +68,34 @@ def check_spec(spec: JobSpec) -> None:
     Raises:
         SpecError: a value is out of range, contradicts another, or cannot be passed on unchanged.
     """
-    _check_choice("backend", spec.backend, BackendName)
-    _check_choice("gpu-request-style", spec.gpu_request_style, GpuRequestStyle)
-    _check_choice("program", spec.program, ProgramKind)
-    _check_choice("node-check", spec.node_check, NodeCheckMode)
-    _check_choice("mpi", spec.mpi, MpiPlugin)
-    _check_choice("cpu-binding", spec.cpu_binding, CpuBindingMode)
-    _check_choice("resume-mode", spec.resume_mode, ResumeMode)
-    _check_array(spec)
-    _check_folder(spec)
+    for field, choices in _CHOICES.items():
+        if (choice := getattr(spec, field)) not in get_args(choices):
+            option = field.replace("_", "-")
+            raise SpecError(
+                f"Unknown {option} {choice!r} (--{option}). Choose from {', '.join(get_args(choices))}."
+            )
+    for field, least in _LEAST.items():
+        if (value := getattr(spec, field)) is not None and value < least:
+            option = field.removesuffix("_s").replace("_", "-")
+            raise SpecError(f"--{option} is {value}, but must be at least {least}.")
+    if spec.array is not None:
+        JobArray.parse(spec.array)
+    if spec.backend == "slurm" and "\\" in spec.run_dir:
+        # Slurm 22.05 reads a backslash as a switch that disables %-symbols; 26.05 drops all backslashes,
+        # including doubled backslashes.
+        raise SpecError(
+            f"The path of the run folder {spec.run_dir!r} (--run-dir, --runs-dir or --name) contains a "
+            "backslash, which Slurm removes from the path of the job's log (sbatch --output). Choose another "
+            "folder."
+        )
     _check_shape(spec)
     _check_time(spec)
-    _check_directives(spec)
+    gres = spec.directives.get("gres", "")
+    if any(resource.partition(":")[0] == "gpu" for resource in gres.split(",")):
+        raise SpecError(
+            f"--gres {gres} requests GPUs. Use --gpus-per-node for GPUs, and --gres for other resources."
+        )
+    RestartPolicy.with_changes(spec.restart_policy, spec.max_failures)
     spec.shell.check()
     check_srun_args(spec.srun_args)
     if spec.torchrun is not None:
@@ -85,44 +110,11 @@ def check_spec(spec: JobSpec) -> None:
     _check_lengths(spec)
 
 
-def _check_choice(option: str, value: str, choices: object) -> None:
-    known = get_args(choices)
-    if value not in known:
-        raise SpecError(f"Unknown {option} {value!r} (--{option}). Choose from {', '.join(known)}.")
-
-
-def _check_array(spec: JobSpec) -> None:
-    if spec.array is not None:
-        JobArray.parse(spec.array)
-
-
-def _check_folder(spec: JobSpec) -> None:
-    if spec.backend == "slurm" and "\\" in spec.run_dir:
-        # Slurm 22.05 reads a backslash as a switch that disables %-symbols; 26.05 drops all backslashes,
-        # including doubled backslashes.
-        raise SpecError(
-            f"The path of the run folder {spec.run_dir!r} (--run-dir, --runs-dir or --name) contains a "
-            "backslash, which Slurm removes from the path of the job's log (sbatch --output). Choose another "
-            "folder."
-        )
-
-
 def _check_shape(spec: JobSpec) -> None:
-    if spec.nodes < 1:
-        raise SpecError(f"--nodes is {spec.nodes}, but must be at least 1.")
     if not 1 <= spec.min_nodes <= spec.nodes:
         raise SpecError(
-            f"The minimum number of nodes is {spec.min_nodes} and the maximum is {spec.nodes} "
-            "(--nodes), but a range "
-            "requires 1 ≤ MIN ≤ MAX, as in 2:4."
-        )
-    if spec.spare_nodes < 0:
-        raise SpecError(f"--spare-nodes is {spec.spare_nodes}, but must be 0 or more.")
-    if spec.scale_up_after_s < 0:
-        raise SpecError(f"scale_up_after is {spec.scale_up_after_s} s, but must be 0 or more.")
-    if spec.gpus_per_node < 0:
-        raise SpecError(
-            f"--gpus-per-node is {spec.gpus_per_node}, but must be 0 or more. Use 0 to train on CPUs."
+            f"The minimum number of nodes is {spec.min_nodes} and the maximum is {spec.nodes} (--nodes), but "
+            "a range requires 1 ≤ MIN ≤ MAX, as in 2:4."
         )
     if spec.gpu_type is not None:
         if not _GPU_TYPE.fullmatch(spec.gpu_type):
@@ -135,78 +127,12 @@ def _check_shape(spec: JobSpec) -> None:
                 f"GPU type {spec.gpu_type} was requested, but the number of GPUs is 0 (--gpus-per-node). "
                 "Use a positive number of GPUs, or --gpus-per-node 0 without a type to train on CPUs."
             )
-    if spec.ntasks_per_node < 1:
-        raise SpecError(f"--ntasks-per-node is {spec.ntasks_per_node}, but must be at least 1.")
     if spec.gpus_per_node % spec.ntasks_per_node:
         raise SpecError(
             f"There are {spec.gpus_per_node} GPUs (--gpus-per-node) and {spec.ntasks_per_node} ranks "
             "(--ntasks-per-node) per node, but each rank needs the same number of GPUs. Remove "
             "--ntasks-per-node to start one rank per GPU, or set it to a divisor of the number of GPUs."
         )
-    if spec.cpus_per_task is not None and spec.cpus_per_task < 1:
-        raise SpecError(f"--cpus-per-task is {spec.cpus_per_task}, but must be at least 1.")
-    if spec.max_failures < 1:
-        raise SpecError(
-            f"--max-failures is {spec.max_failures}, but must be at least 1. "
-            "With 1, the run ends at the first failure."
-        )
-    RestartPolicy.with_changes(spec.restart_policy, spec.max_failures)
-
-
-def _check_directives(spec: JobSpec) -> None:
-    """Check that no directives contradict each other or the size of the run."""
-    directives = spec.directives
-    for one, other in _EITHER:
-        if one in directives and other in directives:
-            raise SpecError(
-                f"{_as_option(one, directives)} and {_as_option(other, directives)} are mutually exclusive "
-                "in Slurm. Remove one of them."
-            )
-    if "mem-per-gpu" in directives and spec.gpus_per_node == 0:
-        raise SpecError(
-            f"{_as_option('mem-per-gpu', directives)} requires GPUs, but the run has none (--gpus-per-node "
-            "0). Use --mem or --mem-per-cpu instead."
-        )
-    if any(part.partition(":")[0] == "gpu" for part in directives.get("gres", "").split(",")):
-        raise SpecError(
-            f"{_as_option('gres', directives)} requests GPUs. "
-            "Use --gpus-per-node for GPUs, and --gres for other resources."
-        )
-    _check_nodes(directives, spec.most_granted)
-
-
-def _check_nodes(directives: Mapping[str, str], nodes: int) -> None:
-    wanted, unwanted = _hosts("nodelist", directives), _hosts("exclude", directives)
-    if both := [host for host in wanted if host in unwanted]:
-        raise SpecError(
-            f"{_as_option('nodelist', directives)} requests node {both[0]}, but "
-            f"{_as_option('exclude', directives)} excludes this node. Remove the node from one of the "
-            "options."
-        )
-    if len(wanted) > nodes:
-        raise SpecError(
-            f"{_as_option('nodelist', directives)} names {len(wanted)} nodes, and all of them are required, "
-            f"but the job requests only {nodes} (--nodes plus --spare-nodes). Request more nodes, or name "
-            "fewer."
-        )
-
-
-def _hosts(key: str, directives: Mapping[str, str]) -> dict[str, None]:
-    """Return the nodes in a directive, in order; empty for the name of a node file (sbatch(1))."""
-    value = directives.get(key, "")
-    if not value or "/" in value:
-        return {}
-    from hpctrain.cluster import expand_hostlist
-
-    try:
-        return dict.fromkeys(expand_hostlist(value))
-    except UserError as error:
-        raise SpecError(f"Invalid --{key}: {error}") from error
-
-
-def _as_option(key: str, directives: Mapping[str, str]) -> str:
-    value = directives[key]
-    return f"--{key} {value}" if value else f"--{key}"
 
 
 def _check_time(spec: JobSpec) -> None:
@@ -263,15 +189,15 @@ def _check_unsupervised(spec: JobSpec) -> None:
 
 
 def _check_words(spec: JobSpec) -> None:
-    for what, path in (
+    for description, path in (
         *([("script", spec.script)] if spec.program == "script" else []),
         ("run folder", spec.run_dir),
         ("working directory", spec.workdir),
     ):
         if not Path(path).is_absolute():
-            raise SpecError(f"The path of the {what} is {path!r}, but must be absolute.")
+            raise SpecError(f"The path of the {description} is {path!r}, but must be absolute.")
     for name in spec.env:
-        if not _VARIABLE_NAME.fullmatch(name):
+        if not VARIABLE_NAME.fullmatch(name):
             raise SpecError(
                 f"{name!r} (--env) is not a valid name of an environment variable. Use letters, digits and "
                 "_, and do not start with a digit."
@@ -281,30 +207,33 @@ def _check_words(spec: JobSpec) -> None:
                 f"hpctrain sets the variable {name} for each rank, so --env {name}={spec.env[name]} "
                 "would have no effect. Remove this option."
             )
-    for what, word in (("job name", spec.name), ("run id", spec.run_id)):
-        if not word:
-            raise SpecError(f"The {what} is empty. Use at least one character.")
-    plain, in_script = _plain_words(spec), _words_of_script(spec)
-    for what, word in in_script:
-        if match := CONTROL_CHARACTER.search(word):
+    for description, text in (("job name", spec.name), ("run id", spec.run_id)):
+        if not text:
+            raise SpecError(f"The {description} is empty. Use at least one character.")
+    script_texts = _script_texts(spec)
+    for description, text in script_texts:
+        if match := CONTROL_CHARACTER.search(text):
             raise SpecError(
-                f"The {what} {word!r} contains the control character {match[0]!r}, which is not allowed in a "
-                "batch script. Remove this character."
+                f"The {description} {text!r} contains the control character {match[0]!r}, which is not "
+                "allowed in a batch script. Remove this character."
             )
-    for what, word in plain:
-        if "\x00" in word:
+    for description, text in (*_process_texts(spec), *script_texts):
+        if "\x00" in text:
             raise SpecError(
-                f"The {what} {word!r} contains a NUL character, which cannot be passed to a process. "
+                f"The {description} {text!r} contains a NUL character, which cannot be passed to a process. "
                 "Remove this character."
             )
-    for what, word in (*plain, *in_script):
-        if not _is_utf8(word):
-            mend = "Rename it." if what.startswith("path") else "Change it."
-            raise SpecError(f"The {what} {word!r} is not valid UTF-8, so it cannot be stored. {mend}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            remedy = "Rename it." if description.startswith("path") else "Change it."
+            raise SpecError(
+                f"The {description} {text!r} is not valid UTF-8, so it cannot be stored. {remedy}"
+            ) from None
 
 
-def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the words for a line of the batch script, with descriptions."""
+def _script_texts(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return the texts for a line of the batch script, with descriptions."""
     return [
         ("job name", spec.name),
         ("path of the run folder", spec.run_dir),
@@ -312,39 +241,30 @@ def _words_of_script(spec: JobSpec) -> list[tuple[str, str]]:
         ("path of the interpreter", spec.python),
         *((f"value of --{key}", value) for key, value in spec.directives.items()),
         *(("option", key) for key in spec.directives),
-        *([("template", spec.template)] if spec.template is not None else []),
+        ("template", spec.template or ""),
         *(("module", module) for module in spec.shell.modules),
-        *(
-            (f"value of --{name}", value)
-            for name in ("conda", "venv")
-            if (value := getattr(spec.shell, name))
-        ),
+        *((f"value of --{name}", getattr(spec.shell, name) or "") for name in ("conda", "venv")),
     ]
 
 
-def _plain_words(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the words that are passed to a process without a shell, with descriptions."""
+def _process_texts(spec: JobSpec) -> list[tuple[str, str]]:
+    """Return the texts that are passed to a process without a shell, with descriptions."""
+    texts = {
+        "argument": spec.args,
+        "line of --setup": spec.shell.setup,
+        "line of --teardown": spec.shell.teardown,
+        "value of --srun-arg": spec.srun_args,
+        "image": [spec.container.image] if spec.container else [],
+        "mount": spec.container.mounts if spec.container else [],
+        "target of --notify": spec.notify.targets,
+    }
     return [
         ("path of the script" if spec.program == "script" else spec.program, spec.script),
         ("path of the working directory", spec.workdir),
-        *(("argument", arg) for arg in spec.args),
-        *(("line of --setup", line) for line in spec.shell.setup),
-        *(("line of --teardown", line) for line in spec.shell.teardown),
-        *(("value of --srun-arg", option) for option in spec.srun_args),
-        *([("image", spec.container.image)] if spec.container else []),
-        *(("target of --notify", target) for target in spec.notify.targets),
+        *((description, text) for description, values in texts.items() for text in values),
         *((f"source of {name} (--stage)", source) for name, source in spec.stage.items()),
-        *(("mount", mount) for mount in (spec.container.mounts if spec.container else ())),
         *((f"value of the variable {name}", value) for name, value in spec.env.items()),
     ]
-
-
-def _is_utf8(word: str) -> bool:
-    try:
-        word.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _check_lengths(spec: JobSpec) -> None:

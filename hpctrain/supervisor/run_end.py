@@ -48,14 +48,17 @@ def finish_run(
 
 def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) -> str | None:
     """Return a note on anomalies in a completed run; None without anomalies."""
-    return " ".join(filter(None, [_ranks_never_met(spec, result), _loss_not_finite(run)])) or None
+    return " ".join(filter(None, [_ranks_never_met(run, spec, result), _loss_not_finite(run)])) or None
 
 
-def _ranks_never_met(spec: JobSpec, result: AttemptResult | None) -> str | None:
+def _ranks_never_met(run: RunDir, spec: JobSpec, result: AttemptResult | None) -> str | None:
     if result is None or result.world_size == 1 or result.has_process_group or spec.independent_ranks:
         return None
     if spec.torchrun is not None:  # With agents, the ranks use the store of an agent.
         return None
+    with suppress(OSError):  # Programs without optimizer steps of torch have other ways to meet, such as MPI.
+        if next(read_last_records(run.metrics, is_metrics), None) is None:
+            return None
     return (
         f"No rank created a process group, so each of the {result.world_size} ranks ran alone. If the ranks "
         "are meant to train together, initialize torch.distributed in the script."

@@ -103,13 +103,9 @@ def describe_staging(event: Mapping[str, Any]) -> str | None:
 
 
 def durations_s(begun: float, ends: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each part of a rank's start.
+    """Return the seconds of each part of a rank's start, from its end in seconds since the epoch.
 
     Parts of a standby worker may have ended before the attempt began. They took no time of the attempt.
-
-    Args:
-        begun: start of the attempt, in seconds since the epoch.
-        ends: end of each part, in seconds since the epoch.
     """
     spent: dict[str, float] = {}
     for part in StartupPart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,48 +27,28 @@ from hpctrain.training.optim.resumed_values import advance_period
 from hpctrain.training.training_state import TrainingState
 
 _LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-#: Methods that are not hooks.
-_CONVERSIONS = ("load_from_checkpoint", "to_onnx", "to_torchscript", "to_tensorrt")
-#: Methods that a user's LightningModule may override.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+#: Names of hooks in any version of Lightning.
+_HOOK = re.compile(
+    r"on_\w+_(start|end|eval|train|save|load)|on_(before|after)_\w+|on_exception|backward|setup|teardown"
+    r"|(training|validation|test)(_epoch)?_end|optimizer_(step|zero_grad)|lr_scheduler_step|prepare_data"
+    r"|configure_(apex|callbacks|ddp|gradient_clipping|model|sharded_model|sync_batchnorm)"
+    r"|transfer_batch_to_device|init_ddp_connection|tbptt_split_batch"
+)
+#: Methods of Lightning that a user's class may override.
 _SUPPORTED = {
+    *(*_LOADERS, *_STEPS, "load_from_checkpoint", "to_onnx", "to_torchscript", "to_tensorrt"),
     *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers", "lr_scheduler_step"),
-    *("training_step", "validation_step", "test_step", "predict_step", "state_dict", "load_state_dict"),
-    *("on_fit_start", "on_fit_end", "on_after_backward", "on_before_optimizer_step"),
+    *("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint", "on_fit_start"),
+    *("on_fit_end", "on_after_backward", "on_before_optimizer_step", "on_after_batch_transfer"),
     *(
-        "on_after_batch_transfer",
-        "on_save_checkpoint",
-        "on_load_checkpoint",
-        "on_train_start",
-        "on_train_end",
-    ),
-    *(f"on_train_{part}_{end}" for part in ("epoch", "batch") for end in ("start", "end")),
-    *(
-        f"on_{kind}{part}_{end}"
-        for kind in ("validation", "test")
-        for part in ("", "_epoch", "_batch")
+        f"on_{stage}{unit}_{end}"
+        for stage in ("train", "validation", "test")
+        for unit in ("", "_epoch", "_batch")
         for end in ("start", "end")
     ),
-    *_LOADERS,
-    *_CONVERSIONS,
 }
-#: Hooks of Lightning 1 that version 2 does not have.
-_REMOVED = {
-    *("training_epoch_end", "validation_epoch_end", "test_epoch_end", "on_epoch_start", "on_epoch_end"),
-    *("training_end", "validation_end", "test_end", "on_batch_start", "on_batch_end", "tbptt_split_batch"),
-    *("configure_ddp", "init_ddp_connection", "configure_sync_batchnorm", "configure_apex", "amp_scale_loss"),
-    *("get_progress_bar_dict", "on_hpc_save", "on_hpc_load", "on_post_move_to_device"),
-    *("on_pretrain_routine_start", "on_pretrain_routine_end"),
-    *("on_pre_performance_check", "on_post_performance_check", "on_sanity_check_start"),
-    *("on_train_dataloader", "on_val_dataloader", "on_test_dataloader", "on_predict_dataloader"),
-}
-#: Hooks of Lightning 2 that hpctrain does not call.
-_UNSUPPORTED = {
-    *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping"),
-    *("configure_callbacks", "configure_sharded_model", "on_before_backward", "on_before_zero_grad"),
-    *("on_before_batch_transfer", "transfer_batch_to_device", "on_exception"),
-    *(f"on_{kind}_model_{mode}" for kind in ("validation", "test", "predict") for mode in ("eval", "train")),
-    *(f"on_predict_{part}{end}" for part in ("", "epoch_", "batch_") for end in ("start", "end")),
-}
+#: What to use instead of hooks that hpctrain does not call.
 _REPLACEMENTS = {
     "backward": "manual optimization",
     "configure_callbacks": "the Trainer setting callbacks",
@@ -91,53 +72,52 @@ _LOG_OPTIONS = {
 }
 
 
-def lightning_base(thing: Any, *names: str) -> type | None:
-    """Return the class of Lightning that `thing` extends, or None, without importing Lightning."""
-    for kind in type(thing).__mro__:
+def lightning_base(value: Any, *names: str) -> type | None:
+    """Return the class of Lightning that `value` extends, or None, without importing Lightning."""
+    for kind in type(value).__mro__:
         package = kind.__module__.split(".")[0]
         if kind.__name__ in (names or ("LightningModule",)) and package in ("lightning", "pytorch_lightning"):
             return kind
     return None
 
 
-def overrides(thing: Any, method: str) -> bool:
+def overrides(host: Any, method: str) -> bool:
     """Return true if the user's class overrides a method of Lightning's classes or of `Module`."""
-    base = lightning_base(thing, "LightningModule", "LightningDataModule") or Module
-    return getattr(type(thing), method, None) is not getattr(base, method, None)
+    base = lightning_base(host, "LightningModule", "LightningDataModule") or Module
+    return getattr(type(host), method, None) is not getattr(base, method, None)
 
 
-def _check_hooks(thing: Any, stage: str) -> None:
+def _check_hooks(host: Any, stage: str) -> None:
     """Check that hpctrain calls all hooks that a module or LightningDataModule overrides."""
-    name, base = type(thing).__name__, lightning_base(thing, "LightningModule", "LightningDataModule")
-    hooks = _REMOVED | _UNSUPPORTED
-    if base is None:
-        hooks = (hooks | _SUPPORTED) - {*dir(Module), *_LOADERS, *_CONVERSIONS}
-    else:
-        hooks |= {hook for hook in dir(base) if hook[0] != "_" and inspect.isfunction(getattr(base, hook))}
-        hooks -= {*dir(nn.Module), *_SUPPORTED}
-    refused = sorted(hook for hook in hooks if overrides(thing, hook))
-    if stage != "predict":
-        refused = [hook for hook in refused if not hook.startswith("on_predict_")]
+    name, base = type(host).__name__, lightning_base(host, "LightningModule", "LightningDataModule")
+    called = {*dir(Module)} if base is None else {*dir(nn.Module), *_SUPPORTED}
+    refused = [
+        hook
+        for hook in dir(type(host))
+        if (_HOOK.fullmatch(hook) or (hook[0] != "_" and inspect.isfunction(getattr(base, hook, None))))
+        and hook not in called
+        and overrides(host, hook)
+        and (stage == "predict" or not hook.startswith("on_predict_"))
+    ]
     if refused:
-        other = "hpctrain.lightning.Trainer" if base else "a callback or a LightningModule"
-        replacements = ((hook, _REPLACEMENTS[hook]) for hook in refused if hook in _REPLACEMENTS)
-        # The replacement may be a hook of LightningModules only.
         remedies = [
-            f"Instead of {hook}, use {replacement}."
-            for hook, replacement in replacements
-            if replacement.partition(" ")[0] not in hooks
+            f"Instead of {hook}, use {_REPLACEMENTS[hook]}."
+            for hook in refused
+            # The replacement may be a hook of LightningModules only.
+            if hook in _REPLACEMENTS and (base or not _HOOK.fullmatch(_REPLACEMENTS[hook].split()[0]))
         ]
+        alternative = "hpctrain.lightning.Trainer" if base else "a callback or a LightningModule"
         raise UserError(
             f"{name} overrides {', '.join(refused)}, which hpctrain.Trainer does not call. "
-            f"{' '.join(remedies) or f'Rename or remove it, or use {other}.'}"
+            f"{' '.join(remedies) or f'Rename or remove it, or use {alternative}.'}"
         )
-    for step in ("training_step", "validation_step", "test_step", "predict_step") if base else ():
-        for parameter in inspect.signature(getattr(thing, step, _check_hooks)).parameters:
-            if parameter in ("dataloader_iter", "optimizer_idx", "hiddens"):
-                raise UserError(
-                    f"{name}.{step} has the parameter {parameter}, which hpctrain does not pass. Remove the "
-                    "parameter."
-                )
+    for step in _STEPS if base else ():
+        parameters = inspect.signature(getattr(host, step, _check_hooks)).parameters
+        if unknown := parameters.keys() & {"dataloader_iter", "optimizer_idx", "hiddens"}:
+            raise UserError(
+                f"{name}.{step} has the parameter {min(unknown)}, which hpctrain does not pass. Remove the "
+                "parameter."
+            )
 
 
 class _Provided:
@@ -221,39 +201,31 @@ class TrainerProxy(_Provided):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        last = None if self._run.source is None else self._run.source.last_step
-        return float("inf") if last is None else last
+        last_step = None if self._run.source is None else self._run.source.last_step
+        return float("inf") if last_step is None else last_step
 
 
 class ModuleRun:
-    """Training or evaluation of a module.
-
-    Attributes:
-        has_hooks: True for a LightningModule, whose hooks are called.
-        proxy: the module's `trainer`.
-        source: source of the training steps; None in an evaluation.
-        state: state of the training run; None in an evaluation.
-        schedules: schedules that hpctrain advances.
-        validates: True if the run includes validations.
-        num_samples: samples in the current batch; 0 for a spare batch, None if unknown.
-        batch_idx: number of the current training batch in its epoch.
-        step_end: output and batch of the last training step, for `on_train_batch_end`.
-        results: metrics of an evaluation, while its last hooks run.
-        backward: implementation of `manual_backward`.
-    """
+    """Training or evaluation of a module; only the hooks of a LightningModule are called."""
 
     def __init__(self, trainer: Any, module: Any, context: DistributedContext, datamodule: Any) -> None:
         self._module, self._datamodule, self._context = module, datamodule, context
         self.has_hooks = lightning_base(module) is not None
         self.validates = overrides(module, "validation_step") and trainer.validate_every is not None
         self.proxy = TrainerProxy(self, trainer, context, datamodule)
+        #: None in an evaluation, like `state`.
         self.source: StepSource | None = None
         self.state: TrainingState | None = None
+        #: Schedules that hpctrain advances.
         self.schedules: list[LightningSchedule] = []
+        #: Samples in the current batch; 0 for a spare batch, None if unknown.
         self.num_samples: int | None = None
         self.batch_idx = 0
+        #: Output and batch of the last training step, for `on_train_batch_end`.
         self.step_end: tuple[Mapping[str, Any], Any] = ({}, None)
+        #: Metrics of an evaluation, while its last hooks run.
         self.results: dict[str, float] = {}
+        #: Implementation of `manual_backward`.
         self.backward: Callable[..., None]
         self._logged: dict[str, Any] | None = None
         self._batch: tuple[Any, int] = (None, 0)
@@ -276,28 +248,24 @@ class ModuleRun:
             self.proxy.global_step, self.proxy.current_epoch = self.state.step, self.state.epoch
             self._module.on_fit_start()
 
-    def find_data(self, given: Any, name: str) -> Any:
+    def find_data(self, data: Any, name: str) -> Any:
         """Return the user's data, otherwise that of the DataModule or the module, or None."""
         host, method = self._datamodule or self._module, f"{name.removesuffix('idate')}_dataloader"
-        if name == "val" and not self.validates and (self.has_hooks or given is None):
+        if name == "val" and not self.validates and (self.has_hooks or data is None):
             return None
-        if given is None and (overrides(host, method) or method in vars(host)):
-            given = getattr(host, method)()
-        loaders = list(given.values()) if isinstance(given, Mapping) else given
+        if data is None and (overrides(host, method) or method in vars(host)):
+            data = getattr(host, method)()
+        loaders = list(data.values()) if isinstance(data, Mapping) else data
         if isinstance(loaders, (list, tuple)) and all(hasattr(loader, "dataset") for loader in loaders):
             if len(loaders) > 1:
                 raise UserError(
                     f"The {name} data has {len(loaders)} DataLoaders. Pass one DataLoader, or return "
                     f"one from {method}()."
                 )
-            given = loaders[0] if loaders else None
-        if type(given).__name__ == "CombinedLoader":
-            raise UserError(
-                f"The {name} data is a CombinedLoader. Pass one DataLoader, or return one from {method}()."
-            )
-        self.validates = self.validates and (name != "val" or given is not None)
-        self._batch_sizes.add(getattr(given, "batch_size", None))
-        return given
+            data = loaders[0] if loaders else None
+        self.validates = self.validates and (name != "val" or data is not None)
+        self._batch_sizes.add(getattr(data, "batch_size", None))
+        return data
 
     @contextmanager
     def logging(self, num_samples: int | None = None) -> Iterator[dict[str, Any]]:
@@ -316,12 +284,9 @@ class ModuleRun:
 
     def log(self, module: nn.Module, name: str, value: Any, options: Mapping[str, Any]) -> None:
         """Record a value of `self.log`, called on the module or on its copy on another device."""
-        is_metric, reduce_fx, size = (
-            isinstance(value, nn.Module),
-            options.get("reduce_fx", "mean"),
-            options.get("batch_size"),
-        )
-        paths = [path for path, part in self._module.named_modules() if part is value] if is_metric else []
+        is_metric, reduce_fx = isinstance(value, nn.Module), options.get("reduce_fx", "mean")
+        size = options.get("batch_size")
+        paths = [path for path, layer in self._module.named_modules() if layer is value] if is_metric else []
         problem = None
         if self._logged is None:
             problem = "was called in a hook that cannot log metrics. Call it in a batch or epoch hook"
@@ -341,10 +306,7 @@ class ModuleRun:
         elif is_metric and module is not self._module:
             problem = "received a metric, whose state strategy 'dp' would lose. Log a tensor, or use 'ddp'"
         elif is_metric and not paths:
-            problem = (
-                "received a metric that is not an attribute of the module. Assign the metric to an "
-                "attribute in __init__"
-            )
+            problem = "received a metric that is not an attribute of the module. Assign it in __init__"
         elif is_metric and self.proxy.training and value._forward_cache is None:
             call = f"self.{paths[0]}"
             problem = f"needs the metric's value for this step. Call {call}(…), not {call}.update(…)"
@@ -358,7 +320,6 @@ class ModuleRun:
         self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
     def begin_step(self, rank_batch: RankBatch) -> None:
-        """Record the position of a training step."""
         proxy, self.batch_idx = self.proxy, rank_batch.batch_idx
         proxy.training, proxy.current_epoch, proxy.global_step = True, rank_batch.epoch, rank_batch.step - 1
 
@@ -387,10 +348,9 @@ class ModuleRun:
             self._is_in_step = False
 
     def end_step(self, module: Any, kind: str, outputs: Any) -> Any:
-        """Convert the outputs of `run_step` on all devices by the user's `_end` method, if there is one.
+        """Return the result of the user's `_end` method, if there is one; of a training step only the loss.
 
-        Returns:
-            The output; of a training step only the loss.
+        `outputs` are those of `run_step` on all devices.
         """
         users: Any = super(LightningSteps, module)
         end = getattr(users, f"{kind}_step_end", None)
@@ -427,10 +387,7 @@ class ModuleRun:
             getattr(self._module, f"on_{kind}_epoch_start")()
 
     def end_evaluation(self, method: str, means: Mapping[str, float], count: int) -> dict[str, float]:
-        """Call the hooks after a validation or test; return all its metrics. All ranks must call this.
-
-        Values that the hooks log are means over the samples of a rank, whose number is `count`.
-        """
+        """Call the hooks after a validation or test of `count` samples on this rank; return all metrics."""
         results = {**means}
         if self.has_hooks:
             hook = f"on_{method.removesuffix('_step')}"
@@ -446,17 +403,17 @@ class ModuleRun:
         return results
 
     def _average_logged(self, hook: str, logged: Mapping[str, Any], count: int) -> dict[str, float]:
+        """Return the means over all ranks of the values that a hook has logged, weighted by `count`."""
         values = {name: float(logged[name]) for name in logged}
         gathered = self._context.all_gather((count, values))
         names = gathered[0][1].keys()
-        for rank, (_, others) in enumerate(gathered):
-            if others.keys() != names:
+        for rank, (_, rank_values) in enumerate(gathered):
+            if rank_values.keys() != names:
                 raise UserError(
                     f"{type(self._module).__name__}.{hook} logs {sorted(names)} on rank 0, but "
-                    f"{sorted(others)} on rank {rank}. Log the same names on every rank."
+                    f"{sorted(rank_values)} on rank {rank}. Log the same names on every rank."
                 )
-        trained = [(weight, values) for weight, values in gathered if weight]
-        return {name: _mean([(weight, values[name]) for weight, values in trained]) for name in names}
+        return {name: _mean([(weight, values[name]) for weight, values in gathered]) for name in names}
 
     def _compute_metrics(self) -> dict[str, float]:
         # A rank without samples has logged no metric, but must take part in its exchange.
@@ -468,10 +425,10 @@ class ModuleRun:
 
 def _mean(weighted: Sequence[tuple[int, float]]) -> float:
     """Return the weighted mean; exactly the value if all values are equal."""
-    values = {value for _, value in weighted}
+    values = {value for weight, value in weighted if weight}
     if len(values) == 1:
         return values.pop()
-    return sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
+    return sum(weight * value for weight, value in weighted if weight) / sum(weight for weight, _ in weighted)
 
 
 def _step(kind: str) -> Callable[..., Any]:
@@ -497,7 +454,7 @@ class LightningSteps:
         users: Any = super()
         run, name = self._hpctrain, type(self).__name__
         optimizers, schedules = _unpack_optimizers(users.configure_optimizers())
-        if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
+        if not optimizers or not all(isinstance(value, torch.optim.Optimizer) for value in optimizers):
             raise UserError(
                 f"{name}.configure_optimizers returned {optimizers!r} as optimizers. Return one or more "
                 "instances of torch.optim.Optimizer."
@@ -512,8 +469,7 @@ class LightningSteps:
         if len(optimizers) > 1:
             raise UserError(
                 f"{name}.configure_optimizers returned {len(optimizers)} optimizers. As in Lightning, "
-                "several optimizers require manual optimization. Set self.automatic_optimization = "
-                "False."
+                "several optimizers require manual optimization. Set self.automatic_optimization = False."
             )
         run.schedules = [LightningSchedule(self, run, **schedule) for schedule in schedules]
         return optimizers, run.schedules
@@ -523,12 +479,7 @@ class LightningSteps:
 
 
 class LightningSchedule:
-    """Learning-rate schedule that advances when Lightning would advance it.
-
-    Attributes:
-        scheduler: the module's scheduler.
-        is_per_epoch: True if it advances at the end of an epoch, without a metric.
-    """
+    """Learning-rate schedule that advances when Lightning would advance it."""
 
     def __init__(
         self,
@@ -553,8 +504,7 @@ class LightningSchedule:
             raise UserError(
                 f"The {type(scheduler).__name__} returned by {type(module).__name__}.configure_optimizers() "
                 f"has interval={interval!r} and monitor={monitor!r}. A ReduceLROnPlateau requires monitor, "
-                "interval='epoch' and validation data. Other schedulers require interval='epoch' or "
-                "'step'."
+                "interval='epoch' and validation data. Other schedulers require interval='epoch' or 'step'."
             )
 
     def step(self) -> None:
@@ -609,7 +559,7 @@ class LightningHooks(Callback):
 def module_run(
     trainer: Any, module: Any, context: DistributedContext, datamodule: Any, stage: str
 ) -> Iterator[ModuleRun]:
-    """Prepare a module for "fit", "validate", "test" or "predict" within the block. Collective."""
+    """Prepare a module for "fit", "validate", "test" or "predict" within the block."""
     if lightning_base(module) is None and datamodule is not None:
         raise UserError(
             f"A datamodule requires a LightningModule, but the module is of type "
@@ -649,12 +599,13 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
     computes_elsewhere = trainer.strategy in ("pipeline", "horovod") or (
         manual and trainer.strategy not in ("ddp", "ddp_spawn")
     )
+    uses_gradients = manual or overrides(module, "on_before_optimizer_step")
     wrong = {
         "strategy": computes_elsewhere and len(context.devices) * context.ranks.world_size > 1,
         "compile": trainer.compile is not False,
         "micro_batch_size": trainer.micro_batch_size == "auto",
-        "precision": trainer.precision == "16-mixed"
-        and (manual or overrides(module, "on_before_optimizer_step")),
+        "precision": trainer.precision == "16-mixed" and uses_gradients,
+        "elastic_determinism": trainer.elastic_determinism,
     }
     if manual:  # the module decides these in `training_step`
         wrong |= {
@@ -698,11 +649,9 @@ def _unpack_optimizers(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
 
 
 @contextmanager
-def _toggle_model(module: Any, optimizer: torch.optim.Optimizer, sync_grad: bool = True) -> Iterator[None]:  # noqa: ARG001
-    """Exclude the parameters of other optimizers from the passes within the block.
-
-    Gradients are averaged in every `manual_backward`, so `sync_grad=False` would only save communication.
-    """
+def _toggle_model(module: Any, optimizer: torch.optim.Optimizer, sync_grad: bool = True) -> Iterator[None]:
+    """Exclude the parameters of other optimizers from the passes within the block."""
+    del sync_grad  # gradients are averaged in every `manual_backward`
     module.toggle_optimizer(optimizer)
     try:
         yield

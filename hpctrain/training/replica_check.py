@@ -43,7 +43,7 @@ _Hash = int | torch.Tensor
 
 
 class _Part(NamedTuple):
-    """A part of a tensor. The tensor is looked up again each time, because optimizers may replace it."""
+    """A part of a tensor."""
 
     name: str
     holder: Mapping[Any, torch.Tensor]
@@ -76,7 +76,7 @@ class _SliceHash(NamedTuple):
 
 
 class ReplicaCheck:
-    """Comparison of the replicas. All ranks must call each method at the same steps."""
+    """Comparison of the replicas."""
 
     def __init__(self, context: DistributedContext, state: TrainingState, every: int) -> None:
         self._context, self._state, self._every = context, state, every
@@ -92,13 +92,7 @@ class ReplicaCheck:
     def for_training(
         cls, context: DistributedContext, state: TrainingState, strategy: Strategy, every: int | None
     ) -> tuple[ReplicaCheck | None, str | None]:
-        """Return the check; None if it is off, or if the strategy has no complete replicas.
-
-        Ranks on different hardware may round differently. They are not compared.
-
-        Returns:
-            The check, and a remark for the user.
-        """
+        """Return the check; None if it is off, or if the strategy has no complete replicas."""
         if every is None or not context.is_distributed or not strategy.has_equal_replicas:
             return None, None
         kind = describe_hardware(context.device)
@@ -143,11 +137,7 @@ class ReplicaCheck:
         return [torch.cat([pieces, pieces * pieces])]
 
     def verify(self, sums: Sequence[float]) -> None:
-        """Compare the replicas, from the sums of `message` over all ranks.
-
-        Raises:
-            SilentCorruption: on all ranks: the replicas differ.
-        """
+        """Compare the replicas, from the sums of `message` over all ranks."""
         low, high, low_squares, high_squares = map(int, sums)
         num_ranks = self._context.ranks.world_size
         if num_ranks * low_squares != low**2 or num_ranks * high_squares != high**2:
@@ -209,10 +199,7 @@ class ReplicaCheck:
         return _combine([_signed(host), *self._hash_on_device(on_gpu)])
 
     def _hash_on_device(self, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield hashes of integers on a device: sums with weights that depend on the position.
-
-        The weights are odd, so a single flipped bit always changes the sum modulo 2**64.
-        """
+        """Yield hashes of integers on a device: sums with weights that depend on the position."""
         if parts and self._weights is None:
             generator = torch.Generator().manual_seed(0)
             weights = torch.randint(-(2**63), 2**63 - 1, (_BLOCK_SIZE,), generator=generator)

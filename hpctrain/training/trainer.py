@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir, output_folder
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
+from hpctrain.text import suggest
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
 from hpctrain.training.base.device_selection import find_devices, has_launcher, process_devices, with_devices
 from hpctrain.training.base.rng import seed_all
@@ -26,7 +27,6 @@ from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
 from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
-from hpctrain.training.setting_names import canonical_arguments
 from hpctrain.training.strategies import (
     Strategy,
     check_launch,
@@ -37,6 +37,13 @@ from hpctrain.training.strategies import (
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
 
+#: Names of arguments in the methods of Lightning's Trainer.
+_ARGUMENTS = {
+    "dataloaders": "dataset",
+    "model": "module",
+    **dict.fromkeys(("train_dataloader", "train_dataloaders"), "train_dataset"),
+    "val_dataloaders": "val_dataset",
+}
 #: Run folders in which this process has completed a training.
 _TRAINED: set[Path] = set()
 
@@ -102,7 +109,7 @@ class Trainer(TrainerConfig):
         """
         folder = output_folder(self.run_dir, os.environ)
         given = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
-        given = canonical_arguments("fit", {**given, "datamodule": datamodule}, lightning)
+        given = _canonical_arguments("fit", {**given, "datamodule": datamodule}, lightning)
         if lightning_base(given["train_dataset"], "LightningDataModule") is not None:
             given |= {"train_dataset": None, "datamodule": given["train_dataset"]}
         with TrainingMarker("Trainer.fit()", folder, os.environ) as training:
@@ -216,7 +223,7 @@ class Trainer(TrainerConfig):
         self, method: str, module: Any, dataset: Any, datamodule: Any, lightning: dict[str, Any]
     ) -> Iterator[Evaluation]:
         given = {"module": module, "dataset": dataset, "datamodule": datamodule}
-        module, dataset, datamodule = canonical_arguments(method, given, lightning).values()
+        module, dataset, datamodule = _canonical_arguments(method, given, lightning).values()
         if lightning_base(dataset, "LightningDataModule") is not None:
             dataset, datamodule = None, dataset
         # Without a launcher, one device is sufficient; no processes are started.
@@ -279,12 +286,32 @@ class Trainer(TrainerConfig):
         return None if folder is None else RunDir(Path(folder).absolute())
 
 
+def _canonical_arguments(
+    method: str, arguments: dict[str, object], lightning: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return the arguments of a method of the Trainer, of which some have Lightning's names."""
+    result = dict(arguments)
+    for name, value in lightning.items():
+        argument = _ARGUMENTS.get(name, name)
+        if name in ("weights_only", "verbose", "return_predictions"):
+            continue  # without effect on the result
+        if name == "ckpt_path":
+            if value is not None and (value != "last" or method != "fit"):
+                remedy = "hpctrain uses the weights of the module"
+                if method == "fit":
+                    remedy = "A run resumes from its newest checkpoint"
+                raise UserError(f"{method}(ckpt_path={value!r}): ckpt_path is not supported. {remedy}.")
+        elif argument not in result:
+            raise UserError(f"{method}() has no argument {name!r}. {suggest(name, result)}")
+        elif result[argument] is not None and value is not None:
+            raise UserError(f"{method}() received both {argument} and {name}. Pass only one of them.")
+        elif value is not None:
+            result[argument] = value
+    return result
+
+
 def _run_rank(
-    trainer: Trainer,
-    strategy: type[Strategy],
-    algorithm: type[Algorithm],
-    module: Any,
-    data: dict[str, Any],
+    trainer: Trainer, strategy: type[Strategy], algorithm: type[Algorithm], module: Any, data: dict[str, Any]
 ) -> SpawnResult:
     # The script may have registered these classes, but the script does not run in this process.
     register_strategy(trainer.strategy)(strategy)

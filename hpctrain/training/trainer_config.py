@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
-
-import torch
 
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import UserError
@@ -93,13 +90,13 @@ _RULES = (
 class _AcceptsAliases(type):
     """Metaclass of settings that accepts the names of other trainers."""
 
-    def __call__(cls, **given: Any) -> Any:
-        names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
-        settings, calls = canonical_settings(given, names)
-        made: Any = cls.__new__(cls)  # type: ignore[call-overload]
-        made.given = {name: call for name, call in calls.items() if settings[name] is not None}
-        made.__init__(**settings)
-        return made
+    def __call__(cls, **call: Any) -> Any:
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        settings, origins = canonical_settings(call, names)
+        config: Any = cls.__new__(cls)  # type: ignore[call-overload]
+        config.given = {name: origin for name, origin in origins.items() if settings[name] is not None}
+        config.__init__(**settings)
+        return config
 
 
 @dataclass(kw_only=True)
@@ -239,8 +236,6 @@ class TrainerConfig(metaclass=_AcceptsAliases):
                 f"recompute is {self.recompute!r} and compile is {self.compile!r}, but torch.compile "
                 "itself decides which activations to recompute. Set only one of them."
             )
-        if isinstance(self.compile, Mapping):
-            _check_arguments("compile", self.compile, torch.compile)
         if isinstance(self.callbacks, Callback):
             self.callbacks = (self.callbacks,)
         for callback in self.callbacks:
@@ -323,16 +318,3 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         if self.local_checkpoints != "auto":
             return Path(self.local_checkpoints).absolute()
         return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(environ.get("TMPDIR", "/tmp"))
-
-
-def _check_arguments(name: str, arguments: Mapping[str, Any], of: Callable[..., Any]) -> None:
-    _, *parameters = signature(of).parameters.values()
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    known = [parameter.name for parameter in parameters]
-    for argument in arguments:
-        if argument not in known:
-            raise UserError(
-                f"{name} contains {argument!r}, which torch.{of.__name__} does not accept. Choose from "
-                f"{', '.join(known)}."
-            )

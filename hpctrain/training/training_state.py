@@ -15,10 +15,7 @@ from hpctrain.training.data.step_source import StepSource
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.module import Module, is_manual
 from hpctrain.training.observe.loss_guard import LossGuard
-from hpctrain.training.optim.optimizer_setup import (
-    OptimizerSetup,
-    check_optimizer_class,
-)
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup, check_optimizer_class
 from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_values
 
 
@@ -30,28 +27,7 @@ class Stateful(Protocol):
 
 
 class TrainingState:
-    """The module and all other state that changes from step to step.
-
-    Attributes:
-        step: completed optimizer steps.
-        epoch: epoch of the last completed step, counted from 0.
-        finished: True if that step was the last step of training.
-        micro_batches: world size, and the micro-batch size found for this world size; None without a search.
-        remarks: parts of a loaded checkpoint that could not be restored, as sentences.
-        ignored: values of the script that differ from those in the loaded checkpoint.
-        is_position_restored: False if the loaded checkpoint lacks the position in the data.
-        keeps_gradients: True if gradients may remain after a step, with manual optimization.
-        scaler: float16 loss scaler; None for other precisions.
-        callbacks: the user's callbacks, or None.
-        determinism: state of `elastic_determinism`; None without it.
-        algorithm: algorithm that synchronizes the replicas; None without replicas.
-        loss_guard: record of the losses, and of the excluded steps.
-        compared_step: last step after which the replicas were equal; None if they are not compared.
-        witnessed_step: last step in which gradients were computed twice; None without a witness.
-        validated_step: the step of `validation`, or 0.
-        validation: latest results of validation.
-        latest: latest logged scalars.
-    """
+    """The module and all other state that changes from step to step."""
 
     def __init__(
         self, module: Module, optimization: OptimizerSetup, source: StepSource, loss_guard: LossGuard
@@ -174,11 +150,7 @@ class TrainingState:
         self.validation, self.latest = tree["validation"], tree["latest"]
 
     def _restore_dtypes(self, tree: dict[str, Any]) -> None:
-        """Replace states that `load_state_dict` has converted to the type of their parameter.
-
-        Some optimizers have a state of another type, such as float32 for bfloat16 parameters. If the type of
-        the parameter has changed, its state is converted.
-        """
+        """Replace states that `load_state_dict` has converted to the type of their parameter."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         for optimizer, saved in zip(self.optimizers, tree["optimizers"], strict=True):
             for number, parameter in optimizer_parameters(optimizer)["state"].items():

@@ -25,7 +25,7 @@ def test_doctor_examines_a_real_site_and_writes_its_profile(hpctrain, slurm, tmp
     assert standings["This machine", "gloo"] == "ok"
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "site.yaml"])
     assert yaml.safe_load((tmp_path / "site.yaml").read_text()) == report["profile"]
-    assert report["profile"]["site"]["slurm"]["cluster"] == slurm.name
+    assert report["profile"]["site"]["habits"]["memory_option"] == "ignored"
 
     env = {**slurm.env, "HPCTRAIN_SITE_CONFIG": str(tmp_path / "site.yaml")}
     submit = hpctrain(

@@ -396,7 +396,7 @@ def test_filter_and_selection_survive_updates(server, folder, tmp_path):
         browser.open(server.address, width=390)
         browser.focus_with_tab("Compare digits")
         browser.press("Space")
-        browser.press("/")
+        browser.evaluate("document.getElementById('filter').focus()")
         for letter in "digits":
             browser.press(letter)
         rows = "[...document.querySelectorAll('#runs tbody tr:not([hidden]) a')].map(a => a.textContent)"

@@ -111,7 +111,7 @@ def test_run_without_reported_steps_is_shown_as_such(hpctrain, tmp_path):
     assert f"step   {message}" in hpctrain("top", "plain").stdout
     assert "the script reports no steps" in hpctrain("report", "plain", "-o", "-").stdout
     pages = RunPages(tmp_path / "runs")
-    assert 'data-name="step">not reported</td>' in pages.page(())
+    assert '<td class="n">not reported</td>' in pages.page(())
     assert "the script reports no steps" in pages.page(("plain",))
 
 

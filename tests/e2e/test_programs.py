@@ -107,6 +107,23 @@ def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir):
     assert run.tasks() == [0, 1]
 
 
+def test_missing_command_of_a_shell_ends_the_run_in_the_words_of_the_shell(workdir):
+    run, code, printed = submit(workdir, "--", "bash", "-c", "echo hello; no_such_command")
+    assert code != 0
+    assert re.search(
+        r"cause +rank . on local-0: exit code 127: .*no_such_command: command not found", printed
+    )
+    assert run.attempts() == [0]
+
+
+def test_ranks_without_training_are_not_said_to_have_run_alone(workdir):
+    run, code, printed = submit(workdir, "--", "sh", "-c", "echo hi")
+    assert code == 0
+    assert "process group" not in printed
+    (finished,) = (event for event in run.read_events() if event["kind"] == "finished")
+    assert "note" not in finished
+
+
 @pytest.mark.extended
 def test_nonzero_exit_code_of_a_program_is_a_failure(workdir):
     _, code, printed = submit(workdir, "--max-failures=1", "-m", "package.main", FAIL_WITH="3")

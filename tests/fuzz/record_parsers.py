@@ -36,7 +36,6 @@ from hpctrain.telemetry.report import (
     artifacts,
     attempts,
     device_metrics,
-    jsonl,
     metric_curves,
     run_data,
     run_results,
@@ -173,7 +172,7 @@ PARSERS = [
         files.parse_json_line, [json.dumps(FAILURE)], call=lambda text: files.parse_json_line(text, FOLDER)
     ),
     of_path(files.read_new_lines, EVENT_LINES, lambda path: files.read_new_lines(path, 0)),
-    of_path(jsonl.read_jsonl, EVENT_LINES, lambda path: jsonl.read_jsonl(path, rundir.is_event)),
+    of_path(artifacts.read_jsonl, EVENT_LINES, lambda path: artifacts.read_jsonl(path, rundir.is_event)),
     of_path(log_tail.read_last_records, EVENT_LINES),
     of_path(log_tail.read_last_lines, "a\nb\n", lambda path: log_tail.read_last_lines(path, 5)),
     of_path(log_tail.FileTail.read, "a\né\n", lambda path: log_tail.FileTail(path).read()),
@@ -258,12 +257,11 @@ PARSERS = [
         NODE_LINES,
         lambda path: device_metrics.read_device_metrics([path], 0.0, 10.0),
     ),
-    of_path(device_metrics._read, NODE_LINES, lambda path: device_metrics._read(path, 0.0, 1e-3, {}, [])),
     of_run(
-        run_data.read_run_data,
+        run_data.RunData,
         RUN.metrics,
         METRIC_LINES,
-        lambda: run_data.read_run_data(RUN, run_data.RunContext(), now=time.time()),
+        lambda: run_data.RunData(RUN, run_data.RunContext(), now=time.time()),
     ),
     of_path(
         LoggerState.load,

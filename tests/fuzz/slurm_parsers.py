@@ -20,7 +20,7 @@ from hpctrain.slurm import (
     site_facts,
     states,
 )
-from hpctrain.slurm.site_facts import Site
+from hpctrain.slurm.site_facts import SiteConventions
 from hpctrain.supervisor.launch import srun
 
 CONFIG = """Configuration data as of 2026-11-22T10:00:00
@@ -40,7 +40,7 @@ PARTITION = (
     "GraceTime=30 MaxNodes=UNLIMITED MaxTime=2-00:00:00 MinNodes=1 State=UP OverSubscribe=EXCLUSIVE "
     "PriorityTier=1 PreemptMode=REQUEUE MaxMemPerNode=UNLIMITED"
 )
-NODES = "gpu|2|8|32000|idle|n[1-2]|gpu:a100:4(S:0-1),craynetwork:1|a100,ib"
+NODES = "gpu|2|8|32000|idle|gpu:a100:4(S:0-1),craynetwork:1|a100,ib"
 NODE = """NodeName=n1 Arch=x86_64 CoresPerSocket=1
    CPUAlloc=0 CPUTot=8 CPULoad=0.1
    NodeAddr=10.0.0.1 NodeHostName=n1 Port=17001 Version=22.05.8
@@ -88,14 +88,9 @@ PARSERS = [
     Parser(
         site_facts.parse_site,
         [f"{NODES}\n{PARTITION}\n", CONFIG],
-        call=lambda text: site_facts.parse_site([text] * 3, Site()),
+        call=lambda text: site_facts.parse_site([text] * 3, SiteConventions()),
     ),
     Parser(site_facts._parse_nodes, [f"{NODES}\n" * 2]),
-    Parser(
-        site_facts.query_qos,
-        ["normal|cluster|00:00:30|1-00:00:00|DenyOnLimit\n"],
-        call=lambda text: site_facts.query_qos(lambda command: text),
-    ),
     Parser(job_queries._parse_records, [JOB]),
     Parser(
         job_queries.query_squeue,

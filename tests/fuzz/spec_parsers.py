@@ -15,15 +15,13 @@ from hpctrain.jobs.doctor import run_checks
 from hpctrain.jobs.options import (
     config_files,
     option,
+    option_parser,
     resolved_options,
-    sbatch_options,
-    site_profile,
     spec_builder,
 )
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.jobs.submit import dependency, template_checks
-from hpctrain.slurm.site_facts import Site
 from hpctrain.spec import container, launcher, load_spec, notify, restart_policy
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.sweeps import search_space
@@ -44,14 +42,9 @@ module: [cuda, gcc]
 profiles:
   fast: {qos: high}
 site:
-  partitions:
-    - name: gpu
+  habits: {requeue: no}
 """
-SITE = """site:
-  partitions:
-    - {name: gpu, max_time_s: 60.5, groups: [{names: "n1", num: 1, cpus: 8, memory_mib: 9, gpus: {a: 4}}]}
-  slurm: {version: 23.02, job_requeue: yes}
-"""
+SITE = "site:\n  habits: {memory_option: refused, needs_time: yes, containers: [pyxis]}\n"
 JOB = JobSpec(
     script="/x.py",
     args=("--lr", "0.1"),
@@ -68,12 +61,6 @@ JOB = JobSpec(
     notify=notify.NotifyConfig(("https://example.org/x",)),
 )
 SPEC = yaml.safe_load(JOB.text())
-
-
-def read_site(text: str) -> object:
-    path = write_file(text, "site.yaml")
-    file = config_files.read_config_file(path, {})
-    return [site_profile.read_profile(Site(), node) for node in file.site]
 
 
 def option_call(name: str) -> Callable[[str], object]:
@@ -130,7 +117,6 @@ PARSERS = [
         lambda text: config_files.read_config_file(write_file(text, "c.yaml"), {"HOME": "/h"}),
         most_bytes=YAML_BYTES,
     ),
-    Parser(site_profile.read_profile, [SITE], (SpecError,), read_site, most_bytes=YAML_BYTES),
     Parser(
         run_checks._refuse_other_content, ["site: {}\n"], (SpecError,), refuse_content, most_bytes=YAML_BYTES
     ),
@@ -156,10 +142,10 @@ PARSERS = [
         (SpecError,),
     ),
     Parser(
-        sbatch_options.parse_sbatch_option,
+        option_parser.parse_sbatch_option,
         ["gpu", "nomultithread"],
         (SpecError,),
-        lambda text: sbatch_options.parse_sbatch_option("exclusive", text, "exclusive"),
+        lambda text: option_parser.parse_sbatch_option("exclusive", text, "exclusive"),
     ),
     Parser(spec_builder._nodes, ["2:4"], (SpecError,)),
     Parser(spec_builder.parse_gpus, ["h100:8"], (SpecError,)),

@@ -35,7 +35,6 @@ EXEMPT = {
         training.base.device_selection.parse_devices training.base.rng._from_tensors
         training.data.sampler_plan.SamplerPlan._read training.data.stream_step_source.ShardBuffers.read
         training.determinism.gradient_sum.GradientBucket.read_peaks training.loop.step_sync.StepSync.read
-        training.loop.train_step.LrScaler.from_settings
         training.observe.step_timers.ComputeTimer._read_sample
     """,
     "reads private memory that this job has written": """
@@ -53,14 +52,14 @@ EXEMPT = {
     "part of functions in the tables, or composed of them": """
         cli.report.read_runs cli.results_table.read_rows cli.serve._read_logs cluster.detection._detect_as
         cluster.hostlist._expand jobs.executor.function_runs.FunctionFailure.from_status
-        jobs.options.config_files._read_option jobs.options.config_files._read_yaml
-        jobs.options.option.OptionType._read jobs.options.option_parser.parse_option
-        jobs.options.resolved_options._read jobs.options.site_profile._parse
-        jobs.options.site_profile._parse_scalar jobs.runs.run_log_reader.RunLogReader.read
-        lightning.HpctrainEnvironment.detect messages._decode messages._parse
-        records.log_tail.RecordTail._parse_lines rundir.RunStorage.read runtime.worker._detect_ranks
-        supervisor.failures.failure_files._parse_corruption supervisor.launch.srun.SrunStep._read
-        sweeps.search_space._parse telemetry.sampling.sampler.TelemetrySampler.read
+        jobs.options.config_files._read_habits jobs.options.config_files._read_option
+        jobs.options.config_files._read_yaml jobs.options.option.OptionType._parse_text
+        jobs.options.option_parser.parse_option jobs.options.resolved_options._read
+        jobs.runs.run_log_reader.RunLogReader.read lightning.HpctrainEnvironment.detect messages._decode
+        messages._parse records.log_tail.RecordTail._parse_lines rundir.RunStorage.read
+        runtime.worker._detect_ranks supervisor.failures.failure_files._parse_corruption
+        supervisor.launch.srun.SrunStep._read sweeps.search_space._parse
+        telemetry.sampling.sampler.TelemetrySampler.read
     """,
     "content is covered by a checksum or an authentication code": """
         checkpoint.format.dcp_format.TensorReader.read_metadata checkpoint.format.manifest.read_verified
@@ -83,7 +82,7 @@ EXEMPT = {
     """,
     "every error is caught by the caller and reported": """
         cli.on_cluster._read_status cluster.processes._read
-        supervisor.workers.heartbeat_server.HeartbeatServer._read telemetry.loggers.csv_file.Csv._read
+        supervisor.workers.heartbeat_server.HeartbeatServer._read telemetry.loggers.trackers.Csv._read
     """,
 }
 

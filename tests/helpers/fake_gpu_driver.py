@@ -81,8 +81,6 @@ class DetailedFakeDriver(FakeDriver):
         ("nvmlDeviceGetCurrentClocksThrottleReasons",): pynvml.nvmlClocksEventReasonSwPowerCap
         | pynvml.nvmlClocksEventReasonHwThermalSlowdown,
         ("nvmlDeviceGetComputeRunningProcesses",): [SimpleNamespace(pid=1), SimpleNamespace(pid=2)],
-        ("nvmlDeviceGetPcieThroughput", pynvml.NVML_PCIE_UTIL_RX_BYTES): 7,
-        ("nvmlDeviceGetPcieThroughput", pynvml.NVML_PCIE_UTIL_TX_BYTES): 3,
     }
 
     def __getattribute__(self, name: str) -> Any:
@@ -123,14 +121,6 @@ class DetailedFakeDriver(FakeDriver):
             metric.nvmlReturn = pynvml.NVML_SUCCESS if is_known else pynvml.NVML_ERROR_NOT_SUPPORTED
             metric.value = values.get(metric.metricId, -1.0)
         return request
-
-    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[Any]) -> list[SimpleNamespace]:  # noqa: N802
-        numbers = {
-            (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, 0xFFFFFFFF): 5,
-            (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, 0xFFFFFFFF): 9,
-        }
-        values = [SimpleNamespace(ullVal=numbers[field]) for field in fields if field in numbers]
-        return [SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=value) for value in values]
 
 
 def install_fake_driver(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:

@@ -14,6 +14,8 @@ from helpers.commands import environment, run_command
         ((), 0),
         (("--dependency", "afterany:1"), 0),
         (("--licenses", "foo"), 3),
+        (("--mem", "1G", "--mem-per-cpu", "1G"), 3),
+        (("--nodelist", "pytest", "--exclude", "pytest"), 3),
         (("--gres", "foo:2"), 3),
         (("--begin", "nonsense"), 3),
         (("--mem", "4Q"), 3),

@@ -147,20 +147,6 @@ def test_unknown_parameter_gets_a_suggestion(executor, name, hint):
         Executor(**{name: 1})
 
 
-def test_errors_name_the_parameters_as_in_python(executor, tmp_path):
-    with pytest.raises(SpecError, match=r"mem 1 and mem_per_cpu 2 are mutually exclusive"):
-        Executor(tmp_path / "runs", backend="local", code_snapshot=False, mem="1", mem_per_cpu="2").submit(
-            add, 1
-        )
-
-
-def test_notes_name_the_parameters_as_in_python(executor, caplog):
-    executor.update_parameters(partition="p")
-    executor.submit(add, 1, 2).wait()
-    assert "ignores these Slurm options: partition" in caplog.text
-    assert "--partition" not in caplog.text
-
-
 def test_run_dir_of_a_job_is_path_like(executor):
     job = executor.submit(add, 1, 2)
     job.wait()

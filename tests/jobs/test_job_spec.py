@@ -44,15 +44,11 @@ def test_every_text_round_trips(args, value, script, limit):
     ("fields", "message"),
     [
         ({"nodes": 0}, "--nodes is 0, but must be at least 1"),
-        ({"nodes": -1}, "nodes is -1"),
         ({"gpus_per_node": -1}, "--gpus-per-node is -1"),
         ({"gpus_per_node": 2, "ntasks_per_node": 4}, "2 GPUs .* and 4 ranks"),
-        ({"cpus_per_task": 0}, "--cpus-per-task is 0"),
-        ({"max_failures": 0}, "--max-failures is 0"),
         ({"stage": {"a/b": "/s"}}, "'a/b', the name of the copy of '/s' \\(--stage\\), is not valid"),
-        ({"stage": {"": "/s"}}, "'', the name of the copy"),
         ({"stage": {".code": "/s"}}, "'.code', the name of the copy"),
-        ({"spare_nodes": -1}, "--spare-nodes is -1, but must be 0 or more"),
+        ({"spare_nodes": -1}, "--spare-nodes is -1, but must be at least 0"),
         ({"restart_policy": {"omm": {"retries": 0}}}, "Unknown kind 'omm'"),
         (
             {"restart_policy": {"oom": {"": 0}}},
@@ -62,7 +58,6 @@ def test_every_text_round_trips(args, value, script, limit):
         ({"restart_policy": {"oom": {"retries": -1}}}, "--restart-policy oom.retries is -1"),
         ({"backend": "cloud"}, "Unknown backend 'cloud'"),
         ({"time_limit_s": 60.0, "stop_before_limit_s": 60}, "60 s .* 60 s"),
-        ({"stop_before_limit_s": 70000}, "70000 s"),
         ({"env": {"A B": "1"}}, "'A B'"),
         ({"env": {"A": "\x00"}}, "NUL"),
         (
@@ -89,30 +84,12 @@ def test_every_text_round_trips(args, value, script, limit):
         ({"gpu_type": "h100"}, "type h100 was requested, but the number of GPUs is 0"),
         ({"array": "x"}, "neither a number nor a range"),
         ({"run_dir": "/a\\b"}, "contains a backslash, which Slurm removes"),
-        (
-            {"directives": {"mem": "1", "mem-per-cpu": "2"}},
-            "--mem 1 and --mem-per-cpu 2 are mutually exclusive",
-        ),
-        ({"directives": {"mem": "1", "mem-per-gpu": "2"}}, "--mem 1 and --mem-per-gpu 2"),
-        ({"directives": {"mem-per-cpu": "1", "mem-per-gpu": "2"}}, "--mem-per-cpu 1 and --mem-per-gpu 2"),
-        ({"directives": {"mem-per-gpu": "2"}}, "--mem-per-gpu 2 requires GPUs, but the run has none"),
-        ({"directives": {"exclusive": "", "oversubscribe": ""}}, "--exclusive and --oversubscribe"),
         ({"directives": {"gres": "nvme:1,gpu:h100:2"}}, "--gres nvme:1,gpu:h100:2 requests GPUs"),
-        ({"directives": {"gres": "gpu"}}, "requests GPUs"),
-        ({"directives": {"nodelist": "n[1-3]", "exclude": "m1,n3"}}, "requests node n3, but"),
-        ({"directives": {"nodelist": "n[1-3]"}}, r"names 3 nodes, .* requests only 1 "),
-        ({"directives": {"exclude": "n[1-"}}, "Invalid --exclude: The node list is malformed"),
     ],
 )
 def test_invalid_spec_is_refused_with_the_values(make_spec, fields, message):
     with pytest.raises(SpecError, match=message):
         make_spec(**fields)
-
-
-def test_node_list_may_be_a_file_or_shorter_than_the_job(make_spec):
-    directives = {"nodelist": "./nodes", "exclude": "./nodes"}
-    assert make_spec(directives=directives).directives == directives
-    assert make_spec(nodes=2, directives={"nodelist": "n1", "exclude": "n2"}).nodes == 2
 
 
 def test_array_task_is_a_separate_run(make_spec):

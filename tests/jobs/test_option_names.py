@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from hpctrain.cli.main import cli
 from hpctrain.cli.resubmit_command import submit_arguments
 from hpctrain.errors import SpecError
+from hpctrain.jobs.options.option_parser import find_replacement
 from hpctrain.jobs.options.resolved_options import resolve_options
-from hpctrain.jobs.options.sbatch_options import find_replacement
 
 
 def resolve(tmp_path: Path, options: dict[str, Any], **kwargs: Any) -> dict[str, Any]:

@@ -9,9 +9,7 @@ import pytest
 from helpers.commands import environment
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.rundir import RunDir
 from hpctrain.telemetry.sampling import nvml
 
 
@@ -20,11 +18,6 @@ def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
     assert (spec.script, spec.name, spec.world_size) == (str(script), "train", 1)
     assert spec.run_dir == str(tmp_path / "runs" / spec.run_id)
     assert not (tmp_path / "runs").exists()
-
-
-def test_max_failures_can_be_set(prepared):
-    assert prepared().spec.max_failures == 3
-    assert prepared(max_failures=9).spec.max_failures == 9
 
 
 @pytest.mark.parametrize(
@@ -38,18 +31,13 @@ def test_max_failures_can_be_set(prepared):
         ({"nodes": "4:2"}, "--nodes 4:2: the minimum is 4 and the maximum is 2"),
         ({"nodes": "0:2"}, "the minimum is 0"),
         ({"nodes": "2-4"}, "'2-4' is neither a number nor a range"),
-        ({"nodes": "two"}, "'two' is neither a number nor a range"),
         ({"ntasks_per_node": 0}, "--ntasks-per-node is 0"),
         ({"gpus_per_node": 2, "ntasks_per_node": 3}, "2 GPUs .* 3 ranks"),
         ({"stop_before_limit": 0}, "--stop-before-limit is 0"),
-        ({"max_failures": 0}, "--max-failures is 0"),
         ({"time": "1", "stop_before_limit": 60}, "60 s .*--time.* 60 s"),
         ({"time": "soon"}, "'soon' is not a valid duration"),
         ({"partition": ""}, "partition .* is empty"),
-        ({"mem": 1, "mem_per_cpu": "2"}, "--mem 1 and --mem-per-cpu 2"),
-        ({"exclusive": True, "sbatch": {"oversubscribe": ""}}, "--exclusive and --oversubscribe"),
         ({"gpus_per_node": "h100"}, "'h100', but must be a number, such as 8, or a type"),
-        ({"gpus_per_node": "h100:x"}, "'h100:x', but"),
         ({"nodes": 1.5}, r"nodes .submit... is 1.5, but must be an integer"),
         ({"backend": "slrm"}, "'slrm', but must be auto, slurm or local"),
         ({"template": "dpd"}, "Did you mean 'ddp'"),
@@ -147,10 +135,6 @@ def test_more_gpus_than_the_machine_has_are_refused(prepared, monkeypatch):
         prepared(nodes=2, gpus_per_node=2)
 
 
-def test_slurm_only_options_are_noted_for_the_local_backend(prepared):
-    assert "ignores these Slurm options: --partition" in prepared(partition="big").notes[0]
-
-
 @pytest.mark.parametrize(
     ("options", "note"),
     [
@@ -163,26 +147,10 @@ def test_slurm_only_options_are_noted_for_the_local_backend(prepared):
             {"nodes": "1:2", "scale_up_after": 1},
             "scale_up_after has no effect: the run uses the local backend",
         ),
-        (
-            {"stop_before_limit": 5},
-            "--stop-before-limit has no effect: there is no time limit (--time).",
-        ),
         ({"notify_on": ["stall"]}, "notify_on has no effect: --notify is not given."),
         (
             {"notify_stall_after": 9},
             "notify_stall_after has no effect: --notify is not given.",
-        ),
-        (
-            {"notify": "true", "notify_on": "finish", "notify_stall_after": 9},
-            "notify_stall_after has no effect: notify_on does not include stall.",
-        ),
-        (
-            {"code_snapshot": False, "code_snapshot_limit": 9},
-            "code_snapshot_limit has no effect: the code is not copied",
-        ),
-        (
-            {"launcher": "torchrun", "standby_workers": 9},
-            "--standby-workers has no effect: torchrun starts",
         ),
         ({"gpu_request_style": "gres"}, "gpu_request_style has no effect:"),
     ],
@@ -205,34 +173,12 @@ def test_option_with_effect_has_no_note(prepared, options):
     assert prepared(**options).notes == ()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"time": "1"},
-            [
-                "may have only 40 s to start and train. The time limit is 60 s (--time, submit()), and ",
-                "the ranks stop and save 20 s before it (--stop-before-limit, default: 120, or a third",
-                "The run fails after three attempts without a new checkpoint.",
-                "Use --time 00:07:00 or more.",
-            ],
-        ),
-        (
-            {"time": "8", "stop_before_limit": 400},
-            [
-                "may have only 80 s",
-                "stop and save 400 s before it (--stop-before-limit, submit()).",
-                "Use --time 00:12:00 or more.",
-            ],
-        ),
-    ],
-)
-def test_too_short_time_limit_is_noted_with_its_source(prepared, options, message):
-    (note,) = prepared(**options).notes
-    assert all(part in note for part in message)
-
-
-def test_sufficient_time_limit_has_no_note(prepared):
+def test_too_short_time_limit_is_noted(prepared):
+    (note,) = prepared(time="8", stop_before_limit=400).notes
+    assert "may have only 80 s to start and train. The time limit is 480 s (--time)" in note
+    assert "stop and save 400 s before it (--stop-before-limit)." in note
+    assert "Use --time 00:12:00 or more." in note
+    assert "Use --time 00:07:00 or more." in prepared(time="1").notes[0]
     assert prepared(time="7").notes == ()
 
 
@@ -249,7 +195,3 @@ def test_arguments_must_be_strings_numbers_or_paths(script, args, tmp_path):
         prepare_submission(
             script, args, {"backend": "local"}, environ=environment(), cwd=tmp_path, python="python"
         )
-
-
-def test_repr_of_a_run_has_no_secrets(tmp_path):
-    assert "hunter2" not in repr(Run(RunDir(tmp_path), {"TOKEN": "hunter2"}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,12 @@ import yaml
 from helpers.commands import environment
 
 from hpctrain.errors import SpecError
+from hpctrain.jobs.doctor.run_checks import DoctorReport, profile_options
 from hpctrain.jobs.options.resolved_options import resolve_options
-from hpctrain.jobs.options.site_profile import write_profile
 from hpctrain.jobs.site.mounts import find_mount, is_node_local
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig, parse_config
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, discover_site
+from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ PreemptType             = preempt/qos
 RequeueExit             = 1-3
 SelectType              = select/cons_tres
 SelectTypeParameters    = CR_CORE_MEMORY
-SlurmctldParameters     = preempt_send_user_signal,enable_configless
+SlurmctldParameters     = enable_expedited_requeue,enable_configless
 SlurmdTimeout           = 300 sec
 SLURM_VERSION           = 24.11.5
 """
@@ -79,7 +78,7 @@ SLURM_VERSION           = 24.11.5
         job_requeue=False,
         preempt_type="qos",
         preempt_mode="GANG,SUSPEND",
-        signals_user=True,
+        expedites_requeues=True,
         kill_wait_s=30,
         slurmd_timeout_s=300,
         max_array_size=4001,
@@ -93,7 +92,7 @@ SLURM_VERSION           = 24.11.5
 
 
 def test_real_site_is_discovered_completely(slurm):
-    site, gaps = discover_site(environment(slurm.env), Site())
+    site, gaps = discover_site(environment(slurm.env), SiteConventions())
     assert gaps == []
     assert (site.slurm.cluster, site.slurm.job_requeue, site.slurm.accounting) == (slurm.name, True, False)
     assert (site.slurm.kill_wait_s, site.slurm.slurmd_timeout_s) == (5, 3)
@@ -101,23 +100,13 @@ def test_real_site_is_discovered_completely(slurm):
     assert (preemptible.name, preemptible.default, preemptible.max_time_s) == ("preemptible", True, None)
     assert (preemptible.preempt_mode, preemptible.grace_time_s) == ("REQUEUE", 30)
     assert (urgent.name, urgent.preempt_mode, urgent.priority_tier) == ("urgent", "OFF", 100)
-    assert preemptible.num_nodes == 4
+    assert sum(group.num for group in preemptible.groups) == 4
     assert {(group.cpus, group.num_gpus) for group in preemptible.groups} == {(8, 2)}
 
 
-def test_node_states_that_accept_no_job():
-    states = ["down*", "drained", "maint", "idle*", "idle", "mixed-", "allocated", "idle~", "planned"]
-    groups = [NodeGroup(names="n", num=1, cpus=1, memory_mib=1, state=state) for state in states]
-    assert [group.is_out for group in groups] == [True] * 4 + [False] * 5
-
-
-def test_missing_slurm_output_is_replaced_by_the_profile(tmp_path):
-    profile = Site(
-        slurm=SlurmConfig(cluster="c"),
-        partitions=(Partition(name="p", groups=(NodeGroup(names="n1", num=1, cpus=4, memory_mib=1),)),),
-    )
-    site, gaps = discover_site({"PATH": str(tmp_path)}, profile)
-    assert site == profile
+def test_missing_slurm_output_is_noted(tmp_path):
+    site, gaps = discover_site({"PATH": str(tmp_path)}, HABITS)
+    assert site == Site(habits=HABITS)
     assert gaps == [
         "Cannot query the nodes (sinfo not found on PATH)",
         "Cannot query Slurm's configuration (scontrol not found on PATH)",
@@ -125,46 +114,29 @@ def test_missing_slurm_output_is_replaced_by_the_profile(tmp_path):
     ]
 
 
-SITE = Site(
-    slurm=SlurmConfig(cluster="c", version="23.02", kill_wait_s=60.0, enforces_limits="ANY"),
-    partitions=(
-        Partition(
-            name="gpu",
-            default=True,
-            max_time_s=3600.0,
-            allow_accounts=("a", "b"),
-            groups=(
-                NodeGroup(
-                    names="n[1-4]", num=4, cpus=64, memory_mib=512000, gpus={"a100": 4}, features=("ib",)
-                ),
-            ),
-        ),
-        Partition(name="cpu"),
-    ),
-    habits=SiteConventions(memory_option="refused", needs_time=True, containers=("pyxis",)),
-)
+HABITS = SiteConventions(memory_option="refused", needs_time=True, containers=("pyxis",))
 
 
-def _read(tmp_path: Path, text: str) -> Site:
+def _read(tmp_path: Path, text: str) -> SiteConventions:
     path = tmp_path / "site.yaml"
     path.write_text(text)
-    return resolve_options({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(path)}).site
+    return resolve_options({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(path)}).habits
 
 
-def test_profile_round_trips(tmp_path):
-    assert _read(tmp_path, yaml.safe_dump({"site": write_profile(SITE)})) == SITE
-    assert _read(tmp_path, yaml.safe_dump({"site": write_profile(Site())})) == Site()
-    assert _read(tmp_path, "site:\n") == Site()
+@pytest.mark.parametrize("habits", [HABITS, SiteConventions()])
+def test_profile_round_trips(tmp_path, habits):
+    report = DoctorReport((), Site(habits=habits))
+    assert _read(tmp_path, yaml.safe_dump(profile_options(report))) == habits
 
 
 def test_later_files_extend_the_site(tmp_path):
     folder = tmp_path / "site.d"
     folder.mkdir()
-    (folder / "1.yaml").write_text(yaml.safe_dump({"partition": "gpu", "site": write_profile(SITE)}))
+    (folder / "1.yaml").write_text("partition: gpu\nsite: {habits: {needs_time: yes}}\n")
     (folder / "2.yaml").write_text("site:\n  habits: {requeue: no}\n")
     settings = resolve_options({}, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": str(folder)})
     assert settings.options["sbatch"] == {"partition": "gpu"}
-    assert settings.site == replace(SITE, habits=replace(SITE.habits, requeue=False))
+    assert settings.habits == SiteConventions(needs_time=True, requeue=False)
 
 
 @pytest.mark.parametrize(
@@ -173,10 +145,8 @@ def test_later_files_extend_the_site(tmp_path):
         ("site:\n  habbits: {}", r"site\.yaml:2: unknown key 'habbits' in site\. Did you mean 'habits'\?"),
         ("site: {habits: {requeue: maybe}}", r"yaml:1: site\.habits\.requeue is 'maybe', .* true or false"),
         ("site:\n  habits:\n    memory_option: some", r"yaml:3: .* must be accepted, ignored or refused"),
-        ("site: {slurm: {kill_wait_s: long}}", r"kill_wait_s is 'long', but must be a number"),
-        ("site: {partitions: gpu}", r"site\.partitions is 'gpu', but must be a list"),
-        ("site: {partitions: [{default: true}]}", r"the key 'name' is missing in site\.partitions\[0\]"),
-        ("site: {partitions: [{name: a, nodes: 3}]}", r"unknown key 'nodes' in site\.partitions\[0\]"),
+        ("site: {habits: {needs: yes}}", r"unknown key 'needs' in site\.habits"),
+        ("site: {habits: {requeue: [no]}}", r"site\.habits\.requeue is a list"),
         ("site: [1]", r"site must be a mapping"),
         ("sites: {}", r"unknown option 'sites'\. Did you mean 'site'\?"),
         ("profiles: {a: {site: {}}}", r"'site' is a section of configuration files"),

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import hpctrain
 from hpctrain.training.algorithms import find_algorithm
-from hpctrain.training.algorithms.compression import PowerSGD
-from hpctrain.training.algorithms.qadam import QAdam
+from hpctrain.training.algorithms.compression import PowerSGD, QAdam
 from hpctrain.training.algorithms.weight_averaging import LocalSGD
 
 NUM_WEIGHTS = 64 * 128 + 128 + 128 * 10 + 10

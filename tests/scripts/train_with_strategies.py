@@ -184,7 +184,7 @@ def train(settings: dict) -> dict:
 
 def register_late() -> None:
     """zero3 whose ranks keep whole gradients until the last micro-batch."""
-    from hpctrain.training.strategies.fully_sharded import ZeRO3
+    from hpctrain.training.strategies.sharded import ZeRO3
 
     @hpctrain.register_strategy("late")
     class Late(ZeRO3):

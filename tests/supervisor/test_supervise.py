@@ -269,14 +269,19 @@ def test_checkpoints_of_the_script_count_as_progress(run):
     assert [event.get("starts_over", False) for event in started] == [False, True, True, *[False] * 4]
 
 
+TRAINED = '{"step": 1, "epoch": 0, "loss": 1.0, "time": 1.0, "attempt": 0}\n'
+
+
 @pytest.mark.parametrize("torchrun", [None, TorchrunConfig()])
-def test_ranks_without_a_process_group_are_noted(run, torchrun):
+def test_ranks_that_train_without_a_process_group_are_noted(run, torchrun):
+    run.metrics.write_text(TRAINED)
     assert supervise(run, [DONE], torchrun=torchrun) == 0
     words = "No rank created a process group, so each of the 2 ranks ran alone"
     assert (words in finished(run).get("note", "")) is (torchrun is None)
 
 
 def test_ranks_that_report_a_process_group_are_not_noted(run, monkeypatch):
+    run.metrics.write_text(TRAINED)
     received, on_message = threading.Event(), RankMonitor.on_message
 
     def record(monitor, rank, message):
@@ -822,8 +827,8 @@ def test_non_finite_last_loss_is_noted(run, losses, note):
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, 1)]
     run.metrics.write_text("".join(lines))
     assert supervise(run, [DONE]) == 0
-    no_group, _, rest = finished(run)["note"].partition("torch.distributed in the script.")
-    assert (no_group != "", rest.strip()) == (True, note)
+    no_group, _, rest = finished(run).get("note", "").partition("torch.distributed in the script.")
+    assert (no_group != "", rest.strip()) == (losses != [], note)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"what": 3, "last_step": "x"}'])

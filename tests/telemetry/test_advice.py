@@ -13,7 +13,7 @@ from test_report_page import facts_of
 from hpctrain.cli.report import json_report
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.advice import Advice, advise
-from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.pages import render_run_page
 from hpctrain.telemetry.report.summary import key_figures
 from hpctrain.telemetry.report.summary import summarize as sentences
 
@@ -115,41 +115,6 @@ def test_non_finite_loss_gives_advice(tmp_path):
 def test_short_run_gets_no_advice(tmp_path):
     run = write_run(tmp_path / "run", started_run(0).steps(1, 19, every=1, spent={"all": 1.0, "data": 0.9}))
     assert advice_in_all_reports(run) == []
-
-
-@pytest.fixture
-def run_waiting_for_ranks(tmp_path: Path) -> RunDir:
-    """A run whose ranks wait for each other 30% of their time."""
-    spent = {"all": 1.0, "data": 0.0, "communication": 0.3}
-    return write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1, spent=spent))
-
-
-def gradients(run: RunDir, buckets: int, num_bytes: int, **settings: object) -> None:
-    record = {"gradient_buckets": buckets, "gradient_bytes": num_bytes, "settings": settings}
-    run.environment.write_text(json.dumps(record) + "\n")
-
-
-def test_small_gradient_buckets_with_waiting_ranks_give_advice(run_waiting_for_ranks):
-    gradients(run_waiting_for_ranks, 100, 100 * 2**20, bucket_cap_mb=1.0)
-    (advice,) = advice_in_all_reports(run_waiting_for_ranks)
-    assert advice.what == "Send gradients in larger buckets: Trainer(bucket_cap_mb=25) instead of 1."
-    assert advice.evidence == (
-        "The ranks spent 30.0% of their step time waiting for each other; 105 MB of gradients were sent in "
-        "100 buckets of 1.05 MB."
-    )
-
-
-@pytest.mark.parametrize(("buckets", "num_bytes"), [(3, 3 * 2**20), (100, 100 * 25 * 2**20), (0, 0)])
-def test_few_or_large_gradient_buckets_give_no_advice(run_waiting_for_ranks, buckets, num_bytes):
-    gradients(run_waiting_for_ranks, buckets, num_bytes)
-    assert advice_in_all_reports(run_waiting_for_ranks) == []
-
-
-def test_small_gradient_buckets_without_waiting_give_no_advice(tmp_path):
-    for number, spent in enumerate(({"all": 1.0, "communication": 0.05}, {"all": 1.0})):
-        run = write_run(tmp_path / str(number), started_run(0).steps(1, 100, every=1, spent=spent))
-        gradients(run, 100, 100 * 2**20)
-        assert advice_in_all_reports(run) == []
 
 
 def test_node_with_lower_clocks_gives_advice(tmp_path):
@@ -289,17 +254,6 @@ def test_advice_on_a_nan_loss_depends_on_the_training_loop(tmp_path, settings, m
     assert advice.what.endswith(message)
 
 
-def test_free_gpu_memory_gives_advice(tmp_path):
-    run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))
-    environment(run, micro_batch_size=4)
-    node_lines(run, 0, "n1", gpu_util=[99, 99], gpu_memory=[21 * 10**9, 9 * 10**9])
-    (advice,) = advice_in_all_reports(run)
-    assert "micro_batch_size='auto') instead of 4" in advice.what
-    assert "21 GB of its 80 GB" in advice.evidence
-    environment(run, micro_batch_size=None)
-    assert advice_in_all_reports(run) == []
-
-
 def test_nodes_are_identified_by_name(tmp_path):
     """A requeued run continues elsewhere: the same file then has records of another node."""
     run = write_run(tmp_path / "run", started_run(0).steps(1, 300, every=1))
@@ -307,8 +261,8 @@ def test_nodes_are_identified_by_name(tmp_path):
     node_lines(run, 0, "n2", gpu_util=[30, 40], cpu=7.0)
     node_lines(run, 1, "n1", gpu_util=[10, 20], cpu=5.0)
     devices = facts_of(run).devices
-    assert devices.rows == ["n1 · GPU 0", "n1 · GPU 1", "n2 · GPU 0", "n2 · GPU 1"]
-    assert devices.maps[0].means == [10, 20, 30, 40]
+    assert devices.gpus == ["n1 · GPU 0", "n1 · GPU 1", "n2 · GPU 0", "n2 · GPU 1"]
+    assert [means["gpu_util"] for means in devices.gpu_means] == [10, 20, 30, 40]
     assert [node.host for node in devices.nodes] == ["n1", "n2"]
-    assert devices.node_maps[0].means == [5, 7]
+    assert [means["cpu"] for means in devices.node_means] == [5, 7]
     assert (devices.nodes[0].cpus, devices.nodes[0].gpu_names) == (64, ["H100", "H100"])

@@ -41,7 +41,7 @@ def test_later_record_of_a_repeated_step_counts():
     history.steps(4, 6, every=1, loss=9.0)
     curves = MetricCurves.from_records(history.metrics)
     assert curves.points("loss")[-3:] == [(4, 9.0), (5, 9.0), (6, 9.0)]
-    assert curves.points("loss", curves.superseded) == [(4, 1 / 4), (5, 1 / 5)]
+    assert curves.superseded_points("loss") == [(4, 1 / 4), (5, 1 / 5)]
     assert curves.by_attempt == {0: (1, 5), 1: (4, 6)}
     assert curves.lowest("loss") == (3, 1 / 3)
 

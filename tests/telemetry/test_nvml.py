@@ -28,7 +28,7 @@ from hpctrain.telemetry.sampling.sampler import TelemetrySampler
 def test_mig_parts_are_read_with_fake_driver(monkeypatch, listed, memory):
     install_fake_driver(monkeypatch, FakeDriver())
     with GpuReader(listed) as gpus:
-        readings = gpus.read(traffic=True)
+        readings = gpus.read()
         assert [reading.memory for reading in readings] == memory
         assert gpus.memory_bytes == [10] * len(memory)
         assert all(set(reading.xids) == {79} for reading in readings)
@@ -42,15 +42,15 @@ def test_all_readings_of_fake_driver_are_read(monkeypatch):
     install_fake_driver(monkeypatch, DetailedFakeDriver())
     with GpuReader() as gpus:
         assert gpus.names == ["H100"]
-        (reading,) = gpus.read(traffic=True)
-        (without_traffic,) = gpus.read()
-    assert (reading.sm, without_traffic.sm, without_traffic.tensor, without_traffic.dram) == (
+        (reading,) = gpus.read()
+        (second,) = gpus.read()
+    assert (reading.sm, second.sm, second.tensor, second.dram) == (
         None,
         61.5,
         None,
         20.25,
     )
-    assert without_traffic.energy_j == reading.energy_j + 500
+    assert second.energy_j == reading.energy_j + 500
     assert reading == GpuReading(
         util=83,
         memory=9,
@@ -61,13 +61,8 @@ def test_all_readings_of_fake_driver_are_read(monkeypatch):
         ecc_errors=2,
         processes=2,
         xids=(79,),
-        pcie_rx=7000,
-        pcie_tx=3000,
-        nvlink_rx=5 * 1024,
-        nvlink_tx=9 * 1024,
         energy_j=7500.0,
     )
-    assert (without_traffic.pcie_rx, without_traffic.nvlink_rx) == (None, None)
 
 
 def test_activity_and_energy_of_fake_driver_are_sampled_and_samples_are_freed(monkeypatch, tmp_path):
@@ -122,7 +117,7 @@ def test_no_gpus_without_a_working_driver(monkeypatch, number):
 
     install_fake_driver(monkeypatch, NoDriver())
     with GpuReader() as gpus:
-        assert (gpus.names, gpus.memory_bytes, gpus.read(traffic=True)) == ([], [], [])
+        assert (gpus.names, gpus.memory_bytes, gpus.read()) == ([], [], [])
     assert count_gpus({}) == 0
 
 

@@ -8,8 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.rundir import EventKind
-from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
-from hpctrain.telemetry.accounting.time_breakdown import NO_STEPS_NOTE, TimeBreakdown
+from hpctrain.telemetry.accounting.time_breakdown import (
+    NO_STEPS_NOTE,
+    Goodput,
+    TimeBreakdown,
+    compute_goodput,
+)
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 
 

@@ -15,8 +15,8 @@ import hpctrain
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import applied_hparams
-from hpctrain.telemetry.report.run_data import RunContext, read_run_data
-from hpctrain.telemetry.report.run_page import render_run_page
+from hpctrain.telemetry.report.pages import render_run_page
+from hpctrain.telemetry.report.run_data import RunContext, RunData
 from hpctrain.telemetry.report.run_results import read_results
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 
@@ -78,16 +78,68 @@ def trained(folder, name):
     return {record["step"]: record[name] for record in records}
 
 
-def test_longer_schedule_is_noted(tmp_path, capsys):
+class LongerSchedule(hpctrain.Callback):
+    """Extends a CosineAnnealingLR, as the message of the refusal says."""
+
+    def on_fit_start(self, trainer, module):
+        trainer.schedulers[0].T_max = 12
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.05
+
+
+def test_longer_schedule_is_refused_until_a_callback_extends_it(tmp_path, capsys):
     fit(tmp_path, 6, cosine(6))
     assert "CosineAnnealingLR" not in capsys.readouterr().out
-    fit(tmp_path, 12, cosine(12))
+    with pytest.raises(
+        UserError,
+        match=r"CosineAnnealingLR ends after step 6 \(T_max=6, the value in the checkpoint; the script sets "
+        r"12\), but training ends after step 12\. To extend the schedule",
+    ):
+        fit(tmp_path, 12, cosine(12))
     output = capsys.readouterr().out
     assert "T_max of CosineAnnealingLR remains 6, the value in the checkpoint, although the script" in output
-    assert (
-        "CosineAnnealingLR ends after step 6 (T_max=6, the value in the checkpoint; the script sets" in output
-    )
     assert output.count("remains") == 1
+    assert max(trained(tmp_path, "lr")) == 6
+    fit(tmp_path, 12, cosine(12), callbacks=[LongerSchedule()])
+    rates = trained(tmp_path, "lr")
+    assert rates[7] == pytest.approx(0.05)
+    extended = [rates[step] for step in range(7, 13)]
+    assert extended == sorted(extended, reverse=True)
+    assert extended[-1] < 0.005
+
+
+def test_longer_sequential_schedule_is_refused(tmp_path):
+    def sequential(num_steps):
+        def make(optimizer):
+            schedules = [
+                torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 2),
+                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps - 2),
+            ]
+            return torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, milestones=[2])
+
+        return with_schedule(make)
+
+    fit(tmp_path, 6, sequential(6))
+    with pytest.raises(
+        UserError, match=r"SequentialLR ends after step 6 \(T_max=6, the value in the checkpoint"
+    ):
+        fit(tmp_path, 12, sequential(12))
+
+
+def test_schedule_of_a_session_that_cannot_continue_is_refused(tmp_path):
+    def train(num_steps):
+        with hpctrain.session(seed=1, run_dir=tmp_path) as s:
+            module = nn.Linear(4, 1)
+            optimizer = sgd(module.parameters())
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=num_steps)
+            module, optimizer, scheduler = s.prepare(module, optimizer, scheduler)
+            for inputs, targets in s.batches(DATA, global_batch_size=8, max_steps=num_steps):
+                s.backward(nn.functional.mse_loss(module(inputs), targets))
+                optimizer.step()
+                scheduler.step()
+
+    train(8)
+    with pytest.raises(UserError, match=r"OneCycleLR ends after step 8 .* but training ends after step 16"):
+        train(16)
 
 
 def test_schedule_that_cannot_continue_is_refused_before_the_first_step(tmp_path):
@@ -210,7 +262,7 @@ def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):
     fit(tmp_path, 4, lambda parameters: [sgd(parameters, 0.001)])
     assert read_results(RunDir(tmp_path)).hparams == {"lr": 0.1}
     context = RunContext("COMPLETED", resubmit_command=["hpctrain submit train.py --lr 0.001"])
-    run_data = read_run_data(RunDir(tmp_path), context, now=time.time())
+    run_data = RunData(RunDir(tmp_path), context, now=time.time())
     assert len(run_data.resubmit_command) == 2
     page = render_run_page(run_data)
     assert "# lr remained 0.1, the value in the checkpoint, although the script set 0.001" in page

@@ -27,7 +27,7 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
 UNGUARDED = """
 import torch, hpctrain
 from train_with_strategies import Blocks, samples
-from hpctrain.training.strategies.fully_sharded import ZeRO3
+from hpctrain.training.strategies.sharded import ZeRO3
 print("imported")
 
 @hpctrain.register_strategy("own")

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.data.sample_order import SampleOrder
-from hpctrain.training.loop.train_step import LrScaler
+from hpctrain.training.loop.train_step import lr_factor
 from hpctrain.training.optim.optimizer_setup import only_trainable
 from hpctrain.training.optim.step_transforms import activation_checkpointing
+from hpctrain.training.trainer_config import TrainerConfig
 
 SCRIPT = SCRIPTS / "train_regression.py"
 
@@ -411,8 +413,9 @@ def test_sanity_validation_changes_nothing(tmp_path):
 def test_learning_rate_scaling_and_warmup_apply_with_any_schedule(tmp_path):
     module = Regression()
     optimizer = module.configure_optimizers()
+    settings = TrainerConfig(max_steps=5, global_batch_size=10, lr_reference_batch_size=5, warmup_steps=4)
     for step, (number, batch) in enumerate(batches(5), 1):
-        optimizer.param_groups[0]["lr"] = 0.1 * LrScaler(2.0, 4).factor(step)
+        optimizer.param_groups[0]["lr"] = 0.1 * lr_factor(settings, step)
         module.training_step(batch, number).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -422,13 +425,13 @@ def test_learning_rate_scaling_and_warmup_apply_with_any_schedule(tmp_path):
 
 
 def test_learning_rate_factors():
-    assert [LrScaler(4.0, 3).factor(step) for step in (1, 2, 3, 9)] == [2.0, 3.0, 4.0, 4.0]
-    assert [LrScaler(1.0, 4).factor(step) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
-    scaler = LrScaler.from_settings(
-        hpctrain.Trainer(max_steps=1, global_batch_size=64, lr_reference_batch_size=16, lr_scaling="sqrt")
-    )
-    assert scaler == LrScaler(2.0)
-    assert LrScaler.from_settings(hpctrain.Trainer(max_steps=1)) is None
+    def factors(steps: tuple[int, ...], **settings: Any) -> list[float]:
+        config = TrainerConfig(max_steps=1, global_batch_size=64, **settings)
+        return [lr_factor(config, step) for step in steps]
+
+    assert factors((1, 2, 3, 9), lr_reference_batch_size=16, warmup_steps=3) == [2.0, 3.0, 4.0, 4.0]
+    assert factors((1, 2, 4), warmup_steps=4) == [0.25, 0.5, 1.0]
+    assert factors((1,), lr_reference_batch_size=16, lr_scaling="sqrt") == [2.0]
 
 
 def test_hint_about_slow_data_appears_once_during_training(monkeypatch, capsys):

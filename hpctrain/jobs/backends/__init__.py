@@ -25,16 +25,7 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
 def choose_backend(
     asked: Literal["auto", "slurm", "local"], environ: Mapping[str, str], *, dry_run: bool = False
 ) -> tuple[Backend, list[str]]:
-    """Return the backend for a submission, and notes for the user about the choice.
-
-    Args:
-        asked: `slurm`, `local`, or `auto`, which selects Slurm if it responds.
-        environ: environment variables for Slurm's commands.
-        dry_run: nothing will be submitted, so an unresponsive Slurm is accepted if requested by name.
-
-    Raises:
-        SchedulerError: Slurm does not respond, but was requested by name or is set up on this machine.
-    """
+    """Return the backend for a submission, and notes for the user about the choice."""
     if asked == "local":
         return open_backend("local", environ), []
     from hpctrain.jobs.backends.slurm import SlurmBackend

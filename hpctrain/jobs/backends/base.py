@@ -12,7 +12,7 @@ from hpctrain.spec.job_spec import BackendName, JobSpec
 
 if TYPE_CHECKING:
     from hpctrain.records.run_record import JobRecord
-    from hpctrain.slurm.site_facts import Site
+    from hpctrain.slurm.site_facts import Site, SiteConventions
     from hpctrain.slurm.states import JobStateView
 
 
@@ -33,29 +33,18 @@ class PreflightResult:
 
 
 class Backend(Protocol):
-    """Interface of a backend, whose requests raise SchedulerError if the scheduler refuses or is unreachable.
-
-    The format of job ids depends on the backend.
-    """
+    """A scheduler. Requests raise SchedulerError if it refuses or is unreachable."""
 
     name: ClassVar[BackendName]
 
-    def site(self, profile: Site) -> Site | None:
+    def site(self, habits: SiteConventions) -> Site | None:
         """Return the facts about the site; None if there is no site, or it does not respond."""
 
-    def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
-        """Check a job with this batch script against the available resources. Nothing is changed.
-
-        Raises:
-            SpecError: the job cannot run as requested.
-        """
+    def check(self, spec: JobSpec, script: str, habits: SiteConventions) -> PreflightResult:
+        """Check a job with this batch script against the available resources. Nothing is changed."""
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:
-        """Submit the script of a run folder, whose lock the caller holds, and return the job's id.
-
-        Raises:
-            SubmissionUnconfirmed: the scheduler did not respond, and may have accepted the job.
-        """
+        """Submit the script of a run folder, whose lock the caller holds, and return the job's id."""
 
     def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
         """Return the scheduler's view of each job; do not raise if it is unreachable."""

@@ -19,7 +19,7 @@ from hpctrain.records.run_record import JobRecord, read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.slurm.site_facts import Site
+from hpctrain.slurm.site_facts import SiteConventions
 from hpctrain.slurm.states import JobStateView, RunState
 from hpctrain.spec.job_spec import BackendName, JobSpec
 from hpctrain.text import pluralize
@@ -40,10 +40,10 @@ class LocalBackend:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
-    def site(self, profile: Site) -> None:
+    def site(self, habits: SiteConventions) -> None:
         """Return None: there is no site."""
 
-    def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:  # noqa: ARG002 (there is no site)
+    def check(self, spec: JobSpec, script: str, habits: SiteConventions) -> PreflightResult:  # noqa: ARG002 (there is no site)
         at_once = _tasks_at_once(spec)
         most = max(_MIN_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
         if (asked := at_once * spec.world_size) > most:
@@ -156,11 +156,7 @@ def _waits_in_array(run: RunDir) -> bool:
 
 
 def _await_start(run: RunDir) -> None:
-    """Wait until the supervisor handles signals: an earlier signal would end the setup of the job script.
-
-    Raises:
-        SchedulerError: this takes too long.
-    """
+    """Wait until the supervisor handles signals: an earlier signal would end the setup of the job script."""
     deadline = time.monotonic() + _START_LIMIT_S
     while is_locked(run.lock) and read_run_record(run).started is None:
         if time.monotonic() > deadline:
@@ -184,11 +180,7 @@ def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
 
 
 def _supervisor_of(run: RunDir) -> int:
-    """Return the id of the process that holds the run's lock.
-
-    Raises:
-        SchedulerError: no process holds it.
-    """
+    """Return the id of the process that holds the run's lock."""
     deadline = time.monotonic() + _NUMBER_LIMIT_S
     # The process id in the lock file is valid only while the lock is held.
     while is_locked(run.lock):

@@ -11,8 +11,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult
 from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.jobs.site.mounts import path_notes
-from hpctrain.jobs.site.refusal import explain_refusal
-from hpctrain.jobs.site.site_check import check_request, waits_for_nodes
+from hpctrain.jobs.site.site_check import check_request, explain_refusal, waits_for_nodes
 from hpctrain.slurm.command import SlurmCall, is_transient, run_slurm
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import strip_job_env
@@ -42,20 +41,7 @@ _WAITS = (
 def preflight_slurm(
     spec: JobSpec, script: str, environ: Mapping[str, str], site: Site, gaps: Sequence[str] = ()
 ) -> PreflightResult:
-    """Check a job against its site, and start `sbatch --test-only`, which changes nothing.
-
-    The command runs while the job is being prepared.
-
-    Args:
-        spec: the job as requested.
-        script: the batch script.
-        environ: environment variables of the submission.
-        site: facts about the site.
-        gaps: a sentence for each query about the site that failed.
-
-    Raises:
-        SpecError: the job cannot run as requested; the message has a line for each reason.
-    """
+    """Check a job against its site, and start `sbatch --test-only`, which changes nothing."""
     outer, request = strip_job_env(environ), JobRequest.from_spec(spec, environ)
 
     def ask(command: Sequence[str]) -> str:
@@ -70,6 +56,8 @@ def preflight_slurm(
     cost = estimate_cost(request, partitions, site)
     # Slurm 22.05 also predicts starts in partitions that are down.
     if partitions and all(partition.state == "DOWN" for partition in partitions):
+        names = join_or(partition.name for partition in partitions)
+        notes.append(f"Partition {names} is down. The job will wait until the partition is up again.")
         return PreflightResult(tuple(notes), lambda: (cost,))
     test = SlurmCall(["sbatch", "--test-only"], request.variables, text=script, timeout_s=_FORECAST_TIMEOUT_S)
 
@@ -143,7 +131,11 @@ def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Si
         else [partition.time_without_option_s for partition in partitions]
     )
     if not limits or None in limits:
-        names = f"partition {join_or(one.name for one in partitions)}" if partitions else "the partition"
+        names = (
+            f"partition {join_or(partition.name for partition in partitions)}"
+            if partitions
+            else "the partition"
+        )
         return f"No cost estimate ({size}): neither --time nor {names} sets a time limit."
     limit_s = max(limit for limit in limits if limit is not None)
     hours = num_tasks * spec.most_granted * amount * limit_s / 3600

@@ -20,7 +20,7 @@ from hpctrain.spec.job_spec import BackendName, JobSpec
 if TYPE_CHECKING:
     from hpctrain.records.run_record import JobRecord
     from hpctrain.slurm.config import SiteAnswers
-    from hpctrain.slurm.site_facts import Site
+    from hpctrain.slurm.site_facts import Site, SiteConventions
     from hpctrain.slurm.states import JobStateView
 
 #: Time limit of a probe in seconds: a busy controller may take longer than ten seconds.
@@ -62,18 +62,18 @@ class SlurmBackend:
             return str(error)
         return None
 
-    def site(self, profile: Site) -> Site | None:
-        return None if self._answers is None else self._site_with_gaps(profile)[0]
+    def site(self, habits: SiteConventions) -> Site | None:
+        return None if self._answers is None else self._site_with_gaps(habits)[0]
 
-    def _site_with_gaps(self, profile: Site) -> tuple[Site, list[str]]:
+    def _site_with_gaps(self, habits: SiteConventions) -> tuple[Site, list[str]]:
         if self._site is None:
             from hpctrain.slurm.config import query_site
             from hpctrain.slurm.site_facts import parse_site
 
-            self._site = parse_site(self._answers or run_all(query_site(self._outer)), profile)
+            self._site = parse_site(self._answers or run_all(query_site(self._outer)), habits)
         return self._site
 
-    def check(self, spec: JobSpec, script: str, profile: Site) -> PreflightResult:
+    def check(self, spec: JobSpec, script: str, habits: SiteConventions) -> PreflightResult:
         if self._trouble is not None:
             warning = (
                 f"Warning: Slurm cannot be used on this machine ({self._trouble}), so the following were not "
@@ -84,7 +84,7 @@ class SlurmBackend:
         # Imported here because only submissions use it.
         from hpctrain.jobs.backends.preflight_slurm import preflight_slurm
 
-        return preflight_slurm(spec, script, self._environ, *self._site_with_gaps(profile))
+        return preflight_slurm(spec, script, self._environ, *self._site_with_gaps(habits))
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002 (the queue is the lock)
         environ = sbatch_env(self._environ, all_directives(spec))
@@ -100,7 +100,7 @@ class SlurmBackend:
             if is_transient(str(error)):
                 raise SchedulerError(f"The job was not submitted: {error}. Try again later.") from error
             from hpctrain.jobs.site.job_request import JobRequest
-            from hpctrain.jobs.site.refusal import explain_refusal
+            from hpctrain.jobs.site.site_check import explain_refusal
             from hpctrain.slurm.site_facts import Site
 
             site = self._site[0] if self._site else Site()

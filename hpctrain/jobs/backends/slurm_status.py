@@ -90,11 +90,8 @@ def _listed(
 
 
 def _was_removed(job: JobRecord, rows: JobTable) -> bool:
-    """Return true if a task has never started and is missing from the array that squeue lists.
-
-    All pending tasks share one record, from which Slurm removes a cancelled one (seen in 22.05). Slurm keeps
-    no other record of that task, not even in accounting. A started task has a separate record.
-    """
+    """Return true if a task has never started and is missing from the array that squeue lists."""
+    # Pending tasks share one record, from which Slurm removes a cancelled one (seen in 22.05).
     array_id = parent_job_id(job.job_id)
     if array_id == job.job_id or _has_started(job):
         return False
@@ -129,14 +126,7 @@ def _by_name(
     ends: Mapping[JobRecord, JobStateView],
     environ: Mapping[str, str],
 ) -> dict[JobRecord, JobStateView]:
-    """Return views of unlisted jobs, by querying the controller for them.
-
-    Args:
-        jobs: the jobs.
-        trouble: the reason if squeue did not respond.
-        ends: their recorded ends; the jobs may have been requeued since.
-        environ: environment variables for Slurm's commands.
-    """
+    """Return views of unlisted jobs, by querying the controller for them."""
     views: dict[JobRecord, JobStateView] = {}
     remembered_s: float | None = None
     # If the controller cannot be reached, a second command would wait again in vain.
@@ -164,12 +154,7 @@ def _unreachable(trouble: str, end: JobStateView | None) -> JobStateView:
 
 
 def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
-    """Return the view of a job that is unknown to the controller and has no recorded end.
-
-    Args:
-        job: the job.
-        remembered_s: seconds for which the controller remembers an ended job.
-    """
+    """Return the view of a job that is unknown to the controller and has no recorded end."""
     words = f"Slurm has no record of job {job.job_id}"
     silent_s = time.time() - max(job.submitted, last_activity(job.run))
     if silent_s > remembered_s:
@@ -189,10 +174,7 @@ def _rows_of(job: JobRecord, rows: JobTable) -> list[JobRow]:
 
 
 def _belongs_to_job(row: JobRow, job: JobRecord) -> bool:
-    """Return true if the job of the row uses the folder of the run or of the run's array.
-
-    The folder may have a different path on this machine, so only the name is compared.
-    """
+    """Return true if the job of the row uses the folder of the run or of the run's array."""
     folder = (job.run.array or job.run).path
     if not row.workdir:
         submitted = parse_timestamp(row.submitted_at)

@@ -11,9 +11,7 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -24,33 +22,20 @@ from hpctrain.text import format_size
 
 PREFIX = ".hpctrain-doctor-"
 _LIMIT_S = 20.0
-#: Smaller clock differences do not affect the order of events.
-_CLOCK_TOLERANCE_S = 2.0
 #: With less space, a checkpoint of a medium-sized model fills the file system.
 _LITTLE_BYTES = 10 << 30
-#: Mount options with which a lock excludes only processes of the same machine.
-_LOCAL_LOCKS = {"localflock", "nolock", "local_lock=all", "local_lock=flock"}
 _finding = partial(Finding, "Runs folder")
 
 
 def check_runs_folder(folder: Path, environ: Mapping[str, str], *, other_machines: bool) -> Iterator[Finding]:
-    """Yield findings on the folder in which runs are created.
-
-    All probes use a temporary folder in it, which is removed afterwards.
-
-    Args:
-        folder: parent of the run folders; the folder may not exist yet.
-        environ: environment of the probe.
-        other_machines: True if runs use machines other than this one.
+    """Yield findings on the folder in which runs are created, which may not exist yet.
 
     Raises:
         ProbeFailed: the file system does not respond.
     """
     facts = run_python_probe(["-m", __name__, str(folder)], environ, _LIMIT_S)
-    mount = facts["mount"]
-    kind = f"{mount['type']} ({mount['source']} on {mount['point']})" if mount else "unknown"
-    place = f"{facts['folder']}: {kind}"
-    if not other_machines or (mount and mount["is_shared"]):
+    place = f"{facts['folder']}: {facts['mount']}"
+    if not other_machines or facts["is_shared"]:
         yield _finding("file system", place)
     elif facts["per_node"]:
         remedy = (
@@ -67,32 +52,17 @@ def check_runs_folder(folder: Path, environ: Mapping[str, str], *, other_machine
     remedy = "Checkpoints usually need more space. Delete files, or choose another --run-dir."
     free = facts["free_bytes"]
     yield _finding("free space", format_size(free), remedy if free < _LITTLE_BYTES else "")
-    if "write" in facts:
+    if trouble := facts.get("write"):
         remedy = "Submit from a folder that you can write to, or use --run-dir."
-        yield _finding("writing", f"not possible: {facts['write']}", remedy, "problem")
-        return
-    lax = _LOCAL_LOCKS.intersection(mount["options"] if mount else ())
-    if trouble := facts["locking"]:
+        yield _finding("writing", f"not possible: {trouble}", remedy, "problem")
+    elif trouble := facts["locking"]:
         remedy = (
             "Use another file system for runs (--run-dir). On this file system, two submissions could use "
             "the same run folder at the same time."
         )
         yield _finding("locking", trouble, remedy, "problem")
-    elif lax:
-        value = f"works on one machine only (mounted with {', '.join(sorted(lax))})"
-        yield _finding("locking", value, "Always resubmit a run from the machine that first submitted it.")
     else:
         yield _finding("locking", "works")
-    ahead_s = facts["clock_ahead_s"]
-    if abs(ahead_s) <= _CLOCK_TOLERANCE_S:
-        yield _finding("clock", f"file times are within {_CLOCK_TOLERANCE_S:g} s of this machine's clock")
-        return
-    side = "ahead of" if ahead_s > 0 else "behind"
-    yield _finding(
-        "clock",
-        f"file times are {abs(ahead_s):.1f} s {side} this machine's clock",
-        "Times in the logs of different machines may not be comparable. Synchronize the clocks (NTP).",
-    )
 
 
 def probe_folder(folder: Path) -> dict[str, object]:
@@ -102,16 +72,14 @@ def probe_folder(folder: Path) -> dict[str, object]:
     mount, stat = find_mount(folder), os.statvfs(folder)
     facts: dict[str, object] = {
         "folder": str(folder),
-        "mount": asdict(mount) | {"is_shared": mount.is_shared} if mount else None,
+        "mount": f"{mount.type} ({mount.source} on {mount.point})" if mount else "unknown",
+        "is_shared": mount is not None and mount.is_shared,
         "per_node": is_node_local(folder),
         "free_bytes": stat.f_bavail * stat.f_frsize,
     }
     try:
         with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as temporary:
             facts["locking"] = _probe_lock(Path(temporary, "lock"))
-            path, before = Path(temporary, "clock"), time.time()
-            path.touch()
-            facts["clock_ahead_s"] = round(path.stat().st_mtime - (before + time.time()) / 2, 3)
     except OSError as error:
         facts["write"] = error.strerror or str(error)
     return facts
@@ -133,7 +101,6 @@ def _probe_lock(path: Path) -> str:
 
 
 def main() -> None:
-    """Print the facts about the folder given on the command line."""
     # The default handler would not remove the temporary folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(json.dumps(probe_folder(Path(sys.argv[1]))))

@@ -7,7 +7,6 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.addresses import interfaces, is_loopback, resolve_host
@@ -22,7 +21,6 @@ _DRIVER_LIMIT_S = 20.0
 _CONTAINER_LIMIT_S = 10.0
 #: Data workers pass batches in shared memory.
 _LITTLE_SHARED_BYTES = 1 << 30
-_INFINIBAND = Path("/sys/class/infiniband")
 
 #: Container programs, each with the argument that prints the version.
 _CONTAINER_PROGRAMS = {"apptainer": "--version", "singularity": "--version", "enroot": "version"}
@@ -157,34 +155,24 @@ def check_containers(environ: Mapping[str, str]) -> tuple[list[Finding], tuple[s
     return findings, tuple(runtimes)
 
 
-def check_network(environ: Mapping[str, str]) -> list[Finding]:
-    """Return findings on this machine's name and interfaces, which ranks on several machines use."""
-    return [_check_host_name(), *_check_interfaces(environ)]
-
-
-def _check_host_name() -> Finding:
+def check_network() -> Iterator[Finding]:
+    """Yield findings on this machine's name and interfaces, which ranks on several machines use."""
     host = socket.gethostname()
     try:
         addresses = resolve_host(host)
     except OSError as error:
-        return _network(
-            "host name",
-            f"{host} does not resolve: {error}",
+        remedy = (
             "Ranks use the addresses in Slurm's configuration instead. Ask the administrator to add the name "
-            "to /etc/hosts or DNS.",
+            "to /etc/hosts or DNS."
         )
-    value = f"{host} resolves to {', '.join(addresses)}"
-    if not all(map(is_loopback, addresses)):
-        return _network("host name", value)
-    return _network(
-        "host name",
-        f"{value} on this machine",
-        "Ranks on other machines could not connect to gloo at this address, so runs set "
-        "GLOO_SOCKET_IFNAME to the right interface.",
-    )
-
-
-def _check_interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
+        yield _network("host name", f"{host} does not resolve: {error}", remedy)
+    else:
+        remedy = (
+            "Ranks on other machines could not connect to gloo at this address, so runs set "
+            "GLOO_SOCKET_IFNAME to the right interface."
+        )
+        is_local = all(map(is_loopback, addresses))
+        yield _network("host name", f"{host} resolves to {', '.join(addresses)}", remedy if is_local else "")
     usable: dict[str, list[str]] = {}
     for name, address in interfaces():
         if not is_loopback(address.partition("%")[0]) and not address.startswith("fe80:"):
@@ -193,8 +181,3 @@ def _check_interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _network("interfaces", ", ".join(map(" ".join, usable.values())))
     else:
         yield _network("interfaces", "loopback only", "Runs on several nodes will not work.")
-    if _INFINIBAND.is_dir() and (cards := sorted(os.listdir(_INFINIBAND))):
-        yield _network("InfiniBand", ", ".join(cards))
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"):
-        if value := environ.get(variable):
-            yield _network(variable, f"{value} (set in your environment and also used by runs)")

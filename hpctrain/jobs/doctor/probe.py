@@ -37,11 +37,7 @@ class ProbeFailed(HpctrainError):
 
 
 def command_output(argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> str:
-    """Return the output of a program.
-
-    Raises:
-        ProbeFailed: it is missing, failed or timed out.
-    """
+    """Return the output of a program."""
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
@@ -67,11 +63,7 @@ def command_output(argv: Sequence[str], environ: Mapping[str, str], limit_s: flo
 
 
 def run_python_probe(code: Sequence[str], environ: Mapping[str, str], limit_s: float) -> dict[str, Any]:
-    """Run this interpreter with the arguments `code`, and return the JSON object that it prints last.
-
-    Raises:
-        ProbeFailed: it failed, timed out, or printed something else.
-    """
+    """Run this interpreter with the arguments `code`, and return the JSON object that it prints last."""
     lines = command_output([sys.executable, *code], environ, limit_s).strip().splitlines()
     try:
         facts = json.loads(lines[-1])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError, SchedulerError, SpecError, UserError
+from hpctrain.errors import HpctrainError, SpecError, UserError
 from hpctrain.files import parse_yaml, write_atomic
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.doctor.folder_checks import check_runs_folder
@@ -23,19 +22,17 @@ from hpctrain.jobs.doctor.machine_checks import (
     torch_findings,
 )
 from hpctrain.jobs.doctor.probe import Finding
-from hpctrain.jobs.doctor.sbatch_probes import probe_options
 from hpctrain.jobs.doctor.slurm_checks import (
     check_accounting,
     config_findings,
     partition_findings,
-    qos_findings,
+    probe_options,
 )
 from hpctrain.jobs.options.option_parser import SITE_KEY
-from hpctrain.jobs.options.site_profile import write_profile
 from hpctrain.jobs.site.mounts import nodes_are_this_machine
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, Site, discover_site, query_qos
+from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
 from hpctrain.spec.job_spec import GpuRequestStyle
 
 _SLURM_LIMIT_S = 20.0
@@ -58,17 +55,8 @@ class DoctorReport:
         return [finding for finding in self.findings if finding.standing == "problem"]
 
 
-def run_checks(environ: Mapping[str, str], runs: Path, profile: Site) -> DoctorReport:
-    """Check the site, this machine and the runs folder.
-
-    The only change is a temporary folder in the runs folder, which is removed afterwards. A failed check is
-    reported as a finding.
-
-    Args:
-        environ: environment of the caller.
-        runs: parent of the run folders.
-        profile: the site as described by its profile.
-    """
+def run_checks(environ: Mapping[str, str], runs: Path, habits: SiteConventions) -> DoctorReport:
+    """Check the site, this machine and the runs folder, in which a temporary folder is created."""
     outer = strip_job_env(environ)
 
     def ask(command: Sequence[str]) -> str:
@@ -78,22 +66,20 @@ def run_checks(environ: Mapping[str, str], runs: Path, profile: Site) -> DoctorR
         torch = pool.submit(query_torch, outer)
         gpus = pool.submit(check_gpus, outer)
         containers = pool.submit(check_containers, outer)
-        network = pool.submit(check_network, outer)
-        here = pool.submit(nodes_are_this_machine, ask)
-        slurm = _check_slurm(environ, outer, profile, pool, ask)
-        site = slurm.site
-        folder = pool.submit(
-            _check_folder, runs, outer, other_machines=site is not None and not here.result()
-        )
+        is_one_machine = pool.submit(nodes_are_this_machine, ask)
+        slurm = _check_slurm(environ, outer, habits, pool)
+        other_machines = slurm.site is not None and not is_one_machine.result()
+        folder = pool.submit(_check_folder, runs, outer, other_machines=other_machines)
         container_findings, runtimes = containers.result()
-        if site is not None:
-            site = replace(site, habits=replace(site.habits, containers=runtimes))
         gpu_findings, gpus_here = gpus.result()
-        gpus_of_site = max((group.num_gpus for group in site.node_groups()), default=0) if site else 0
+        gpus_of_site = 0
+        if (site := slurm.site) is not None:
+            site = replace(site, habits=replace(site.habits, containers=runtimes))
+            gpus_of_site = max((group.num_gpus for group in site.node_groups()), default=0)
         findings = (
             *slurm.findings,
             *container_findings,
-            *network.result(),
+            *check_network(),
             *folder.result(),
             *check_machine(),
             *gpu_findings,
@@ -103,11 +89,7 @@ def run_checks(environ: Mapping[str, str], runs: Path, profile: Site) -> DoctorR
 
 
 def _check_slurm(
-    environ: Mapping[str, str],
-    outer: Mapping[str, str],
-    profile: Site,
-    pool: ThreadPoolExecutor,
-    ask: Callable[[Sequence[str]], str],
+    environ: Mapping[str, str], outer: Mapping[str, str], habits: SiteConventions, pool: ThreadPoolExecutor
 ) -> DoctorReport:
     if (trouble := SlurmBackend(environ).unavailable_reason()) is not None:
         finding = Finding("Slurm", "none", f"{trouble}, so runs will use this machine")
@@ -117,16 +99,12 @@ def _check_slurm(
             )
             finding = Finding("Slurm", "no response", trouble, remedy, "problem")
         return DoctorReport((finding,))
-    site, gaps = discover_site(outer, profile)
+    site, gaps = discover_site(outer, habits)
     probes = pool.submit(probe_options, site, outer)
     findings = [Finding("Slurm", "answers", gap, standing="note") for gap in gaps]
-    every_qos: list[Qos] = []
     if site.slurm is not None:
         findings += [*config_findings(site.slurm), check_accounting(site.slurm, outer)]
-        if site.slurm.accounting:
-            with suppress(SchedulerError):  # check_accounting reports it
-                every_qos = query_qos(ask)
-    findings += [*partition_findings(site), *qos_findings(every_qos)]
+    findings += partition_findings(site)
     results = probes.result()
     site = replace(site, habits=results.habits)
     return DoctorReport((*findings, *results.findings), site, results.gpu_request_style)
@@ -141,29 +119,22 @@ def _check_folder(runs: Path, environ: Mapping[str, str], *, other_machines: boo
 
 
 def profile_options(report: DoctorReport) -> dict[str, Any]:
-    """Return the content of a configuration file for the site.
-
-    Raises:
-        UserError: this machine has no Slurm site.
-    """
+    """Return the content of a configuration file for the site."""
     if report.site is None:
         raise UserError(
             "Cannot write a site profile: Slurm is not available on this machine. Run this command on a "
             "login node."
         )
     style = report.gpu_request_style
+    defaults = asdict(SiteConventions())
+    habits = {name: value for name, value in asdict(report.site.habits).items() if value != defaults[name]}
+    habits |= {name: list(value) for name, value in habits.items() if isinstance(value, tuple)}
     options = {} if style in (None, "gres") else {_GPU_DIRECTIVE: style}
-    partitions = tuple(map(_merge_by_state, report.site.partitions))
-    return {**options, SITE_KEY: write_profile(replace(report.site, partitions=partitions))}
+    return {**options, SITE_KEY: {"habits": habits}}
 
 
 def write_profile_file(report: DoctorReport, path: Path) -> None:
-    """Write the profile to `path`, replacing an existing profile.
-
-    Raises:
-        UserError: this machine has no Slurm site, or the file contains other data.
-        OSError: it cannot be written.
-    """
+    """Write the profile to `path`, replacing an existing profile, but no other content."""
     import yaml
 
     options = profile_options(report)
@@ -171,10 +142,7 @@ def write_profile_file(report: DoctorReport, path: Path) -> None:
     cluster = report.site.slurm.cluster if report.site and report.site.slurm else "this site"
     head = (
         f"# Profile of {cluster}, written by `hpctrain doctor --write` on {time.strftime('%Y-%m-%d')}.\n"
-        "# hpctrain reads it from /etc/hpctrain, or from the folder in HPCTRAIN_SITE_CONFIG. Each "
-        "submission\n"
-        "# queries Slurm's configuration again. `habits` contains rules that Slurm does not report; edit "
-        "them here.\n"
+        "# hpctrain reads it from /etc/hpctrain, or from the folder in HPCTRAIN_SITE_CONFIG.\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, head + yaml.safe_dump(options, sort_keys=False))
@@ -194,16 +162,3 @@ def _refuse_other_content(path: Path) -> None:
             "would be lost. Choose another file. hpctrain reads all .yaml files in the folder of the site "
             "profile."
         )
-
-
-def _merge_by_state(partition: Partition) -> Partition:
-    """Return the partition without the states of its nodes, which change often."""
-    merged: dict[str, NodeGroup] = {}
-    for group in partition.groups:
-        kind = replace(group, names="", num=0, state=NodeGroup.state)
-        if (same := merged.get(repr(kind))) is not None:
-            names, num = f"{same.names},{group.names}", same.num + group.num
-        else:
-            names, num = group.names, group.num
-        merged[repr(kind)] = replace(kind, names=names, num=num)
-    return replace(partition, groups=tuple(merged.values()))

@@ -1,29 +1,36 @@
-"""Check Slurm's settings, and their consequences for a run."""
+"""Check Slurm's settings and their consequences for a run, and probe which job options the site accepts.
+
+A site may reject or require options in a plugin, of which Slurm's configuration shows only the name.
+Therefore, `sbatch --test-only`, which submits nothing, tests some jobs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.doctor.probe import Finding
 from hpctrain.jobs.site.site_check import is_preemptible
-from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.command import run_slurm, run_slurm_parallel
 from hpctrain.slurm.config import SlurmConfig
-from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.site_facts import Partition, Qos, Site
-from hpctrain.text import pluralize
+from hpctrain.slurm.site_facts import Partition, Site, SiteConventions
+from hpctrain.spec.job_spec import GpuRequestStyle
 
-_LIMIT_S = 10.0
+_LIMIT_S = 20.0
 #: A shorter grace time may be insufficient to write a checkpoint.
 _LITTLE_GRACE_S = 10.0
 #: With a longer timeout, a dead node stalls the run for too long.
 _LONG_SILENCE_S = 600.0
+_TIME, _MEMORY = "--time=5", "--mem=100M"
+#: Ways to request a GPU; the first is preferred if both work.
+_GPU: Mapping[GpuRequestStyle, str] = {"gres": "--gres=gpu:1", "gpus-per-node": "--gpus-per-node=1"}
 _finding = partial(Finding, "Slurm")
+_job_finding = partial(Finding, "Jobs")
 
 
 def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
-    """Yield findings on the configuration."""
     yield _finding("version", f"{slurm.version}, cluster {slurm.cluster}")
     if slurm.job_requeue:
         delay = " and start without a delay (enable_expedited_requeue)" if slurm.expedites_requeues else ""
@@ -40,7 +47,6 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         remedy = "Slurm requeues jobs that end with these exit codes, so Slurm may restart a failed run."
         yield _finding("RequeueExit", slurm.requeue_exit, remedy)
     mode = f"by {slurm.preempt_type}, PreemptMode={slurm.preempt_mode}"
-    mode += "; jobs first receive the signal of their --signal option" if slurm.signals_user else ""
     yield _finding("preemption", "none" if slurm.preempt_type == "none" else mode)
     remedy = (
         "A cancelled run may not have enough time to save. Before the time limit, runs use the time "
@@ -54,54 +60,34 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
     timeout_s = slurm.slurmd_timeout_s
     mark = f"marked down after {timeout_s:g} s" if timeout_s else "never marked down"
     remedy = "A node that is not marked down counts as available, even if it does not respond."
-    yield _finding(
-        "SlurmdTimeout",
-        f"an unresponsive node is {mark}",
-        "" if 0 < timeout_s <= _LONG_SILENCE_S else remedy,
-    )
-    yield _finding("arrays", f"task numbers up to {slurm.max_array_size - 1} (MaxArraySize)")
-    resources = "CPUs, GPUs and memory" if slurm.hands_out_memory else "CPUs and GPUs, but not memory,"
-    sharing = f"{resources} are allocated individually (select/{slurm.select})"
-    is_linear = slurm.select == "linear"
-    yield _finding("nodes", "allocated as whole nodes (select/linear)" if is_linear else sharing)
-    most_mib = {"node": slurm.max_mem_per_node_mib, "CPU": slurm.max_mem_per_cpu_mib}
-    if limits := [f"at most {mib} MiB per {unit}" for unit, mib in most_mib.items() if mib is not None]:
-        yield _finding("memory", ", ".join(limits))
-    accepts = "accepts jobs that exceed the limits of a partition, but never starts them"
-    setting = f"(EnforcePartLimits={slurm.enforces_limits})"
-    if slurm.enforces_limits == "NO":
-        yield _finding("limits", f"Slurm {accepts} {setting}; hpctrain rejects them")
-    else:
-        yield _finding("limits", f"Slurm rejects jobs that exceed the limits of a partition {setting}")
+    is_short = 0 < timeout_s <= _LONG_SILENCE_S
+    yield _finding("SlurmdTimeout", f"an unresponsive node is {mark}", "" if is_short else remedy)
 
 
 def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
     """Check that job records are kept and can be read."""
+    value = "slurmdbd responds"
     if not slurm.accounting:
-        return _finding(
-            "accounting",
-            "disabled, so sacct is not available",
-            "Slurm deletes records of finished jobs after a few minutes. hpctrain keeps its own record "
-            "in the run folder.",
-        )
-    try:
-        run_slurm(["sacct", "--allocations", "--noheader", "--starttime=now"], environ, timeout_s=_LIMIT_S)
-    except SchedulerError as error:
-        return _finding(
-            "accounting",
-            f"slurmdbd does not respond: {error}",
-            "Until slurmdbd responds, the state of finished jobs is read from the controller and the run "
-            "folder.",
-        )
-    return _finding("accounting", "slurmdbd responds")
+        value = "disabled, so sacct is not available"
+    else:
+        try:
+            command = ["sacct", "--allocations", "--noheader", "--starttime=now"]
+            run_slurm(command, environ, timeout_s=_LIMIT_S)
+            return _finding("accounting", value)
+        except SchedulerError as error:
+            value = f"slurmdbd does not respond: {error}"
+    return _finding(
+        "accounting",
+        value,
+        "Slurm deletes records of finished jobs after a few minutes. hpctrain keeps its own record in the "
+        "run folder.",
+    )
 
 
 def partition_findings(site: Site) -> Iterator[Finding]:
-    """Yield a finding for each partition."""
     if site.default_partition is None:
-        yield Finding(
-            "Partitions", "default", "none", "Use --partition, or set `partition` in hpctrain.yaml."
-        )
+        remedy = "Use --partition, or set `partition` in hpctrain.yaml."
+        yield Finding("Partitions", "default", "none", remedy)
     for partition in site.partitions:
         value = f"{partition.describe_nodes()}; {partition.describe_limits()}"
         if is_preemptible(partition, site):
@@ -116,9 +102,6 @@ def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
             "The partition currently does not accept new jobs, or does not start them "
             f"(State={partition.state})."
         )
-    if out := sum(group.num for group in partition.groups if group.is_out):
-        total = pluralize(partition.num_nodes, "node")
-        yield f"{out} of {total} {'is' if out == 1 else 'are'} out of service."
     if not is_preemptible(partition, site):
         return
     grace_s = partition.grace_time_s + (site.slurm or SlurmConfig()).kill_wait_s
@@ -132,14 +115,91 @@ def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
         yield f"A preempted run has {grace_s:g} s to save (GraceTime + KillWait)."
 
 
-def qos_findings(every_qos: Sequence[Qos]) -> Iterator[Finding]:
-    """Yield a finding for each QOS that affects jobs."""
-    for qos in every_qos:
-        effects = [
-            f"time limit {format_time_limit(qos.max_time_s)}" if qos.max_time_s is not None else "",
-            f"PreemptMode={qos.preempt_mode}" if qos.preempt_mode not in ("", "CLUSTER") else "",
-            f"grace time {qos.grace_time_s:g} s" if qos.grace_time_s else "",
-            ", ".join(qos.flags),
-        ]
-        if any(effects):
-            yield Finding("QOS", qos.name, "; ".join(filter(None, effects)))
+@dataclass(frozen=True)
+class ProbeResults:
+    """Results of the probes."""
+
+    findings: tuple[Finding, ...]
+    habits: SiteConventions
+    gpu_request_style: GpuRequestStyle | None = None
+    """The only accepted way to request a GPU; None if both or neither are accepted."""
+
+
+def probe_options(site: Site, environ: Mapping[str, str]) -> ProbeResults:
+    """Test short jobs with and without individual options."""
+    with_gpus = [
+        partition
+        for partition in sorted(site.partitions, key=lambda partition: not partition.default)
+        if partition.state == "UP" and any(group.num_gpus for group in partition.groups)
+    ]
+    place = [f"--partition={with_gpus[0].name}"] if with_gpus and not with_gpus[0].default else []
+    probes = {
+        "plain": [_TIME, _MEMORY],
+        "no memory": [_TIME],
+        "no time": [_MEMORY],
+        "neither": [],
+        **{style: [*place, _TIME, option] for style, option in _GPU.items()},
+        **{f"{style} with memory": [*place, _TIME, _MEMORY, option] for style, option in _GPU.items()},
+    }
+    commands = [("sbatch", "--test-only", *options, "--wrap=true") for options in probes.values()]
+    answers = dict(zip(probes, run_slurm_parallel(commands, environ, timeout_s=_LIMIT_S), strict=True))
+    refusals = {
+        name: _reason(answer) for name, answer in answers.items() if isinstance(answer, SchedulerError)
+    }
+    if {"plain", "no memory", "no time", "neither"} <= refusals.keys():
+        remedy = "Set the options that this site requires, such as --account, in hpctrain.yaml."
+        finding = _job_finding("a plain job", f"refused: {refusals['no memory']}", remedy, "problem")
+        return ProbeResults((finding,), site.habits)
+    needs_memory = "no memory" in refusals and "plain" not in refusals
+    refuses_memory = "plain" in refusals and "no memory" not in refusals
+    # If one option is always rejected, test the other option without it.
+    needs_time = refusals.get("neither" if refuses_memory else "no time")
+    shares_memory = site.slurm is None or site.slurm.hands_out_memory
+    habits = replace(
+        site.habits,
+        memory_option="refused" if refuses_memory else "accepted" if shares_memory else "ignored",
+        needs_time=needs_time is not None,
+        needs_memory=needs_memory,
+    )
+    suffix = " with memory" if needs_memory else ""
+    styles = [style for style in _GPU if f"{style}{suffix}" not in refusals] if with_gpus else []
+    findings = [
+        _job_finding("a plain job", "accepted"),
+        _memory(refusals, habits, site),
+        _job_finding("time limit", f"required: {needs_time}", "Always set --time.")
+        if needs_time is not None
+        else _job_finding("time limit", "optional"),
+        _gpus(styles, refusals, suffix) if with_gpus else _job_finding("GPUs", "none in any partition"),
+    ]
+    return ProbeResults(tuple(findings), habits, styles[0] if len(styles) == 1 else None)
+
+
+def _reason(error: SchedulerError) -> str:
+    """Return the reason for a rejection; only the plugin's message if there is one."""
+    messages = str(error).removeprefix("sbatch failed: ").split("; ")
+    return "; ".join([message for message in messages if "Unspecified error" not in message] or messages)
+
+
+def _memory(refusals: Mapping[str, str], habits: SiteConventions, site: Site) -> Finding:
+    if habits.memory_option == "refused":
+        return _job_finding("memory", f"--mem is rejected: {refusals['plain']}", "Do not use --mem.")
+    if habits.needs_memory:
+        return _job_finding("memory", f"required: {refusals['no memory']}", "Always set --mem.")
+    if habits.memory_option == "ignored":
+        value = "--mem only selects nodes with enough memory; usage is not limited"
+        return _job_finding("memory", value)
+    if site.slurm is not None and site.slurm.default_memory_mib is None:
+        remedy = "If jobs share nodes, always set --mem. Otherwise, each job waits for empty nodes."
+        return _job_finding("memory", "a job without --mem requests all memory on its nodes", remedy)
+    return _job_finding("memory", "--mem is accepted")
+
+
+def _gpus(styles: list[GpuRequestStyle], refusals: Mapping[str, str], suffix: str) -> Finding:
+    rejected = {style: refusals[f"{style}{suffix}"] for style in _GPU if style not in styles}
+    if not styles:
+        remedy = "Set the options that GPU jobs require at this site, such as --account or --partition."
+        return _job_finding("GPUs", f"refused: {rejected['gres']}", remedy)
+    value = f"can be requested with {' or '.join(f'--{style}' for style in styles)}"
+    value += "".join(f"; --{style} is rejected: {reason}" for style, reason in rejected.items())
+    remedy = "Set `gpu_request_style: gpus-per-node` in hpctrain.yaml or in the site profile."
+    return _job_finding("GPUs", value, "" if "gres" in styles else remedy)

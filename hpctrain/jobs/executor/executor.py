@@ -138,10 +138,7 @@ class Executor(submitit.Executor):
 
 
 class _PluginParameters(set[str]):
-    """All parameters. Iteration omits parameters shared with submitit's Slurm executor.
-
-    `submitit.AutoExecutor` gives a parameter without a prefix to the last plugin that lists it.
-    """
+    """All parameters. Iteration omits parameters shared with submitit's Slurm executor."""
 
     def __iter__(self) -> Iterator[str]:
         shared = submitit.SlurmExecutor._valid_parameters()
@@ -155,11 +152,7 @@ def plugin_parameters() -> set[str]:
 
 
 def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
-    """Return the option's name and value for a parameter of submitit or hpctrain.
-
-    Raises:
-        SpecError: there is no such option, or it does not accept this value.
-    """
+    """Return the option's name and value for a parameter of submitit or hpctrain."""
     plain = name.removeprefix("slurm_")
     plain = _RENAMED.get(plain, plain)
     match plain, value:

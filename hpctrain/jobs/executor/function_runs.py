@@ -17,7 +17,6 @@ from typing import Any, cast
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.files import read_json, read_regular
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
-from hpctrain.jobs.options.resolved_options import name_as_in_python, named_as_in_python
 from hpctrain.jobs.options.spec_builder import new_run_id
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run
@@ -38,7 +37,6 @@ _SCRIPT = Path(__file__).resolve().parents[2] / "runtime" / "function_worker.py"
 _RESULT_TIMEOUT_S = 30.0
 
 
-@named_as_in_python()
 def submit_calls(
     calls: Sequence[FunctionCall],
     options: SubmitOptions,
@@ -48,23 +46,7 @@ def submit_calls(
     environ: Mapping[str, str],
     shown_notes: set[str],
 ) -> tuple[list[Run], int]:
-    """Submit calls; several become a job array.
-
-    Args:
-        calls: the calls; each is a separate run.
-        options: the options of the submission.
-        folder: parent of the new folder of the run or array.
-        at_once: maximum number of concurrent tasks of the array; 0 uses the backend's default.
-        environ: the environment variables of the submission.
-        shown_notes: notes already shown to the user; new notes are added.
-
-    Returns:
-        The run of each call, and the number of ranks of each.
-
-    Raises:
-        UserError: a function or an argument cannot be pickled, or the job cannot run as requested.
-        SchedulerError: the scheduler refused or cannot be reached.
-    """
+    """Submit calls; several become a job array."""
     # A function that raised an exception is called again only on request.
     again = "max_failures" in options or any(
         kind.startswith("python") for kind in options.get("restart_policy", ())
@@ -99,10 +81,10 @@ def submit_calls(
         for note in submission.notes:
             if note not in shown_notes:
                 shown_notes.add(note)
-                log.warning(name_as_in_python(note))
+                log.warning(note)
         run = submit_prepared(submission, parcels)
         for prospect in submission.forecast:
-            log.info(name_as_in_python(prospect))
+            log.info(prospect)
     return run.tasks() or [run], submission.spec.world_size
 
 
@@ -118,11 +100,7 @@ def _program_folder() -> Path:
 
 @contextmanager
 def _new_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Create a new folder; remove it if the block fails and no job can be queued.
-
-    Raises:
-        SpecError: the folder cannot be created.
-    """
+    """Create a new folder; remove it if the block fails and no job can be queued."""
     try:
         parent.mkdir(parents=True, exist_ok=True)
         while True:
@@ -144,11 +122,7 @@ def _new_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def read_result(run: RunDir, rank: int) -> Any:
-    """Return the function's result on a rank of a completed run; wait for a file from another host.
-
-    Raises:
-        RunFailed: there is no result.
-    """
+    """Return the function's result on a rank of a completed run; wait for a file from another host."""
     path = run.result(int((read_run_record(run).finished or {}).get("attempt", 0)), rank)
     deadline = time.monotonic() + _RESULT_TIMEOUT_S
     while not path.exists():
@@ -163,14 +137,7 @@ def read_result(run: RunDir, rank: int) -> Any:
 
 
 def read_stdout(run: RunDir, ranks: Sequence[int], has_ended: Callable[[], bool]) -> str | None:
-    """Return the ranks' output of all attempts, one rank after the other; None if there is none yet.
-
-    Args:
-        run: the run.
-        ranks: the ranks to read.
-        has_ended: returns True if the run has ended. For ranks without a log, an ended run returns the output
-            of the job once.
-    """
+    """Return the ranks' output of all attempts, one rank after the other; None if there is none yet."""
     logs = _logs_of(run, ranks)
     is_final = not all(logs.values()) and has_ended()
     if is_final:

@@ -26,11 +26,7 @@ from hpctrain.spec.load_spec import load_spec
 
 
 class RunWatcher(InfoWatcher):
-    """Cache of runs' statuses. Each scheduler is queried once for all runs.
-
-    The end of a run is read from its record. Runs are identified by their folders, because schedulers reuse
-    job ids.
-    """
+    """Cache of runs' statuses. Each scheduler is queried once for all runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.option import OptionSource, OptionValue
+from hpctrain.jobs.options.option import OptionSource, OptionType, OptionValue
 from hpctrain.jobs.options.option_parser import (
     PROFILES_KEY,
     SITE_KEY,
@@ -19,6 +19,14 @@ from hpctrain.jobs.options.option_parser import (
     find_option,
     parse_option,
 )
+from hpctrain.text import suggest
+
+#: Rules in the `site:` section that Slurm does not report: the fields of `SiteConventions`.
+_HABITS = {
+    "memory_option": OptionType(choices=("accepted", "ignored", "refused")),
+    **dict.fromkeys(("needs_time", "needs_memory", "requeue"), OptionType(flag=True)),
+    "containers": OptionType(many=True),
+}
 
 
 class ConfigNode(NamedTuple):
@@ -26,32 +34,29 @@ class ConfigNode(NamedTuple):
 
     value: str | list[ConfigNode] | dict[str, ConfigNode] | None
     """Scalars are strings as written: 12:30:00 is not a number, nor is `on` a boolean."""
-    place: str
-    """The file and the line."""
+    path: Path
     line: int
 
-    def entries(self, label: str) -> dict[str, ConfigNode]:
-        """Return the entries of a mapping; none for an empty value.
+    def error(self, message: str) -> SpecError:
+        return SpecError(f"{self.path}:{self.line}: {message}")
 
-        Raises:
-            SpecError: the value is not a mapping.
-        """
+    def entries(self, label: str) -> dict[str, ConfigNode]:
+        """Return the entries of a mapping; none for an empty value."""
         if self.value is None:
             return {}
         if not isinstance(self.value, dict):
-            raise SpecError(f"{self.place}: {label} must be a mapping (lines of the form `key: value`).")
+            raise self.error(f"{label} must be a mapping (lines of the form `key: value`).")
         return self.value
 
     def text(self, label: str) -> str | None:
-        """Return a scalar.
-
-        Raises:
-            SpecError: the value is a list or a mapping.
-        """
         if isinstance(self.value, list | dict):
             kind = "a list" if isinstance(self.value, list) else "a mapping"
-            raise SpecError(f"{self.place}: {label} is {kind}, but must be a single value.")
+            raise self.error(f"{label} is {kind}, but must be a single value.")
         return self.value
+
+    def texts(self, label: str) -> list[str | None]:
+        """Return the entries of a list, or a single value as a list."""
+        return [node.text(label) for node in (self.value if isinstance(self.value, list) else [self])]
 
 
 @dataclass(frozen=True)
@@ -61,50 +66,55 @@ class ConfigFile:
     path: Path
     plain: list[OptionValue] = field(default_factory=list)
     profiles: dict[str, list[OptionValue]] = field(default_factory=dict)
-    site: list[ConfigNode] = field(default_factory=list)
-    """The `site:` section: empty, or a single value."""
+    habits: dict[str, Any] = field(default_factory=dict)
+    """The rules of the site: fields of `SiteConventions`."""
     sweep: dict[str, str | list[str]] = field(default_factory=dict)
     """The `sweep:` section: values of each hyper-parameter."""
 
 
 def read_config_file(path: Path, environ: Mapping[str, str]) -> ConfigFile:
-    """Read and check a configuration file.
-
-    Args:
-        path: the file.
-        environ: defines the home folder for `~`.
-
-    Raises:
-        SpecError: it cannot be read, is not valid YAML, or has an unknown key or a value of the wrong type.
-    """
+    """Read and check a configuration file; `environ` defines the home folder for `~`."""
     content = ConfigFile(path)
     for key, node in _read_yaml(path).entries("the file").items():
         if key == SITE_KEY:
-            content.site.append(node)
+            content.habits.update(_read_habits(node))
         elif key == SWEEP_KEY:
             for name, values in node.entries(key).items():
-                label = f"{key}.{name}"
-                nodes = values.value if isinstance(values.value, list) else [values]
-                texts = [entry.text(label) or "" for entry in nodes]
-                content.sweep[name] = texts if nodes is values.value else texts[0]
+                texts = [text or "" for text in values.texts(f"{key}.{name}")]
+                content.sweep[name] = texts if isinstance(values.value, list) else texts[0]
         elif key == PROFILES_KEY:
             for profile, section in node.entries(key).items():
                 options = section.entries(f"the profile {profile!r}").items()
                 content.profiles[profile] = [
-                    value
-                    for name, entry in options
-                    for value in _read_option(name, entry, content, environ, profile)
+                    value for name, entry in options for value in _read_option(name, entry, environ, profile)
                 ]
         else:
-            content.plain.extend(_read_option(key, node, content, environ, None))
+            content.plain.extend(_read_option(key, node, environ, None))
     return content
 
 
+def _read_habits(site: ConfigNode) -> Iterator[tuple[str, Any]]:
+    for key, section in site.entries(SITE_KEY).items():
+        if key != "habits":
+            raise section.error(f"unknown key {key!r} in {SITE_KEY}. {suggest(key, ['habits'])}")
+        for name, node in section.entries(f"{SITE_KEY}.{key}").items():
+            label = f"{SITE_KEY}.{key}.{name}"
+            if name not in _HABITS:
+                raise node.error(f"unknown key {name!r} in {SITE_KEY}.{key}. {suggest(name, list(_HABITS))}")
+            kind = _HABITS[name]
+            value = node.texts(label) if kind.many else node.text(label)
+            try:
+                parsed = kind.parse("" if value is None else value)
+            except ValueError:
+                raise node.error(f"{label} is {value!r}, but must be {kind}.") from None
+            yield name, tuple(parsed) if kind.many else parsed
+
+
 def _read_option(
-    key: str, node: ConfigNode, file: ConfigFile, environ: Mapping[str, str], profile: str | None
+    key: str, node: ConfigNode, environ: Mapping[str, str], profile: str | None
 ) -> Iterator[OptionValue]:
     """Yield the value of an option, or those of its entries; paths are relative to the file's folder."""
-    source = OptionSource("", file.path, node.line, profile)
+    source = OptionSource("", node.path, node.line, profile)
     option = find_option(key, f"{source}: ")
     if node.value is None:
         yield from parse_option(key, None, "", source)
@@ -115,12 +125,9 @@ def _read_option(
             yield from parse_option(f"{key}.{name}", value, f"{place}: {key}.{name}", place)
     else:
         is_list = (option is None or option.kind.many) and isinstance(node.value, list)
-        nodes = node.value if is_list and isinstance(node.value, list) else [node]
-        texts = [text for entry in nodes if (text := entry.text(key)) is not None]
-        if option is not None and option.about.is_path is not None:
-            texts = [
-                _anchor(text, file.path, environ) if option.about.is_path(text) else text for text in texts
-            ]
+        texts = [text for text in (node.texts(key) if is_list else [node.text(key)]) if text is not None]
+        if option is not None and (is_path := option.about.is_path) is not None:
+            texts = [_anchor(text, node.path, environ) if is_path(text) else text for text in texts]
         yield from parse_option(key, texts if is_list else texts[0], f"{source}: {key}", source)
 
 
@@ -142,7 +149,7 @@ def _read_yaml(path: Path) -> ConfigNode:
     try:
         with open(path, encoding="utf-8") as file:
             root = yaml.compose(file)
-        return ConfigNode(None, f"{path}:1", 1) if root is None else _convert(root, path, {})
+        return ConfigNode(None, path, 1) if root is None else _convert(root, path, {})
     except SpecError:  # is a ValueError
         raise
     except OSError as error:
@@ -173,23 +180,21 @@ def _convert(node: yaml.Node, path: Path, converted: dict[yaml.Node, ConfigNode]
 
 def _convert_new(node: yaml.Node, path: Path, converted: dict[yaml.Node, ConfigNode]) -> ConfigNode:
     line = node.start_mark.line + 1
-    place = f"{path}:{line}"
     if isinstance(node, yaml.SequenceNode):
-        return ConfigNode([_convert(entry, path, converted) for entry in node.value], place, line)
+        return ConfigNode([_convert(entry, path, converted) for entry in node.value], path, line)
     if not isinstance(node, yaml.MappingNode):
         is_null = node.tag == "tag:yaml.org,2002:null"
-        return ConfigNode(None if is_null else str(node.value), place, line)
+        return ConfigNode(None if is_null else str(node.value), path, line)
     entries: dict[str, ConfigNode] = {}
     for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key.value, str):
-            raise SpecError(f"{path}:{line}: a key is a list or a mapping, but must be a single value.")
-        if key.value in entries:
-            raise SpecError(
-                f"{path}:{line}: duplicate key {key.value!r}, already set on line "
-                f"{entries[key.value].line}. Remove one of the two."
-            )
         # The line of an option is that of its key.
-        entry = _convert(value, path, converted)
-        entries[key.value] = entry._replace(place=f"{path}:{line}", line=line)
-    return ConfigNode(entries, place, node.start_mark.line + 1)
+        entry = _convert(value, path, converted)._replace(line=key.start_mark.line + 1)
+        if not isinstance(key.value, str):
+            raise entry.error("a key is a list or a mapping, but must be a single value.")
+        if key.value in entries:
+            raise entry.error(
+                f"duplicate key {key.value!r}, already set on line {entries[key.value].line}. Remove one of "
+                "the two."
+            )
+        entries[key.value] = entry
+    return ConfigNode(entries, path, line)

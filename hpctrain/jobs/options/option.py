@@ -22,7 +22,6 @@ class OptionType(NamedTuple):
     """The value type of an option; a union type sets several fields."""
 
     choices: tuple[str, ...] = ()
-    """Fixed words."""
     flag: bool = False
     number: bool = False
     text: bool = False
@@ -32,18 +31,16 @@ class OptionType(NamedTuple):
     grouped: bool = False
     """Names may have two parts, as in `oom.retries`; a nested mapping may contain all names of one group."""
     many: bool = False
-    """List of strings."""
 
     @classmethod
     def from_hint(cls, hint: Any) -> OptionType:
-        """Return the value type for a type hint."""
-        origin, parts = get_origin(hint), get_args(hint)
+        origin, arguments = get_origin(hint), get_args(hint)
         if origin in (types.UnionType, Union):
-            return reduce(_union, map(cls.from_hint, parts))
+            return reduce(_union, map(cls.from_hint, arguments))
         if origin is Literal:
-            return cls(choices=parts)
+            return cls(choices=arguments)
         if origin is Mapping:
-            return cls(pairs=True, grouped=get_origin(parts[1]) is Mapping)
+            return cls(pairs=True, grouped=get_origin(arguments[1]) is Mapping)
         if origin is Sequence:
             return cls(many=True)
         if origin is os.PathLike:
@@ -51,23 +48,17 @@ class OptionType(NamedTuple):
         return {bool: cls(flag=True), int: cls(number=True), str: cls(text=True)}[hint]
 
     def parse(self, value: object) -> Any:
-        """Convert `value` to the option's type. Strings are parsed; numbers are accepted for strings.
-
-        If the option accepts several values, a single value is converted to a list.
-
-        Raises:
-            ValueError: the option does not accept this value.
-        """
+        """Convert a value, or raise ValueError. Strings are parsed; numbers are accepted for strings."""
         if self.many:
-            return [_word(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
+            return [_nonempty(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
         if isinstance(value, str):
-            return self._read(value)
+            return self._parse_text(value)
         if isinstance(value, bool):
             if self.flag:
                 return value
         elif isinstance(value, Mapping):
             if self.pairs:
-                return {_text(name): _text(entry) for name, entry in self.entries(value)}
+                return {_text(name): _text(entry) for name, entry in self._entries(value)}
         elif isinstance(value, os.PathLike):
             if self.path and isinstance(path := os.fspath(value), str):
                 return path
@@ -79,15 +70,14 @@ class OptionType(NamedTuple):
             return number if self.number else str(number)
         raise ValueError(value)
 
-    def entries(self, value: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield the entries of a mapping; grouped entries have two-part names."""
+    def _entries(self, value: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
         for name, entry in value.items():
             if self.grouped and isinstance(entry, Mapping):
-                yield from ((f"{name}.{part}", inner) for part, inner in entry.items())
+                yield from ((f"{name}.{field}", field_value) for field, field_value in entry.items())
             else:
                 yield name, entry
 
-    def _read(self, text: str) -> str | int | bool:
+    def _parse_text(self, text: str) -> str | int | bool:
         if text in self.choices:
             return text
         if self.flag and text.lower() in (*YES, *NO):
@@ -111,21 +101,18 @@ class OptionType(NamedTuple):
         return join_or(names)
 
 
-def _union(one: OptionType, other: OptionType) -> OptionType:
-    """Return the union of two types."""
-    words = one.choices + other.choices
-    return OptionType(words, *(mine or others for mine, others in zip(one[1:], other[1:], strict=True)))
+def _union(left: OptionType, right: OptionType) -> OptionType:
+    fields = (a or b for a, b in zip(left[1:], right[1:], strict=True))
+    return OptionType(left.choices + right.choices, *fields)
 
 
 def _text(value: object) -> str:
-    """Return a name or an entry as a string. Numbers are formatted by Python; booleans are rejected."""
     if isinstance(value, str | int | float | os.PathLike) and not isinstance(value, bool):
         return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
     raise ValueError(value)
 
 
-def _word(value: object) -> str:
-    """Return an entry of a list as a string; it must not be empty."""
+def _nonempty(value: object) -> str:
     if text := _text(value):
         return text
     raise ValueError(value)
@@ -139,17 +126,14 @@ class OptionInfo(NamedTuple):
     metavar: str = ""
     """Placeholder of the value in a synopsis; empty for the option's name."""
     default: Any = None
-    """Default value."""
     default_words: str = ""
     """Description of a default that depends on other values."""
     example: str = ""
-    """Example value for an option without a default."""
     in_files: bool = True
     """True if the option may be given in a file or with `--set`."""
     on_command_line: bool = True
-    """True if the option is an option of `hpctrain submit`, too."""
     is_path: Callable[[str], bool] | None = None
-    """Predicate for values that are paths; in a file, they are relative to the file's folder."""
+    """Predicate for values that are paths."""
     short: str = ""
     """Short name on the command line, with its dash."""
 
@@ -167,21 +151,21 @@ class Option(NamedTuple):
     @property
     def flag(self) -> str:
         """Name on the command line; for other options, the name in files."""
-        if not self.about.on_command_line:
-            return self.name
-        return f"--{self.name.replace('_', '-')}"
+        return f"--{self.name.replace('_', '-')}" if self.about.on_command_line else self.name
 
     @property
     def metavar(self) -> str:
         """Placeholder of the value: the choices if they are fixed; empty for a flag."""
         if self.kind.flag:
             return ""
-        words = "" if self.kind.text else "|".join(self.kind.choices)
-        return self.about.metavar or words or self.name.upper()
+        choices = "" if self.kind.text else "|".join(self.kind.choices)
+        return self.about.metavar or choices or self.name.upper()
 
     @property
     def default(self) -> str:
         """Description of the default; empty if there is no default."""
+        if self.about.default is False:
+            return "no"
         return self.about.default_words or ("" if self.about.default is None else str(self.about.default))
 
 
@@ -211,10 +195,3 @@ class OptionValue(NamedTuple):
     value: Any
     """None removes values from weaker sources."""
     source: OptionSource
-
-
-def invalid_value_message(label: str, value: object, option: Option) -> str:
-    """Return the error message for a value that the option does not accept."""
-    if value == "":
-        return f"{label} is empty. Set a value, or remove the option."
-    return f"{label} is {value!r}, but must be {option.kind}."

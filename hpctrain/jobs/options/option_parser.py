@@ -6,17 +6,52 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.option import Option, OptionSource, OptionValue, invalid_value_message
-from hpctrain.jobs.options.sbatch_options import find_replacement, parse_sbatch_option
-from hpctrain.jobs.options.table import all_options, sbatch_options
+from hpctrain.jobs.options.option import NO, YES, Option, OptionSource, OptionValue
+from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
+from hpctrain.spec.directives import SHORT_NAMES
 from hpctrain.text import suggest
 
-#: Key of the named sets of options in a file.
-PROFILES_KEY = "profiles"
-#: Key of the site description in a file.
-SITE_KEY = "site"
-#: Key of the search space of `hpctrain sweep` in a file.
-SWEEP_KEY = "sweep"
+#: Keys of the sections of a file: named sets of options, rules of the site, search space of a sweep.
+PROFILES_KEY, SITE_KEY, SWEEP_KEY = SECTIONS = ("profiles", "site", "sweep")
+
+#: Options of sbatch, torchrun and other launchers, by the sentence that names their replacement.
+_REPLACEMENTS = {
+    "A job runs in its run folder. Choose that folder with --run-dir": "chdir",
+    "Choose the cluster with the environment variable SLURM_CLUSTERS": "clusters",
+    "Choose trackers in the script: Trainer(loggers='mlflow')": "mlflow",
+    "Choose trackers in the script: Trainer(loggers='wandb')": "wandb",
+    "hpctrain always appends to logs": "open-mode",
+    "hpctrain assigns the ranks": "node-rank",
+    "hpctrain chooses the rendezvous": "master-addr master-port rdzv-id",
+    "Logs are in the run folder. Choose that folder with --run-dir": "error output",
+    "Pass the script as an argument to hpctrain submit": "wrap",
+    "Put --on directly after the command: hpctrain submit --on CLUSTER": "on",
+    "Ranks have no standard input. Pass arguments to the script instead": "input",
+    "Slurm chooses the GPUs. Use --gpus-per-node": "gpu-ids",
+    "The supervisor already handles lost nodes": "no-kill",
+    "The supervisor detects crashes immediately. For hangs, use --hang-timeout": "monitor-interval",
+    "Use --backend local": "standalone",
+    "Use --container-image": "image",
+    "Use --cpus-per-task": "cpus-per-gpu",
+    "Use --dry-run": "test-only",
+    "Use --env": "export export-file",
+    "Use --follow, or hpctrain wait": "wait",
+    "Use --gpus-per-node": "devices gpu gpus gpus-per-socket num-gpus",
+    "Use --gpus-per-node: a GPU is not shared by several ranks": "ntasks-per-gpu",
+    "Use --json": "parsable",
+    "Use --max-failures": "max-restarts",
+    "Use --name": "job-name",
+    "Use --nodelist with the path of the file, such as --nodelist ./nodes.txt": "nodefile",
+    "Use --nodes": "nnodes num-nodes",
+    "Use --nodes with --gpus-per-node, or with --ntasks-per-node for a run on CPUs": "num-processes",
+    "Use --ntasks-per-node": "nproc-per-node ntasks ntasks-per-core ntasks-per-socket tasks-per-node",
+    "Use --resume-mode": "requeue",
+    "Use --resume-mode successor to continue without requeues": "no-requeue",
+    "Use --stop-before-limit": "signal",
+    "Use --time": "walltime",
+    "Use -m, as with python -m": "module-name",
+}
+_SENTENCES = {name: sentence for sentence, names in _REPLACEMENTS.items() for name in names.split()}
 
 
 @cache
@@ -33,12 +68,21 @@ def flag_of(key: str) -> str:
     return f"--{(entry or name).replace('_', '-')}"
 
 
-def find_option(key: str, where: str) -> Option | None:
-    """Return the option of that name, if files and `--set` accept it; None for an option of sbatch.
+def find_replacement(name: str) -> str:
+    """Return a sentence that names the replacement for an option, without a full stop; empty if unknown."""
+    key = name.lstrip("-").replace("_", "-").partition("=")[0]
+    if name[:1] == "-" != name[1:2]:
+        key = SHORT_NAMES.get(key, key)
+    if sentence := _SENTENCES.get(key):
+        return sentence
+    option = all_options().get(key.replace("-", "_"))
+    if option is None:
+        return ""
+    return f"Use {option.flag}" if option.about.on_command_line else f"Use --set {option.name}=VALUE"
 
-    Raises:
-        SpecError: there is no such option; the message begins with `where`.
-    """
+
+def find_option(key: str, where: str) -> Option | None:
+    """Return the option of that name, if files and `--set` accept it; None for an option of sbatch."""
     if key in sbatch_options():
         return None
     option = all_options().get(key)
@@ -46,12 +90,11 @@ def find_option(key: str, where: str) -> Option | None:
         return option
     if option is not None:
         raise SpecError(f"{where}{key!r} is only accepted on the command line, as {option.flag}.")
-    sections = (PROFILES_KEY, SITE_KEY, SWEEP_KEY)
-    if key in sections:
+    if key in SECTIONS:
         raise SpecError(f"{where}{key!r} is a section of configuration files, not an option.")
     names = [name for name, option in all_options().items() if option.about.in_files]
     replacement = find_replacement(key)
-    hint = f"{replacement}." if replacement else suggest(key, (*names, *sbatch_options(), *sections))
+    hint = f"{replacement}." if replacement else suggest(key, (*names, *sbatch_options(), *SECTIONS))
     raise SpecError(f"{where}unknown option {key!r}. {hint}")
 
 
@@ -63,9 +106,6 @@ def parse_option(key: str, value: object, label: str, source: OptionSource) -> I
         value: the value; None removes values from weaker sources.
         label: name of the option in errors.
         source: where the value comes from.
-
-    Raises:
-        SpecError: the option does not accept the value.
     """
     name, _, entry = key.partition(".")
     if name == "sbatch" and isinstance(value, Mapping):
@@ -73,7 +113,7 @@ def parse_option(key: str, value: object, label: str, source: OptionSource) -> I
             yield from parse_option(f"sbatch.{sbatch_name}", sbatch_value, f"--sbatch {sbatch_name}", source)
     elif name in sbatch_options() or (name == "sbatch" and entry):
         if value == "" and not entry:
-            raise SpecError(f"{label} is empty. Set a value, or remove the option.")
+            raise _invalid(label, value, "")
         if value is None:
             yield OptionValue(f"sbatch.{(entry or name).replace('_', '-')}", None, source)
         else:
@@ -81,12 +121,44 @@ def parse_option(key: str, value: object, label: str, source: OptionSource) -> I
     elif value is None or entry:
         yield OptionValue(key, value, source)
     else:
-        option = all_options()[name]
+        kind = all_options()[name].kind
         try:
-            parsed = option.kind.parse(value)
+            parsed = kind.parse(value)
         except ValueError:
-            raise SpecError(invalid_value_message(label, value, option)) from None
-        if option.kind.pairs:
-            yield from (OptionValue(f"{name}.{part}", text, source) for part, text in parsed.items())
+            raise _invalid(label, value, str(kind)) from None
+        if kind.pairs:
+            yield from (OptionValue(f"{name}.{pair}", text, source) for pair, text in parsed.items())
         else:
             yield OptionValue(name, parsed, source)
+
+
+def parse_sbatch_option(name: str, value: object, label: str) -> tuple[str, str | None]:
+    """Return key and value of an option of sbatch. A flag has an empty value, or None if it is off."""
+    name = name.replace("_", "-")
+    if name not in sbatch_options().values() and name != "profile":
+        if replacement := find_replacement(name):
+            raise SpecError(f"{label} cannot be set. {replacement}.")
+        hint = suggest(name, sbatch_options().values(), otherwise="See the long options in `man sbatch`.")
+        raise SpecError(f"sbatch has no option {name!r} ({label}). {hint}")
+    kind = sbatch_type(name)
+    if kind.flag:
+        if value is True or str(value).lower() in ("", *YES):
+            return f"sbatch.{name}", ""
+        if value is False or str(value).lower() in NO:
+            return f"sbatch.{name}", None
+        if not kind.text:
+            raise SpecError(
+                f"{label} is {value!r}, but this flag of sbatch accepts no value. Remove the value, or the "
+                "option."
+            )
+    if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
+        value = ",".join(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise _invalid(label, value, "a string")
+    return f"sbatch.{name}", str(value)
+
+
+def _invalid(label: str, value: object, expected: str) -> SpecError:
+    if value == "":
+        return SpecError(f"{label} is empty. Set a value, or remove the option.")
+    return SpecError(f"{label} is {value!r}, but must be {expected}.")

@@ -5,23 +5,26 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hpctrain.errors import HpctrainError, SpecError
+from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
-from hpctrain.jobs.options.option_parser import find_option, flag_of, option_names, parse_option
-from hpctrain.jobs.options.sbatch_options import find_replacement
+from hpctrain.jobs.options.option_parser import (
+    find_option,
+    find_replacement,
+    flag_of,
+    option_names,
+    parse_option,
+)
 from hpctrain.jobs.options.table import SubmitOptions, all_options
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
     from hpctrain.jobs.options.config_files import ConfigFile
-    from hpctrain.slurm.site_facts import Site
+    from hpctrain.slurm.site_facts import SiteConventions
 
 COMMAND_LINE_SOURCE = OptionSource("command line")
 PYTHON_SOURCE = OptionSource("submit()")
@@ -49,20 +52,11 @@ class ResolvedOptions:
     """The files that were read, weakest first."""
 
     @property
-    def site(self) -> Site:
-        """The site as described by the files.
+    def habits(self) -> SiteConventions:
+        """The rules of the site as described by the files."""
+        from hpctrain.slurm.site_facts import SiteConventions
 
-        Raises:
-            SpecError: a file has an unknown key or an invalid value.
-        """
-        from hpctrain.slurm.site_facts import Site
-
-        sections = [node for file in self.files for node in file.site]
-        if not sections:
-            return Site()
-        from hpctrain.jobs.options.site_profile import read_profile
-
-        return reduce(read_profile, sections, Site())
+        return SiteConventions(**{name: value for file in self.files for name, value in file.habits.items()})
 
     @property
     def options(self) -> SubmitOptions:
@@ -87,22 +81,6 @@ class ResolvedOptions:
         return "; ".join(places)
 
 
-def name_as_in_python(text: str) -> str:
-    """Replace flags with Python parameter names, such as `gpus_per_node`."""
-    names = {flag_of(name): name for name in option_names()}
-    return _FLAG.sub(lambda match: names.get(match[0], match[0]), text)
-
-
-@contextmanager
-def named_as_in_python() -> Iterator[None]:
-    """Replace flags with Python parameter names in error messages."""
-    try:
-        yield
-    except HpctrainError as error:
-        error.args = (name_as_in_python(str(error)),)
-        raise
-
-
 def resolve_options(
     options_given: SubmitOptions,
     *,
@@ -112,19 +90,7 @@ def resolve_options(
     cwd: Path,
     environ: Mapping[str, str],
 ) -> ResolvedOptions:
-    """Merge the options of all files with those of this submission.
-
-    Args:
-        options_given: options of this submission; None counts as not given.
-        source: source of these options.
-        assignments: strings of the form KEY=VALUE, which override all other sources.
-        previous: all options of the submission that this one repeats. They replace those of the files.
-        cwd: folder from which to search for the project's file.
-        environ: defines the locations of the user's and the site's files.
-
-    Raises:
-        SpecError: an option is unknown, or a value is of the wrong type; the message names the source.
-    """
+    """Merge the options of all files with those of this submission."""
     last = [*_from_caller(options_given, source), *chain.from_iterable(map(_from_assignment, assignments))]
     chosen = {given.key: given.value for given in last if given.key in ("config", "profile")}
     standing = _read(_config_search_path(cwd, environ), environ)
@@ -145,10 +111,7 @@ def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[
 
 
 def _config_search_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
-    """Return the files that every submission reads, weakest first: site, user, project.
-
-    A path that is not a readable file is reported when it is read.
-    """
+    """Return the files that every submission reads, weakest first: site, user, project."""
     paths = []
     site = environ.get(_SITE_VARIABLE)
     if site != "":

@@ -17,9 +17,8 @@ from hpctrain.rundir import ARCHIVE_SUFFIX
 from hpctrain.slurm.duration import parse_duration
 from hpctrain.spec.container import Container, split_list_values
 from hpctrain.spec.job_spec import BackendName, JobSpec
-from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotifyConfig
-from hpctrain.spec.program import ProgramKind
+from hpctrain.spec.launcher import ProgramKind, TorchrunConfig
+from hpctrain.spec.notify import NOTIFICATION_KINDS, NotifyConfig
 from hpctrain.spec.restart_policy import parse_rule_changes
 from hpctrain.spec.shell_setup import ShellSetup, is_conda_prefix
 from hpctrain.spec.validation import CONTROL_CHARACTER, check_spec
@@ -32,6 +31,22 @@ RUNS_FOLDER = "runs"
 _PATH_DIRECTIVES = {"bbf", "container"}
 #: Options of sbatch that list nodes, or name a file with a list if the value contains a slash.
 _NODE_DIRECTIVES = {"nodelist", "exclude"}
+#: Options whose values are fields of `JobSpec`, by the name of the field.
+SPEC_FIELDS = {
+    **{
+        name: name
+        for name in (
+            *("spare_nodes", "node_check", "gpu_request_style", "cpus_per_task", "max_failures", "mpi"),
+            *("cpu_binding", "independent_ranks", "resume_mode", "stage_environment"),
+        )
+    },
+    "scale_up_after_s": "scale_up_after",
+    "stop_before_limit_s": "stop_before_limit",
+    "standby_workers_s": "standby_workers",
+    "hang_timeout_s": "hang_timeout",
+}
+#: Minimum values of options for which 0 has another meaning in `JobSpec`, or is not possible.
+_LEAST = {"stop_before_limit": 1, "hang_timeout": 1, "standby_workers": 0}
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._-]+", re.ASCII)
 _MAX_NAME_IN_ID = 40
@@ -51,76 +66,58 @@ def build_spec(
 ) -> JobSpec:
     """Fill in the defaults, and run the checks that do not inspect the machine.
 
-    Args:
-        script: the Python script, relative to `cwd`; the name of a module, or a command.
-        args: its command-line arguments.
-        given: options from `ResolvedOptions.options`.
-        backend: where the job will run.
-        cwd: working directory of the script.
-        python: Python interpreter of the supervisor and the ranks.
-        container: container of the ranks.
-        program: the kind of `script`.
-
-    Raises:
-        SpecError: an option is invalid or contradicts another option.
+    `script` and `given` are those of `prepare_submission` and `ResolvedOptions.options`.
     """
     path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
     name = given.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
     gpu_type, gpus_per_node, ntasks_per_node = node_shape(given)
-    time_limit_s, directives = _time(given), _directives(given, cwd)
-    if "time" in given and time_limit_s is None and backend == "slurm":
+    time_limit_s = None if (limit := given.get("time")) is None else parse_duration(str(limit))
+    directives = _directives(given, cwd)
+    if limit is not None and time_limit_s is None and backend == "slurm":
         # Without the option, the default of the partition would apply.
         directives["time"] = "UNLIMITED"
-    nodes = _nodes(given.get("nodes", JobSpec.nodes))
+    min_nodes, nodes = _nodes(given.get("nodes", JobSpec.nodes))
     shell = _shell(given, cwd)
+    run_dir = _run_dir(given, name, cwd)
+    template = _template(given.get("template"), cwd)
+    fields = {
+        field: _checked(option, cast(dict[str, Any], given)[option])
+        for field, option in SPEC_FIELDS.items()
+        if option in given
+    }
     spec = JobSpec(
         script=path,
         program=program,
         args=tuple(map(str, args)),
         env=dict(given.get("env", {})),
         name=name,
-        run_id=(run_dir := _run_dir(given, name, cwd)).name,
+        run_id=run_dir.name,
         run_dir=str(run_dir),
         backend=backend,
         array=None if (array := given.get("array")) is None else str(array),
-        nodes=nodes[1],
-        min_nodes=nodes[0],
-        spare_nodes=given.get("spare_nodes", JobSpec.spare_nodes),
-        node_check=given.get("node_check", JobSpec.node_check),
-        scale_up_after_s=given.get("scale_up_after", JobSpec.scale_up_after_s),
+        nodes=nodes,
+        min_nodes=min_nodes,
         gpus_per_node=gpus_per_node,
         gpu_type=gpu_type,
-        gpu_request_style=given.get("gpu_request_style", JobSpec.gpu_request_style),
         ntasks_per_node=ntasks_per_node,
-        cpus_per_task=given.get("cpus_per_task"),
         python=shell.python or python,
         workdir=str(cwd),
         time_limit_s=time_limit_s,
-        stop_before_limit_s=_positive("stop-before-limit", given.get("stop_before_limit")),
-        max_failures=given.get("max_failures", JobSpec.max_failures),
         restart_policy=parse_rule_changes(cast(Mapping[str, str], given.get("restart_policy", {}))),
-        standby_workers_s=_seconds(
-            "standby-workers", given.get("standby_workers", JobSpec.standby_workers_s), 0
-        ),
-        hang_timeout_s=_seconds("hang-timeout", given.get("hang_timeout", JobSpec.hang_timeout_s), 1),
-        mpi=given.get("mpi", JobSpec.mpi),
         srun_args=tuple(given.get("srun_arg", ())),
-        cpu_binding=given.get("cpu_binding", JobSpec.cpu_binding),
-        independent_ranks=given.get("independent_ranks", JobSpec.independent_ranks),
-        resume_mode=given.get("resume_mode", JobSpec.resume_mode),
         directives=directives,
-        template=(template := _template(given.get("template"), cwd)),
+        template=template,
         supervised=not is_plain_template(template),
         shell=shell,
         torchrun=_torchrun(given),
         container=container,
         stage=_stage(given, cwd),
-        stage_environment=given.get("stage_environment", JobSpec.stage_environment),
         notify=NotifyConfig(
             targets=tuple(given.get("notify", ())),
             on=split_list_values(given.get("notify_on", NOTIFICATION_KINDS)),
-            stall_s=given.get("notify_stall_after", DEFAULT_STALL_S),
+            stall_s=given.get("notify_stall_after", NotifyConfig.stall_s),
         ),
+        **fields,
     )
     check_spec(spec)
     return spec
@@ -131,18 +128,14 @@ def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
     if program == "module":
         return path.rpartition(".")[2]
     if program == "command" and Path(path).name.startswith("python"):
-        named = [word for word in map(str, args) if not word.startswith("-")]
-        if named:
-            return _default_name("module" if "-m" in args else "script", named[0], [])
+        programs = [arg for arg in map(str, args) if not arg.startswith("-")]
+        if programs:
+            return _default_name("module" if "-m" in args else "script", programs[0], [])
     return Path(path).stem
 
 
 def validate_option(name: str, value: object) -> None:
-    """Check the value of a single option as far as possible without the other options.
-
-    Raises:
-        SpecError: the value is invalid.
-    """
+    """Check the value of a single option as far as possible without the other options."""
     if name not in option_names():
         return
     parsed = list(parse_option(name, value, name, OptionSource("")))
@@ -151,32 +144,23 @@ def validate_option(name: str, value: object) -> None:
         read(parsed[0].value)
 
 
-def _positive(option: str, value: int | None) -> int:
-    """Check that a given number is positive; return 0 if it is not given."""
-    if value is None:
-        return 0
-    if value < 1:
-        raise SpecError(f"--{option} is {value}, but must be at least 1.")
-    return value
-
-
-def _seconds(option: str, value: int | str | None, least: int) -> int | None:
-    """Return the seconds; None for `never`."""
-    if not isinstance(value, int):
+def _checked(option: str, value: Any) -> Any:
+    """Return the value of an option; None for `never`."""
+    if value == "never":
         return None
-    if value < least:
-        raise SpecError(
-            f"--{option} is {value} s, but must be at least {least} s. To disable it, use `--{option} never`."
-        )
+    if option in _LEAST and value < _LEAST[option]:
+        flag = option.replace("_", "-")
+        never = "" if option == "stop_before_limit" else f" To disable it, use `--{flag} never`."
+        raise SpecError(f"--{flag} is {value} s, but must be at least {_LEAST[option]} s.{never}")
     return value
 
 
 def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
-    if (asked := given.get("run_dir")) is not None:
-        path = Path(os.path.normpath(cwd / asked))
+    if (run_dir := given.get("run_dir")) is not None:
+        path = Path(os.path.normpath(cwd / run_dir))
         if not path.name:
             raise SpecError(
-                f"--run-dir is {os.fspath(asked)!r}, which has no folder name to use as the run id. Choose "
+                f"--run-dir is {os.fspath(run_dir)!r}, which has no folder name to use as the run id. Choose "
                 "a subfolder."
             )
         return path
@@ -208,14 +192,12 @@ def _nodes(value: int | str) -> tuple[int, int]:
 
 
 def node_shape(given: SubmitOptions) -> tuple[str | None, int, int]:
-    """Return the type and number of GPUs of a node, and the number of its ranks; 0 for the default number.
-
-    Raises:
-        SpecError: a value is invalid, or they contradict each other.
-    """
+    """Return the type and number of GPUs of a node, and the number of its ranks; 0 for the default number."""
     gpu_type, gpus = parse_gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
-    ntasks = _positive("ntasks-per-node", given.get("ntasks_per_node"))
-    per_task = _positive("gpus-per-task", given.get("gpus_per_task"))
+    ntasks, per_task = given.get("ntasks_per_node", 0), given.get("gpus_per_task", 0)
+    for option, value in (("ntasks_per_node", ntasks), ("gpus_per_task", per_task)):
+        if option in given and value < 1:
+            raise SpecError(f"--{option.replace('_', '-')} is {value}, but must be at least 1.")
     if not per_task:
         return gpu_type, gpus, ntasks
     gpus = gpus or per_task * (ntasks or 1)
@@ -229,11 +211,7 @@ def node_shape(given: SubmitOptions) -> tuple[str | None, int, int]:
 
 
 def parse_gpus(value: int | str) -> tuple[str | None, int]:
-    """Return type and number of GPUs from `h100:8` or a single number.
-
-    Raises:
-        SpecError: the value has another form.
-    """
+    """Return type and number of GPUs from `h100:8` or a single number."""
     if isinstance(value, int):
         return None, value
     gpu_type, _, number = value.rpartition(":")
@@ -243,11 +221,6 @@ def parse_gpus(value: int | str) -> tuple[str | None, int]:
             "such as h100:8."
         )
     return gpu_type, int(number)
-
-
-def _time(given: SubmitOptions) -> float | None:
-    """Return the time limit in seconds; None if it is not given or unlimited."""
-    return None if (limit := given.get("time")) is None else parse_duration(str(limit))
 
 
 def _directives(given: SubmitOptions, cwd: Path) -> dict[str, str]:
@@ -274,10 +247,9 @@ def _read_nodes(path: Path, option: str) -> str:
 
 
 def _shell(given: SubmitOptions, cwd: Path) -> ShellSetup:
-    conda = given.get("conda")
+    conda, venv = given.get("conda"), given.get("venv")
     if conda is not None and is_conda_prefix(os.fspath(conda)):
         conda = os.path.normpath(cwd / conda)
-    venv = given.get("venv")
     return ShellSetup(
         modules=tuple(given.get("module", ())),
         conda=None if conda is None else os.fspath(conda),
@@ -312,11 +284,11 @@ def _torchrun(given: SubmitOptions) -> TorchrunConfig | None:
     )
 
 
-def _template(asked: str | os.PathLike[str] | None, cwd: Path) -> str | None:
+def _template(template: str | os.PathLike[str] | None, cwd: Path) -> str | None:
     """Make a path absolute; leave the name of a template unchanged."""
-    if asked is None:
+    if template is None:
         return None
-    text = os.fspath(asked)
+    text = os.fspath(template)
     return os.path.normpath(cwd / text) if is_template_path(text) else text
 
 

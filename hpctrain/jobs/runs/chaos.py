@@ -69,11 +69,7 @@ class FaultInjection:
 
 
 def faults_for(backend: str | None, asked: Collection[Fault]) -> tuple[Fault, ...]:
-    """Return the faults to choose from: the requested faults, or all that are detected within seconds.
-
-    Raises:
-        SpecError: the backend does not support a requested fault.
-    """
+    """Return the faults to choose from: the requested faults, or all that are detected within seconds."""
     possible = [fault for fault in Fault if backend == "slurm" or fault not in _SLURM_ONLY]
     if impossible := sorted(set(asked).difference(possible)):
         raise SpecError(
@@ -103,14 +99,7 @@ def choose_fault(
 
 @dataclass(frozen=True)
 class ChaosRunner:
-    """Fault injector for one run.
-
-    Attributes:
-        run: the run.
-        faults: the faults to choose from.
-        seed: random seed; each fault has its own generator, so its timing does not affect the choice.
-        report: called with a message about each fault.
-    """
+    """Fault injector for one run."""
 
     run: Run
     faults: tuple[Fault, ...]
@@ -118,16 +107,7 @@ class ChaosRunner:
     report: Callable[[str], object]
 
     def inject_faults(self, times: int, every_s: float, *, dry_run: bool = False) -> int:
-        """Disturb the run until it has ended or `times` is reached; return the number of faults.
-
-        Args:
-            times: maximum number of faults.
-            every_s: mean interval in seconds; each interval is 0.5 to 1.5 times the mean.
-            dry_run: only report the faults.
-
-        Raises:
-            SchedulerError: no fault took effect for too long, although the run has not ended.
-        """
+        """Disturb the run until it has ended or `times` is reached; return the number of faults."""
         done, due = 0, time.monotonic()
         missed: float | None = None
         for status in self.run.watch():
@@ -189,11 +169,7 @@ class ChaosRunner:
 
 
 def check_disturbable(run: Run) -> RunStatus:
-    """Return the status of a run that may be disturbed: it is running and belongs to the caller.
-
-    Raises:
-        SpecError: it may not be disturbed.
-    """
+    """Return the status of a run that may be disturbed: it is running and belongs to the caller."""
     if (owner := run.dir.path.stat().st_uid) != os.geteuid():
         raise SpecError(
             f"Run {run.run_id} belongs to user {owner}, but you are user {os.geteuid()}. "
@@ -214,11 +190,7 @@ def check_disturbable(run: Run) -> RunStatus:
 def _signal_on_host(
     job_id: str, host: str | None, arguments: Sequence[str], environ: Mapping[str, str]
 ) -> None:
-    """Send a signal on a node of the job, by default on the first, from a step that overlaps the ranks' step.
-
-    Raises:
-        SchedulerError: Slurm does not respond, the step could not be started, or it found no process.
-    """
+    """Send a signal on a node of the job, by default the first, from a step that overlaps the ranks."""
     # The raw job id differs from the id of an array task.
     cells = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
     if len(cells) != 2:

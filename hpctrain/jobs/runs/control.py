@@ -79,11 +79,7 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
 
 
 def preempt(running: Iterable[RunDir], environ: Mapping[str, str]) -> None:
-    """Send the ranks of running runs the preemption signal.
-
-    Raises:
-        SchedulerError: the signal could not be sent.
-    """
+    """Send the ranks of running runs the preemption signal."""
     _request(_jobs_of(running), environ, lambda backend, these: backend.requeue(these))
 
 

@@ -44,15 +44,7 @@ def report_failure(run: RunDir, failure: dict[str, Any], ranks: Collection[int] 
 
 
 def details(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -> Iterator[str]:
-    """Yield the traceback of the rank that failed first, and one line per error that followed.
-
-    For a rank without a traceback, yield the end of its log. Other ranks with the same error share a line.
-
-    Args:
-        run: the run.
-        failure: the failure event.
-        ranks: ranks to show in full, instead of the rank that failed first.
-    """
+    """Yield the traceback of the rank that failed first, and one line per error that followed."""
     attempt = int(failure.get("attempt", 0))
     records = _records(run, attempt)
     in_full = [rank for rank in sorted(records) if rank in (ranks or (failure.get("rank"),))]

@@ -31,11 +31,7 @@ class ProfileRequest:
 
     @classmethod
     def submit(cls, run: Run, ranks: Sequence[int], num_steps: int) -> ProfileRequest:
-        """Request a profile of an active run.
-
-        Raises:
-            SpecError: the run is not running, has no such rank, or has a pending request.
-        """
+        """Request a profile of an active run."""
         status, _ = require_running(run, ranks, option="--ranks", done="profiled")
         if run.dir.profile_request.exists():
             raise SpecError(
@@ -48,16 +44,7 @@ class ProfileRequest:
         return cls(run, number, tuple(ranks), num_steps, status.attempt)
 
     def wait(self, timeout_s: float, report: Callable[[str], object]) -> list[dict[str, Any]]:
-        """Wait for the results of all ranks, in order. A pending request is withdrawn on an error.
-
-        Args:
-            timeout_s: maximum wait in seconds.
-            report: called with a message when the awaited event changes.
-
-        Raises:
-            WaitTimeout: a rank has not completed its steps yet.
-            RunFailed: the attempt ended first.
-        """
+        """Wait for the results of all ranks, in order. A pending request is withdrawn on an error."""
         deadline, status_at, awaited = time.monotonic() + timeout_s, time.monotonic() + _STATUS_POLL_S, ""
         try:
             while missing := self._missing():

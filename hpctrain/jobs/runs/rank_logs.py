@@ -35,15 +35,7 @@ class RankLogReader:
         label: str = "",
         offsets: Mapping[int, int] | None = None,
     ) -> None:
-        """Prepare the reader; nothing is read yet.
-
-        Args:
-            run: the run.
-            attempt: the attempt whose logs to read.
-            ranks: the ranks to read; empty means all.
-            label: prefix of each line, if the output of several runs is merged.
-            offsets: bytes of the log of each rank that were read before.
-        """
+        """Prepare the reader; nothing is read yet."""
         self.mark: tuple[int, int] | None = None
         """Rank of the text yielded last, and the position after this text in its log, in bytes."""
         self._offsets = offsets or {}

@@ -162,11 +162,7 @@ class Run:
 
 
 def check_completed(status: RunStatus) -> RunStatus:
-    """Return the status of an ended run, or raise an error if it did not complete.
-
-    Raises:
-        RunFailed: it failed or was cancelled.
-    """
+    """Return the status of an ended run, or raise an error if it did not complete."""
     from hpctrain.slurm.states import RunState
 
     if status.state in (RunState.COMPLETED, RunState.STOPPED_EARLY):
@@ -179,17 +175,7 @@ def check_completed(status: RunStatus) -> RunStatus:
 def require_running(
     run: Run, ranks: Sequence[int], *, option: str, done: str
 ) -> tuple[RunStatus, dict[str, Any]]:
-    """Return the status of a run with these `ranks`, and the newest start of its ranks.
-
-    Args:
-        run: the run.
-        ranks: ranks that the run must have.
-        option: the option with the ranks.
-        done: past participle of the intended action.
-
-    Raises:
-        SpecError: the run is not running, or has no such rank.
-    """
+    """Return the status of a run with these `ranks`, and the newest start of its ranks."""
     from hpctrain.slurm.states import RunState
 
     if tasks := run.tasks():
@@ -213,15 +199,7 @@ def require_running(
 
 
 def query_statuses(runs: Sequence[Run], *, skip_unreadable: bool = False) -> list[RunStatus]:
-    """Return the status of each run, querying each scheduler once for all of them.
-
-    Args:
-        runs: the runs.
-        skip_unreadable: report a run whose folder cannot be read as UNKNOWN, instead of raising OSError.
-
-    Raises:
-        OSError: the folder of a run cannot be read.
-    """
+    """Return the status of each run, querying each scheduler once for all of them."""
     return _poller(runs, skip_unreadable=skip_unreadable).poll() if runs else []
 
 
@@ -232,11 +210,7 @@ def _poller(runs: Sequence[Run], *, skip_unreadable: bool = False) -> StatusPoll
 
 
 def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
-    """Return the run with that id in `runs_dir`, or with that folder.
-
-    Raises:
-        RunNotFound: there is no such run.
-    """
+    """Return the run with that id in `runs_dir`, or with that folder."""
     for folder in (runs_dir / run, Path(run).absolute()):
         try:
             found = RunDir(folder).spec.is_file()
@@ -261,11 +235,7 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
 
 
 def list_runs(runs_dir: Path, environ: Mapping[str, str]) -> list[Run]:
-    """Return all accessible runs in `runs_dir` by time of submission, oldest first.
-
-    Raises:
-        RunNotFound: the folder cannot be read.
-    """
+    """Return all accessible runs in `runs_dir` by time of submission, oldest first."""
     try:
         folders = [folder.absolute() for folder in runs_dir.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

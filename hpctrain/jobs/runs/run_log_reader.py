@@ -104,15 +104,7 @@ class RunLogReader:
         label: str = "",
         position: LogPosition | None = None,
     ) -> None:
-        """Prepare the reader; nothing is read yet.
-
-        Args:
-            run: the run.
-            shown: the logs to show.
-            whole: start at the last submission instead of the newest attempt.
-            label: prefix of each line; empty if the run is shown alone.
-            position: continue there.
-        """
+        """Prepare the reader; nothing is read yet."""
         self._position, self._num_events = position, 0
         self._run, self._shown, self._whole, self._label = run, shown, whole, label
         self._events = RecordTail(run.events, is_event)
@@ -229,17 +221,7 @@ def follow_run(
     whole: bool,
     positions: Mapping[str, LogPosition] | None = None,
 ) -> Iterator[LogText | EventLine | LogMark | RunStatus]:
-    """Yield logs and events of the run as they are written; the last item is the status of the ended run.
-
-    For a job array, yield those of all tasks with the task's name before each line, and a notice when the
-    number of tasks in a state changes.
-
-    Args:
-        run: the run.
-        shown: the logs to show.
-        whole: start at the last submission instead of the newest attempt.
-        positions: continue there, by source of the marks.
-    """
+    """Yield logs and events of the run as they are written; the last item is the status of the ended run."""
     readings = deque(_open_readers(run, shown, whole=whole, positions=positions or {}))
     poller, unknown = StatusPoller([run.dir], run.environ), UnknownStateTracker()
     before: RunStatus | None = None

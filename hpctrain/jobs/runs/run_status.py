@@ -74,13 +74,7 @@ class RunStatus:
 
 
 def derive_status(record: RunRecord, view: JobStateView | None, last_known: float = 0.0) -> RunStatus:
-    """Combine the run record with the scheduler's answer.
-
-    Args:
-        record: the run's record, read before the scheduler was queried.
-        view: the scheduler's answer; None if there was nothing to query.
-        last_known: time of the scheduler's last definite answer, in seconds since the epoch.
-    """
+    """Combine the run record with the scheduler's answer."""
     run = record.run
     if record.finished is None and view is not None and view.state.ended:
         # The run may have recorded its end between the two queries.

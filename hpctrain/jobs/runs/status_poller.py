@@ -33,13 +33,7 @@ class StatusPoller:
     def __init__(
         self, runs: Sequence[RunDir], environ: Mapping[str, str], *, skip_unreadable: bool = False
     ) -> None:
-        """Prepare the poller; nothing is read yet.
-
-        Args:
-            runs: the runs.
-            environ: environment variables for the schedulers' commands.
-            skip_unreadable: report a run whose folder cannot be read as UNKNOWN, instead of raising OSError.
-        """
+        """Prepare the poller; nothing is read yet."""
         self._runs = runs
         self._environ = environ
         self._skip_unreadable = skip_unreadable
@@ -59,11 +53,7 @@ class StatusPoller:
         return time.monotonic() >= self._due
 
     def poll(self) -> list[RunStatus]:
-        """Return the status of each run, in order; the status of a job array combines its tasks.
-
-        Raises:
-            OSError: the folder of a run cannot be read, and `skip_unreadable` is off.
-        """
+        """Return the status of each run, in order; the status of a job array combines its tasks."""
         tasks = {run: self._tasks_of(run) for run in self._runs}
         single = list(dict.fromkeys(each for run in self._runs for each in (tasks[run] or [run])))
         found = dict(zip(single, self._query(single), strict=True))
@@ -145,17 +135,10 @@ def describe_unknown(status: RunStatus) -> str:
 
 
 class UnknownStateTracker:
-    """Messages on a run whose state becomes unknown, stays unknown or is available again.
-
-    Ends the wait if the state is unknown for too long, or if the scheduler reports that the run cannot start.
-    """
+    """Messages on a run whose state becomes unknown, stays unknown or is available again."""
 
     def __init__(self, limit_s: float = UNKNOWN_LIMIT_S) -> None:
-        """Start with a definite state.
-
-        Args:
-            limit_s: seconds in which neither the scheduler answers nor the run writes anything.
-        """
+        """Start with a definite state."""
         self._limit_s = limit_s
         self._since: float | None = None
         self._next = 0.0
@@ -166,11 +149,7 @@ class UnknownStateTracker:
         return math.inf if self._since is None else max(0.0, self._since + self._limit_s - time.monotonic())
 
     def message_for(self, status: RunStatus) -> str | None:
-        """Return the message for this status; usually None.
-
-        Raises:
-            SchedulerError: the limit is reached, or the run will never start.
-        """
+        """Return the message for this status; usually None."""
         if status.never_starts:
             raise SchedulerError(
                 f"Stopped waiting: run {status.run_id} will never start "

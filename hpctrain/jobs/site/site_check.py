@@ -1,6 +1,6 @@
-"""Check a job against the facts about its site, before it waits in the queue.
+"""Check a job against the facts about its site, and explain refusals of `sbatch`.
 
-`sbatch --test-only` judges the request. These checks find what it accepts nevertheless: unless
+`sbatch --test-only` judges the request. `check_request` finds what it accepts nevertheless: unless
 EnforcePartLimits is set, a job that exceeds the limits of its partition is queued, and pends forever (seen
 with Slurm 22.05 and 26.05).
 """
@@ -8,18 +8,75 @@ with Slurm 22.05 and 26.05).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.site_facts import NodeGroup, Partition, Qos, RunQuery, Site, query_qos
-from hpctrain.text import join_or, pluralize
+from hpctrain.slurm.parsing import parse_names
+from hpctrain.slurm.pending_reasons import suggest_remedy
+from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
+from hpctrain.text import join_or, pluralize, suggest
 
+_QOS_FLAGS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", "format=Name,Flags")
 _RESUBMIT_HINT = "Submit the run again with the same --run-dir to continue."
 _SUCCESSOR_NOTE = "continues in a successor job, which starts after the previous job has ended"
+
+_SIZE = "The job requests {request}. {offers} Request less, or choose another --partition."
+_NO_ACCESS = (
+    "The partition may be limited to some users, or require a --reservation. {offers} Choose another "
+    "--partition."
+)
+_ACCOUNTS = "`sacctmgr show assoc user=$USER` lists yours"
+
+#: Remedies by a part of Slurm's message (slurm_errno.c).
+REMEDIES = {
+    "Invalid partition name": "{partition_hint}",
+    "No partition specified": "Use --partition. {partition_hint}",
+    "Required partition not available": "Choose another --partition, or wait.",
+    "not permitted to use this partition": _NO_ACCESS,
+    "Access/permission denied": _NO_ACCESS,
+    "node configuration is not available": _SIZE,
+    "Node count specification invalid": _SIZE,
+    "More processors requested": _SIZE,
+    "Memory required by task": _SIZE,
+    "generic resource (gres) specification": _SIZE,
+    "Invalid feature specification": "Choose from the features of the nodes (--constraint): {features}.",
+    "Invalid node name": "Correct --nodelist or --exclude: {offers}",
+    "nodes not in this partition": "Correct --nodelist, or choose another --partition. {offers}",
+    "Requested time limit is invalid": "{offers} Use a --time within the limit.",
+    "Invalid job array": "The highest task number at this site is {last_task} (MaxArraySize). Use smaller "
+    "numbers, or submit several arrays.",
+    "Invalid account": f"Use another --account or --partition; {_ACCOUNTS}.",
+    "Invalid qos": f"Use another --qos; {_ACCOUNTS[:-7]} format=qos` lists yours.",
+    "reservation": "Use another --reservation; `scontrol show reservation` lists them.",
+}
+
+
+def explain_refusal(refusal: str, request: JobRequest, site: Site) -> str:
+    """Return Slurm's message, and sentences on the remedy."""
+    remedy = next((remedy for text, remedy in REMEDIES.items() if text in refusal), None)
+    if remedy is None:
+        return f"{refusal}. {suggest_remedy(refusal)}"
+    candidates = _candidate_partitions(request, site)
+    features = {
+        feature for partition in candidates for group in partition.groups for feature in group.features
+    }
+    names = [partition.name for partition in site.partitions if not partition.hidden]
+    unknown = next((name for name in request.partitions if site.partition(name) is None), "")
+    facts = {
+        "request": request.describe(),
+        "offers": " ".join(
+            f"Partition {partition.name} has {partition.describe_nodes()}; {partition.describe_limits()}."
+            for partition in candidates
+        ),
+        "partition_hint": f"Unknown partition {unknown!r} ({request.origin('partition')}). "
+        f"{suggest(unknown, names)}",
+        "features": ", ".join(sorted(features)) or "there are none, so remove the option",
+        "last_task": site.slurm.max_array_size - 1 if site.slurm else "lower",
+    }
+    return f"{refusal}. {' '.join(remedy.format(**facts).split())}"
 
 
 class ExceededLimit(NamedTuple):
@@ -31,42 +88,33 @@ class ExceededLimit(NamedTuple):
 
 
 def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[str], list[Partition]]:
-    """Check a job against its site. Return notes for the user and the partitions in which the job may run.
-
-    Args:
-        request: what the job requests.
-        site: the site.
-        ask: runs a Slurm command, for facts that are rarely needed.
+    """Return notes for the user, and the partitions in which the job may run.
 
     Raises:
         SpecError: the job cannot run as requested; the message has a line per reason.
     """
     if violations := list(_violated_conventions(request, site)):
         raise SpecError("\n".join(violations))
-    candidates = candidate_partitions(request, site)
+    candidates = _candidate_partitions(request, site)
     if not candidates:
         return [], []
-    exceeded = [list(exceeded_limits(request, partition, site)) for partition in candidates]
+    exceeded = [list(_exceeded_limits(request, partition, site)) for partition in candidates]
     lifting = _lifting_qos(site, ask) if any(exceeded) else {}
     fatal = [[limit.message for limit in limits if limit.qos_flag not in lifting] for limits in exceeded]
     suitable = [partition for partition, messages in zip(candidates, fatal, strict=True) if not messages]
     if not suitable:
-        lines = dict.fromkeys(message for messages in fatal for message in messages)
-        raise SpecError("\n".join([*lines, *suggest_partitions(request, candidates, site)]))
+        raise SpecError("\n".join(dict.fromkeys(message for messages in fatal for message in messages)))
     notes = [
         f"{limit.message} This limit does not apply if the job's QOS is {join_or(lifting[limit.qos_flag])} "
         f"(QOS flag {limit.qos_flag})."
         for limit in (exceeded[0] if len(candidates) == 1 else ())
         if limit.qos_flag is not None
     ]
-    partition = suitable[0]
-    notes += _service_notes(request, partition)
-    notes += _default_notes(request, partition, site)
-    notes += _qos_notes(request, site, ask)
-    return [*notes, *_requeue_notes(request, partition, site)], suitable
+    notes += _default_notes(request, suitable[0], site)
+    return [*notes, *_requeue_notes(request, suitable[0], site)], suitable
 
 
-def candidate_partitions(request: JobRequest, site: Site) -> list[Partition]:
+def _candidate_partitions(request: JobRequest, site: Site) -> list[Partition]:
     """Return the partitions in which the job may run; empty if unknown."""
     if request.partitions:
         return [partition for partition in site.partitions if partition.name in request.partitions]
@@ -90,10 +138,10 @@ def _violated_conventions(request: JobRequest, site: Site) -> Iterator[str]:
         yield "This site rejects jobs without a time limit (needs_time in the site profile). Use --time."
 
 
-def exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> Iterator[ExceededLimit]:
+def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> Iterator[ExceededLimit]:
     """Yield the limits of the partition that the job exceeds, although `sbatch --test-only` may accept it."""
-    name, limit_s, time_s = partition.name, partition.max_time_s, request.time_limit_s
-    lead_s, default_s = request.spec.stop_before_limit_s, partition.time_without_option_s
+    name, limit_s, time_s, spec = partition.name, partition.max_time_s, request.time_limit_s, request.spec
+    lead_s, default_s = spec.stop_before_limit_s, partition.time_without_option_s
     if not request.is_given("time"):
         if default_s is not None and default_s <= lead_s:
             setting = "DefaultTime" if partition.default_time_s is not None else "MaxTime"
@@ -111,67 +159,52 @@ def exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> It
             "the run saves before the limit and continues in the next attempt.",
             "PartitionTimeLimit",
         )
-    if (num_nodes := request.spec.most_granted) < partition.min_nodes:
+    if spec.most_granted < partition.min_nodes:
         yield ExceededLimit(
-            f"The job requests {pluralize(num_nodes, 'node')} (--nodes), but partition {name} requires at "
-            f"least {partition.min_nodes} per job (MinNodes). Request more nodes.",
+            f"The job requests {pluralize(spec.most_granted, 'node')} (--nodes), but partition {name} "
+            f"requires at least {partition.min_nodes} per job (MinNodes). Request more nodes.",
             "PartitionMinNodes",
         )
     # For a range of nodes, Slurm allocates what the partition allows.
-    least, max_nodes = request.spec.least_granted, partition.max_nodes
-    if max_nodes is not None and least > max_nodes:
-        yield ExceededLimit(
-            f"The job requests {pluralize(least, 'node')} (--nodes), but partition {name} allows at most "
-            f"{max_nodes} per job (MaxNodes). Request fewer nodes.",
-            "PartitionMaxNodes",
-        )
-    cpus, max_cpus = request.cpus_per_node, partition.max_cpus_per_node
-    if max_cpus is not None and cpus > max_cpus:
-        yield ExceededLimit(
-            f"The job requests {pluralize(cpus, 'CPU')} per node (ranks per node × --cpus-per-task), but "
-            f"partition {name} allows at most {max_cpus} (MaxCPUsPerNode). Request fewer CPUs."
-        )
-    limit_mib, mib = partition.max_mem_per_node_mib, request.memory_per_node_mib
-    if limit_mib is None and partition.max_mem_per_cpu_mib is None and site.slurm is not None:
-        limit_mib = site.slurm.max_mem_per_node_mib
-    if limit_mib is not None and mib > limit_mib and (option := request.memory_option):
-        yield ExceededLimit(
-            f"The job requests {_format_mib(mib)} of memory per node ({request.origin(option)}), but "
-            f"partition {name} allows at most {_format_mib(limit_mib)} (MaxMemPerNode). Request less memory."
-        )
+    least, cpus, mib = spec.least_granted, request.cpus_per_node, request.memory_per_node_mib
+    max_mib = partition.max_mem_per_node_mib
+    if max_mib is None and partition.max_mem_per_cpu_mib is None and site.slurm is not None:
+        max_mib = site.slurm.max_mem_per_node_mib
+    memory = request.origin(request.memory_option or "mem")
+    maxima = {
+        "MaxNodes": (least, partition.max_nodes, f"{pluralize(least, 'node')} (--nodes)"),
+        "MaxCPUsPerNode": (
+            cpus,
+            partition.max_cpus_per_node,
+            f"{pluralize(cpus, 'CPU')} per node (ranks per node × --cpus-per-task)",
+        ),
+        "MaxMemPerNode": (mib, max_mib, f"{mib} MiB of memory per node ({memory})"),
+    }
+    for setting, (value, most, requested) in maxima.items():
+        if most is not None and value > most:
+            yield ExceededLimit(
+                f"The job requests {requested}, but partition {name} allows at most {most} ({setting}). "
+                "Request less, or choose another --partition.",
+                "PartitionMaxNodes" if setting == "MaxNodes" else None,
+            )
 
 
-def _format_mib(mib: int) -> str:
-    return f"{mib // 1024}G" if mib % 1024 == 0 else f"{mib}M"
+def _lifting_qos(site: Site, ask: RunQuery) -> Mapping[str | None, Sequence[str]]:
+    """Return the names of the QOS with each flag that lifts a limit of partitions.
 
-
-def suggest_partitions(request: JobRequest, refused: Sequence[Partition], site: Site) -> list[str]:
-    """Return a sentence on the partitions that would accept the job unchanged; empty if there are none."""
-    least = request.spec.least_granted
-    names = [
-        partition.name
-        for partition in site.partitions
-        if partition not in refused
-        and partition.state == "UP"
-        and not (partition.hidden or partition.root_only or partition.needs_reservation)
-        and partition.allow_groups is None
-        and (partition.allow_accounts is None or request.is_given("account"))
-        and not [*exceeded_limits(request, partition, site)]
-        and sum(group.num for group in partition.groups if _fits(request, group)) >= least
-    ]
-    if not names or request.value("constraint") or request.value("nodelist"):
-        return []
-    return [f"Partition {join_or(names)} would accept the job without changes (--partition)."]
-
-
-def _fits(request: JobRequest, group: NodeGroup) -> bool:
-    """Return true if the nodes are large enough; their features are not checked."""
-    kind = request.spec.gpu_type
-    return (
-        (group.gpus.get(kind, 0) if kind else group.num_gpus) >= request.spec.gpus_per_node
-        and group.cpus >= request.cpus_per_node
-        and group.memory_mib >= request.memory_per_node_mib
-    )
+    Flags of a QOS have no effect unless QOS are enforced (seen with Slurm 22.05).
+    """
+    if site.slurm is None or "qos" not in site.slurm.enforced or site.slurm.enforces_limits != "NO":
+        return {}
+    lifting: dict[str | None, list[str]] = {}
+    try:
+        rows = ask(_QOS_FLAGS).splitlines()
+    except SchedulerError:
+        return {}
+    for name, _, flags in (row.partition("|") for row in rows):
+        for flag in parse_names(flags):
+            lifting.setdefault(flag, []).append(name)
+    return lifting
 
 
 def waits_for_nodes(request: JobRequest, partitions: Sequence[Partition]) -> bool:
@@ -187,31 +220,14 @@ def waits_for_nodes(request: JobRequest, partitions: Sequence[Partition]) -> boo
     return False
 
 
-def _lifting_qos(site: Site, ask: RunQuery) -> Mapping[str | None, Sequence[str]]:
-    """Return the names of the QOS with each flag that lifts a limit of partitions.
-
-    Flags of a QOS have no effect unless QOS are enforced (seen with Slurm 22.05).
-    """
-    if site.slurm is None or "qos" not in site.slurm.enforced or site.slurm.enforces_limits != "NO":
-        return {}
-    every_qos: list[Qos] = []
-    with suppress(SchedulerError):
-        every_qos = query_qos(ask)
-    flags = {flag for qos in every_qos for flag in qos.flags}
-    return {flag: [qos.name for qos in every_qos if flag in qos.flags] for flag in flags}
-
-
-def _service_notes(request: JobRequest, partition: Partition) -> Iterator[str]:
-    least = request.spec.least_granted
-    in_service = sum(group.num for group in partition.groups if not group.is_out and _fits(request, group))
-    if partition.state == "DOWN":
-        yield f"Partition {partition.name} is down. The job will wait until the partition is up again."
-    elif partition.groups and in_service < least:
-        number = f"only {pluralize(in_service, 'suitable node')}" if in_service else "no suitable nodes"
-        yield (
-            f"The job requests {pluralize(least, 'node')}, but according to sinfo, partition "
-            f"{partition.name} has {number} in service now. The job will wait for more nodes."
-        )
+def _fits(request: JobRequest, group: NodeGroup) -> bool:
+    """Return true if the nodes are large enough; their features are not checked."""
+    kind = request.spec.gpu_type
+    return (
+        (group.gpus.get(kind, 0) if kind else group.num_gpus) >= request.spec.gpus_per_node
+        and group.cpus >= request.cpus_per_node
+        and group.memory_mib >= request.memory_per_node_mib
+    )
 
 
 def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
@@ -227,31 +243,12 @@ def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Ite
         mib = partition.def_mem_per_node_mib or site.slurm.def_mem_per_node_mib
         if per_cpu_mib is not None and partition.def_mem_per_node_mib is None:
             mib = per_cpu_mib * request.cpus_per_node
-        defaults["--mem"] = f"{_format_mib(mib)} of memory per node" if mib else "all memory of its nodes"
+        defaults["--mem"] = f"{mib} MiB of memory per node" if mib else "all memory of its nodes"
     if defaults:
         yield (
             f"Without {' and '.join(defaults)}, the job has {' and '.join(defaults.values())} (default of "
             f"partition {partition.name})."
         )
-
-
-def _qos_notes(request: JobRequest, site: Site, ask: RunQuery) -> Iterator[str]:
-    """Yield a note if the time limit exceeds that of the requested QOS, so that the job pends forever.
-
-    Not an error, because a QOS of the partition may allow more.
-    """
-    name, time_s = request.value("qos"), request.time_limit_s
-    if not name or time_s is None or site.slurm is None or "limits" not in site.slurm.enforced:
-        return
-    with suppress(SchedulerError):
-        for qos in query_qos(ask):
-            if qos.name == name and qos.max_time_s is not None and time_s > qos.max_time_s:
-                limit = format_time_limit(qos.max_time_s)
-                yield (
-                    f"A time limit of {format_time_limit(time_s)} was requested ({request.origin('time')}), "
-                    f"but QOS {name} allows at most {limit} (MaxWall). Unless the QOS of the partition "
-                    f"allows more, the job will never start. Use --time {limit} or less."
-                )
 
 
 def is_preemptible(partition: Partition, site: Site) -> bool:
@@ -269,20 +266,17 @@ def _requeue_notes(request: JobRequest, partition: Partition, site: Site) -> Ite
     cancels a job, the supervisor can still requeue the job within the grace time, but not later.
     """
     mode, slurm = request.spec.resume_mode, site.slurm or SlurmConfig()
-    has_successor = mode != "requeue"
+    saves = "A run that is preempted or approaches its time limit saves its state and"
     if not site.habits.requeue:
-        end = f"{_SUCCESSOR_NOTE}." if has_successor else f"exits. {_RESUBMIT_HINT}"
-        yield (
-            "This site does not requeue jobs (requeue: false in the site profile). A run that is preempted "
-            f"or approaches its time limit saves its state and {end}"
-        )
+        end = f"exits. {_RESUBMIT_HINT}" if mode == "requeue" else f"{_SUCCESSOR_NOTE}."
+        yield f"This site does not requeue jobs (requeue: false in the site profile). {saves} {end}"
     elif not slurm.job_requeue and mode == "auto":
         yield (
-            "This site does not requeue jobs by default (JobRequeue=0). A run that is preempted or "
-            f"approaches its time limit saves its state and {_SUCCESSOR_NOTE} (--resume-mode)."
+            f"This site does not requeue jobs by default (JobRequeue=0). {saves} {_SUCCESSOR_NOTE} "
+            "(--resume-mode)."
         )
     if is_preemptible(partition, site) and partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
-        end = f"{_SUCCESSOR_NOTE}." if has_successor else f"ends as FAILED. {_RESUBMIT_HINT}"
+        end = f"ends as FAILED. {_RESUBMIT_HINT}" if mode == "requeue" else f"{_SUCCESSOR_NOTE}."
         yield (
             f"A preempted job in partition {partition.name} is cancelled immediately, not requeued "
             f"(PreemptMode=CANCEL, GraceTime=0). The run has {slurm.kill_wait_s:g} s to save "

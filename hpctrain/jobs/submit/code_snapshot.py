@@ -35,11 +35,7 @@ class SentCode:
 
     @classmethod
     def containing(cls, folder: Path) -> SentCode | None:
-        """Return the sent code that contains a folder; None if git manages it, or it was not sent.
-
-        Raises:
-            SpecError: the list of the files is damaged.
-        """
+        """Return the sent code that contains a folder; None if git manages it, or it was not sent."""
         real = Path(os.path.realpath(folder))
         root = next((folder for folder in (real, *real.parents) if (folder / SENT_CODE_FILE).is_file()), None)
         between = (folder for folder in (real, *real.parents) if root and folder.is_relative_to(root))
@@ -86,18 +82,7 @@ class CodeSnapshot:
     def plan(
         cls, script: str, limit_mb: int, environ: Mapping[str, str], *, folder: Path | None = None
     ) -> CodeSnapshot:
-        """Plan the copy for a script. Nothing is written.
-
-        Args:
-            script: the script.
-            limit_mb: the maximum size of the copy.
-            environ: environment variables for git.
-            folder: a folder of the working tree, if the script is not in it.
-
-        Raises:
-            NotARepository: there is no git repository, so the script's files are unknown.
-            SpecError: the files exceed `limit_mb`, a file cannot be copied, or git does not answer.
-        """
+        """Plan the copy for a script. Nothing is written."""
         path = Path(os.path.realpath(script))
         inside = folder or path.parent
         repository = SentCode.containing(inside) or GitRepository.containing(inside, environ)
@@ -128,11 +113,7 @@ class CodeSnapshot:
 
     @contextmanager
     def copied_into(self, run: RunDir) -> Iterator[CodeRef]:
-        """Copy the files into the run folder; remove the copy if the block fails to submit the job.
-
-        Raises:
-            OSError: a file cannot be read or written.
-        """
+        """Copy the files into the run folder; remove the copy if the block fails to submit the job."""
         copy = run.new_code()
         temporary = copy.with_name(f".{copy.name}.tmp")
         try:
@@ -210,13 +191,7 @@ def plan_snapshot(
     folder: Path | None = None,
     starts_now: bool = False,
 ) -> tuple[CodeSnapshot | None, list[str]]:
-    """Plan the copy; if there is nothing to copy, return notes for the user. See `CodeSnapshot.plan`.
-
-    A script outside a repository that starts now needs no note: its user is not likely to change it first.
-
-    Raises:
-        SpecError: the code exceeds the maximum size.
-    """
+    """Plan the copy; if there is nothing to copy, return notes for the user. See `CodeSnapshot.plan`."""
     if limit_mb < 1:
         raise SpecError(
             f"code_snapshot_limit is {limit_mb}, but must be at least 1. To disable the copy, use "

@@ -29,18 +29,7 @@ def build_container(
     cwd: Path,
     environ: Mapping[str, str],
 ) -> Container | None:
-    """Return the requested container; None if none was requested.
-
-    Args:
-        given: options of the submission.
-        backend: the backend that will run the job.
-        known: container runtimes in the site's profile; None if it does not list any.
-        cwd: base of relative paths.
-        environ: environment variables of the submission.
-
-    Raises:
-        SpecError: no runtime could be determined, or the backend does not support it.
-    """
+    """Return the requested container; None if none was requested."""
     image = given.get("container_image")
     if image is None:
         return None

@@ -35,20 +35,7 @@ _RUN = re.compile(r"(.+?)(\+\d+)?", re.ASCII | re.DOTALL)
 def resolve_dependency(
     text: str, cwd: Path, environ: Mapping[str, str], runs_dir: str = RUNS_FOLDER
 ) -> tuple[str, list[str]]:
-    """Return the dependency with runs replaced by jobs, and notes for the user.
-
-    A run that has ended as required is omitted, because Slurm forgets ended jobs; the result may be empty.
-
-    Args:
-        text: in sbatch's notation.
-        cwd: base of relative folders.
-        environ: environment variables for Slurm's commands.
-        runs_dir: folder in which run ids are looked up.
-
-    Raises:
-        SpecError: it is malformed, or can never be satisfied.
-        RunNotFound: it names a run that does not exist.
-    """
+    """Return the dependency with runs replaced by jobs, and notes for the user."""
     one_suffices = "?" in text
     separator = "?" if one_suffices else ","
     parts: list[str] = []

@@ -48,17 +48,10 @@ _PLACE = re.compile(r"(.*?)(?:\n([0-9a-f]{40,}))?\n", re.DOTALL)
 
 
 class GitCommand:
-    """Output of git, which runs in the background until the output is read.
-
-    An untrusted repository may configure a file system monitor or hooks; they are not run.
-    """
+    """Output of git, which runs in the background until the output is read."""
 
     def __init__(self, folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start git.
-
-        Raises:
-            NotARepository: git is missing or cannot be run.
-        """
+        """Start git."""
         self._folder = folder
         try:
             self._process = subprocess.Popen(
@@ -76,12 +69,7 @@ class GitCommand:
             raise NotARepository(f"cannot run git: {error.strerror or error}") from None
 
     def text(self) -> str:
-        """Return the complete output; call this only once.
-
-        Raises:
-            NotARepository: git failed.
-            SpecError: git takes too long.
-        """
+        """Return the complete output; call this only once."""
         with self._process as process:
             try:
                 out, err = process.communicate(timeout=_LIMIT_S)
@@ -116,11 +104,7 @@ class GitRepository:
 
     @classmethod
     def containing(cls, folder: Path, environ: Mapping[str, str]) -> GitRepository:
-        """Return the innermost repository that contains `folder`.
-
-        Raises:
-            NotARepository: git finds no repository.
-        """
+        """Return the innermost repository that contains `folder`."""
         real = Path(os.path.realpath(folder))
         if not any(os.path.lexists(place / ".git") for place in (real, *real.parents)):
             # Git would give the same result, but starting git takes time.
@@ -137,13 +121,7 @@ class GitRepository:
         return cls(Path(match[1]), quiet, files, match[2])
 
     def files(self) -> dict[str, bool]:
-        """Return paths of all tracked or new files, including those of submodules; True for new files.
-
-        Ignored files are omitted. Call this only once.
-
-        Raises:
-            NotARepository: git cannot list them.
-        """
+        """Return paths of all tracked or new files, including those of submodules; True for new files."""
         found: dict[str, bool] = {}
         links: dict[str, bool] = {}
         for tag, name in (entry.split(" ", 1) for entry in self._files.text().split("\0") if entry):
@@ -176,11 +154,5 @@ class GitRepository:
         return {f"{name}/{file}": is_new for file, is_new in inner.files().items()}
 
     def diff(self) -> GitCommand | None:
-        """Return the diff of tracked files against the commit, without running external diff programs.
-
-        None if there is no commit yet.
-
-        Raises:
-            NotARepository: git cannot be run.
-        """
+        """Return the diff of tracked files against the commit, without running external diff programs."""
         return GitCommand(self.root, [*_DIFF, self.commit], self._environ) if self.commit else None

@@ -18,13 +18,13 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.backends.base import Backend, PreflightResult
 from hpctrain.jobs.options.option import DEFAULT_SOURCE
 from hpctrain.jobs.options.resolved_options import ResolvedOptions
-from hpctrain.jobs.options.unused_options import check_unused_options
+from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.render import render
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
+from hpctrain.spec.launcher import RANK_LAUNCHERS
 from hpctrain.spec.load_spec import load_spec
-from hpctrain.spec.program import RANK_LAUNCHERS
 
 if TYPE_CHECKING:
     from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
@@ -34,6 +34,12 @@ _SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
 _MIN_S = 300.0
 #: Maximum number of seconds by which Slurm may send its signal early.
 _EARLY_S = 60.0
+#: Options that only the supervisor and its ranks use.
+_OF_SUPERVISOR = (
+    *("node_check", "max_failures", "restart_policy", "standby_workers", "hang_timeout", "cpu_binding"),
+    *("independent_ranks", "resume_mode", "code_snapshot", "code_snapshot_limit", "stop_before_limit"),
+)
+_OF_SLURM = ("spare_nodes", "scale_up_after", "gpu_request_style", "resume_mode", "mpi", "srun_arg")
 _WITHOUT_SUPERVISOR = (
     "Without hpctrain in the job (--template plain), a crash or the time limit ends the run, and hangs are "
     "not detected. Slurm requeues the job only after a preemption or a node failure, and the script must "
@@ -71,48 +77,56 @@ class PreparedSubmission:
 Check = Callable[[PreparedSubmission], Iterable[str] | None]
 
 
-def run_preflight(job: PreparedSubmission, checks: Sequence[Check]) -> None:
-    """Run checks, and add their notes.
-
-    Raises:
-        SpecError: the job cannot run as requested.
-    """
-    for check in checks:
-        job.notes += tuple(check(job) or ())
-
-
 def check_options(job: PreparedSubmission) -> list[str]:
-    """Check that each option has an effect."""
-    return check_unused_options(job.settings.values, job.settings.options, job.spec)
+    """Reject or report options, except from files, that have no effect on this job."""
+    spec, flags = job.spec, {}
+    for key, value in job.settings.values.items():
+        if value.source.path is None and value.source != DEFAULT_SOURCE:
+            name = key.partition(".")[0]
+            flags[name] = all_options()[name].flag
+    for name, flag in flags.items():
+        if spec.container is None and name.startswith("container_"):
+            raise SpecError(
+                f"{flag} requires a container, but --container-image is not given. Add --container-image, "
+                f"or remove {flag}."
+            )
+        if spec.torchrun is None and name.startswith("rdzv_"):
+            raise SpecError(
+                f"{flag} requires torchrun, but srun starts the ranks (--launcher). Remove {flag}, or use "
+                "--launcher torchrun."
+            )
+    reasons = {}
+    if not spec.supervised:
+        reasons |= dict.fromkeys(_OF_SUPERVISOR, "hpctrain does not run in the job (--template plain)")
+    if spec.backend == "local":
+        reasons |= dict.fromkeys(_OF_SLURM, "the run uses the local backend")
+    if not spec.notify.targets:
+        reasons |= dict.fromkeys(("notify_on", "notify_stall_after"), "--notify is not given")
+    return [f"{flag} has no effect: {reasons[name]}." for name, flag in flags.items() if name in reasons]
 
 
-def check_time_left(job: PreparedSubmission) -> list[str]:
+def check_time_left(job: PreparedSubmission) -> Iterator[str]:
     """Return a warning if the ranks receive the stop signal within five minutes after the job starts."""
-    spec, settings = job.spec, job.settings.values
+    spec = job.spec
     if spec.time_limit_s is None:
-        return []
+        return
     early_s = _EARLY_S if spec.backend == "slurm" else 0.0
     left_s = spec.time_limit_s - spec.stop_before_limit_s - early_s
     if left_s >= _MIN_S:
-        return []
-    lead_s, origin = (
-        DEFAULT_STOP_BEFORE_LIMIT_S,
-        f"default: {DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of --time",
-    )
-    if "stop_before_limit" in settings and settings["stop_before_limit"].source != DEFAULT_SOURCE:
-        lead_s, origin = spec.stop_before_limit_s, str(settings["stop_before_limit"].source)
+        return
+    given = job.settings.options
+    lead_s = spec.stop_before_limit_s if "stop_before_limit" in given else DEFAULT_STOP_BEFORE_LIMIT_S
     better = format_time_limit(60 * math.ceil((_MIN_S + lead_s + early_s) / 60))
     early = f" Slurm may send the stop signal up to {early_s:.0f} s early." if early_s else ""
-    sentence = (
+    yield (
         f"Warning: the run may have only {max(0.0, left_s):g} s to start and train. The time limit is "
-        f"{spec.time_limit_s:g} s (--time, {settings['time'].source}), and the ranks stop and save "
-        f"{spec.stop_before_limit_s} s before it (--stop-before-limit, {origin}).{early} The run fails after "
-        f"three attempts without a new checkpoint. Use --time {better} or more."
+        f"{spec.time_limit_s:g} s (--time), and the ranks stop and save {spec.stop_before_limit_s} s before "
+        f"it (--stop-before-limit).{early} The run fails after three attempts without a new checkpoint. Use "
+        f"--time {better} or more."
     )
-    return [sentence]
 
 
-def check_program(job: PreparedSubmission) -> list[str]:
+def check_program(job: PreparedSubmission) -> Iterator[str]:
     """Check that the script is a readable Python file, or that the module or command exists."""
     spec, name = job.spec, os.path.basename(job.spec.script)
     if spec.program == "script":
@@ -120,12 +134,11 @@ def check_program(job: PreparedSubmission) -> list[str]:
     elif spec.container is None and not _changes_search_path(spec):
         _check_module_or_command(spec, job.environ)
     if spec.program != "command" or name not in RANK_LAUNCHERS or spec.ntasks_per_node == 1:
-        return []
-    sentence = (
+        return
+    yield (
         f"Warning: hpctrain runs {name} {spec.ntasks_per_node} times per node, once per rank, but {name} "
         "also starts ranks. Submit your training script itself, without the launcher."
     )
-    return [sentence]
 
 
 def _changes_search_path(spec: JobSpec) -> bool:
@@ -205,10 +218,7 @@ def _check_shebang(script: Path) -> None:
 
 
 def check_environment(job: PreparedSubmission) -> None:
-    """Check interpreter, conda or virtual environment, and container.
-
-    An interpreter without a path is searched for on the nodes of the job.
-    """
+    """Check interpreter, conda or virtual environment, and container."""
     spec, python = job.spec, Path(job.spec.python)
     is_given = spec.shell.python is None and python.is_absolute()
     if is_given and not (python.is_file() and os.access(python, os.X_OK)):
@@ -248,7 +258,7 @@ def check_run_folder(job: PreparedSubmission) -> Iterable[str]:
     run = RunDir(Path(job.spec.run_dir))
     try:
         _check_run_folder(run, is_array=job.spec.array is not None)
-        return _describe_changes(run, job.spec) if run.spec.exists() else ()
+        return list(_describe_changes(run, job.spec)) if run.spec.exists() else []
     except OSError as error:
         raise SpecError(
             f"Cannot access the run folder {job.spec.run_dir!r} (--run-dir): {error.strerror}. "
@@ -262,37 +272,18 @@ def _describe_changes(run: RunDir, spec: JobSpec) -> Iterator[str]:
         before = load_spec(run.spec)
     except SpecError:
         return
-    if before.code is not None and (written := _files_written_into(Path(before.code.copy))):
-        more = f" and {len(written) - 1} more" if written[1:] else ""
-        yield (
-            f"The run wrote files into its code snapshot, {before.code.copy!r}: {written[0]!r}{more}. This "
-            "submission uses a new snapshot without these files. Copy the files that the script needs, and "
-            "change the script to write to the working directory or $HPCTRAIN_RUN_DIR."
-        )
     old, new = ((job.script, shlex.join(job.args)) for job in (before, spec))
     changed = [
         f"{name} {now or 'none'!r} instead of {then or 'none'!r}"
         for name, then, now in zip(("script", "arguments"), old, new, strict=True)
         if then != now
     ]
-    if changed:
-        yield (
-            f"The folder {str(run.path)!r} (--run-dir) contains a run, which this submission continues with "
-            f"{' and '.join(changed)}. To start a new run instead, choose another folder."
-        )
-
-
-def _files_written_into(copy: Path) -> list[str]:
-    """Return the files in a code snapshot that are newer than its record."""
-    try:
-        copied_at = os.stat(f"{copy}.json").st_mtime
-    except OSError:
-        return []
-    return [
-        str(path.relative_to(copy))
-        for path in sorted(copy.rglob("*"))
-        if path.suffix != ".pyc" and path.is_file() and path.lstat().st_mtime > copied_at
-    ]
+    if not changed:
+        return
+    yield (
+        f"The folder {str(run.path)!r} (--run-dir) contains a run, which this submission continues with "
+        f"{' and '.join(changed)}. To start a new run instead, choose another folder."
+    )
 
 
 def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
@@ -363,7 +354,7 @@ def check_code(job: PreparedSubmission) -> Iterable[str]:
 
 def check_template(job: PreparedSubmission) -> list[str]:
     """Render the batch script; a custom template must still start the supervisor."""
-    site = job.backend.site(job.settings.site)
+    site = job.backend.site(job.settings.habits)
     if site is not None and site.slurm is not None and site.habits.requeue and site.slurm.expedites_requeues:
         job.spec = replace(job.spec, expedite_requeue=True)
     job.script = render(job.spec)
@@ -372,7 +363,7 @@ def check_template(job: PreparedSubmission) -> list[str]:
 
 def check_backend(job: PreparedSubmission) -> Iterable[str]:
     """Check the job against this machine or its Slurm site (`backends/preflight_slurm.py`)."""
-    job.preflight = job.backend.check(job.spec, job.script, job.settings.site)
+    job.preflight = job.backend.check(job.spec, job.script, job.settings.habits)
     return job.preflight.notes
 
 

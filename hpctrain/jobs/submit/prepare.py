@@ -1,9 +1,9 @@
-"""First half of a submission: resolve and check everything, write nothing."""
+"""Resolve and check everything about a submission; write nothing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -11,17 +11,17 @@ from typing import cast
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.options.option import OptionSource, OptionValue
-from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
+from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, resolve_options
 from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec, node_shape
 from hpctrain.jobs.options.table import SubmitOptions
-from hpctrain.jobs.submit.preflight import CHECKS, Check, PreparedSubmission, run_preflight
-from hpctrain.slurm.site_facts import Site
-from hpctrain.spec.container import Container
-from hpctrain.spec.job_spec import BackendName
-from hpctrain.spec.program import ProgramKind
+from hpctrain.jobs.submit.preflight import CHECKS, Check, PreparedSubmission
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site
+from hpctrain.spec.launcher import ProgramKind
 
 #: Types of a script's arguments; the script receives strings.
 _ARGUMENTS = (str, int, float, os.PathLike)
+#: With fewer CPUs per rank, data workers compete with the training process.
+_MIN_CPUS = 2
 
 
 def prepare_submission(
@@ -56,10 +56,6 @@ def prepare_submission(
         program: the kind of `script`.
         dry_run: the job will not be submitted, so an unresponsive Slurm is accepted if requested by name.
         checks: the checks to run.
-
-    Raises:
-        SpecError: the job cannot run as requested.
-        SchedulerError: Slurm does not respond, but was requested by name or is set up on this machine.
     """
     if isinstance(args, str | bytes) or not all(isinstance(arg, _ARGUMENTS) for arg in args):
         raise SpecError(
@@ -69,111 +65,114 @@ def prepare_submission(
     settings = resolve_options(
         options, source=source, assignments=assignments, previous=previous, cwd=cwd, environ=environ
     )
+    given = settings.options
     try:
-        return _prepare(script, args, settings, environ, cwd, python, code, program, dry_run, checks)
+        backend, notes = choose_backend(given.get("backend", "auto"), environ, dry_run=dry_run)
+        if backend.name == "slurm":
+            notes += [
+                *_resolve_runs(given, cwd, environ),
+                *_apply_srun_variables(given, environ),
+                *_choose_cpus(given, partial(backend.site, settings.habits), environ),
+            ]
+        container = None
+        if "container_image" in given:
+            from hpctrain.jobs.submit.container_builder import build_container
+
+            runtimes = settings.habits.containers
+            container = build_container(given, backend=backend.name, known=runtimes, cwd=cwd, environ=environ)
+        spec = build_spec(
+            script,
+            args,
+            given,
+            backend=backend.name,
+            cwd=cwd,
+            python=python,
+            container=container,
+            program=program,
+        )
+        if code is None and program != "script":
+            code = cwd
+        submission = PreparedSubmission(spec, settings, backend, environ, code, tuple(notes))
+        for check in checks:
+            submission.notes += tuple(check(submission) or ())
+        return submission
     except SpecError as error:
         if places := settings.describe_sources(str(error)):
             raise SpecError(f"{error} ({places})") from error
         raise
 
 
-def _prepare(
-    script: str | os.PathLike[str],
-    args: Sequence[str],
-    settings: ResolvedOptions,
-    environ: Mapping[str, str],
-    cwd: Path,
-    python: str,
-    code: Path | None,
-    program: ProgramKind,
-    dry_run: bool,
-    checks: Sequence[Check],
-) -> PreparedSubmission:
-    asked = settings.options
-    backend, notes = choose_backend(asked.get("backend", "auto"), environ, dry_run=dry_run)
-    notes += _resolve_runs(asked, backend.name, cwd, environ)
-    if backend.name == "slurm":
-        notes += [
-            *_apply_srun_variables(asked, environ),
-            *_choose_cpus(asked, partial(backend.site, settings.site), environ),
-        ]
-    container = _container(settings, backend.name, cwd, environ)
-    spec = build_spec(
-        script,
-        args,
-        asked,
-        backend=backend.name,
-        cwd=cwd,
-        python=python,
-        container=container,
-        program=program,
-    )
-    if code is None and program != "script":
-        code = cwd
-    submission = PreparedSubmission(spec, settings, backend, environ, code, tuple(notes))
-    run_preflight(submission, checks)
-    return submission
-
-
-def _container(
-    settings: ResolvedOptions, backend: BackendName, cwd: Path, environ: Mapping[str, str]
-) -> Container | None:
-    if "container_image" not in settings.values:
-        return None
-    from hpctrain.jobs.submit.container_builder import build_container
-
-    known = settings.site.habits.containers
-    return build_container(settings.options, backend=backend, known=known, cwd=cwd, environ=environ)
-
-
-def _resolve_runs(
-    asked: SubmitOptions, backend: BackendName, cwd: Path, environ: Mapping[str, str]
-) -> list[str]:
-    """Replace the runs on which the job depends with their jobs; only Slurm supports dependencies."""
-    directives = cast(dict[str, str], asked.get("sbatch", {}))
-    if backend != "slurm" or "dependency" not in directives:
+def _resolve_runs(given: SubmitOptions, cwd: Path, environ: Mapping[str, str]) -> list[str]:
+    """Replace the runs on which the job depends with their jobs."""
+    directives = cast(dict[str, str], given.get("sbatch", {}))
+    if "dependency" not in directives:
         return []
     from hpctrain.jobs.submit.dependency import resolve_dependency
 
-    runs_dir = os.fspath(asked.get("runs_dir") or RUNS_FOLDER)
+    runs_dir = os.fspath(given.get("runs_dir") or RUNS_FOLDER)
     resolved, notes = resolve_dependency(directives.pop("dependency"), cwd, environ, runs_dir)
     if resolved:
         directives["dependency"] = resolved
     return notes
 
 
-def _apply_srun_variables(asked: SubmitOptions, environ: Mapping[str, str]) -> list[str]:
+def _apply_srun_variables(given: SubmitOptions, environ: Mapping[str, str]) -> list[str]:
     """Turn the user's variables of srun into options; in a job, they would belong to that job."""
     if "SLURM_JOB_ID" in environ:
         return []
     notes = []
     for name, option in (("SLURM_CPU_BIND", "--cpu-bind"), ("SLURM_DISTRIBUTION", "--distribution")):
-        srun_args = list(asked.get("srun_arg", ()))
+        srun_args = list(given.get("srun_arg", ()))
         if (value := environ.get(name)) and not any(arg.startswith(option) for arg in srun_args):
-            asked["srun_arg"] = [*srun_args, f"{option}={value}"]
+            given["srun_arg"] = [*srun_args, f"{option}={value}"]
             notes.append(f"The ranks start with srun {option}={value}, from the variable {name}.")
     return notes
 
 
 def _choose_cpus(
-    asked: SubmitOptions, get_site: Callable[[], Site | None], environ: Mapping[str, str]
-) -> list[str]:
-    """Choose the CPUs per rank of a job with GPUs, unless they were requested."""
-    gpu_type, gpus, ntasks = node_shape(asked)
-    if not gpus or "cpus_per_task" in asked or (site := get_site()) is None:
-        return []
-    from hpctrain.jobs.site.node_share import choose_cpus_per_task
+    given: SubmitOptions, get_site: Callable[[], Site | None], environ: Mapping[str, str]
+) -> Iterator[str]:
+    """Give each rank its share of the CPUs of the nodes, unless the user requests CPUs.
 
-    directives = asked.get("sbatch", {})
-    partitions = directives.get("partition") or environ.get("SBATCH_PARTITION", "")
-    cpus, note = choose_cpus_per_task(
-        site,
-        [name for name in partitions.split(",") if name],
-        gpus_per_node=gpus,
-        gpu_type=gpu_type,
-        ntasks_per_node=ntasks or gpus,
-        whole_nodes=directives.get("exclusive") == "",
+    A job that uses half of the GPUs of a node gets half of its CPUs, so that other jobs can use the rest.
+    """
+    gpu_type, gpus, ntasks = node_shape(given)
+    if not gpus or "cpus_per_task" in given or (site := get_site()) is None:
+        return
+    directives = given.get("sbatch", {})
+    names = directives.get("partition") or environ.get("SBATCH_PARTITION", "")
+    partitions = [site.partition(name) for name in names.split(",") if name] or [site.default_partition]
+    whole_nodes = directives.get("exclusive") == ""
+    shares = [
+        (_share(group, partition, gpus, whole_nodes) // (ntasks or gpus), group, partition)
+        for partition in partitions
+        if partition is not None
+        for group in partition.groups
+        if gpus <= (group.gpus.get(gpu_type, 0) if gpu_type else group.num_gpus)
+    ]
+    if not shares:
+        yield (
+            "The CPUs of the nodes are unknown, so each rank gets Slurm's default, usually 1 CPU. Choose "
+            "another number with --cpus-per-task."
+        )
+        return
+    share, group, partition = min(shares, key=lambda entry: entry[0])
+    cpus = given["cpus_per_task"] = max(1, share)
+    if cpus < _MIN_CPUS:
+        yield (
+            f"Warning: each rank gets only {cpus} of the {group.cpus} CPUs of a node in partition "
+            f"{partition.name} (--cpus-per-task), so data workers compete with training."
+        )
+        return
+    yield (
+        f"Each rank gets {cpus} of the {group.cpus} CPUs of a node (--cpus-per-task {cpus}): the share of "
+        f"its GPUs in partition {partition.name}, whose nodes have {group.num_gpus} GPUs."
     )
-    if cpus is not None:
-        asked["cpus_per_task"] = cpus
-    return [note]
+
+
+def _share(group: NodeGroup, partition: Partition, gpus_per_node: int, whole_nodes: bool) -> int:
+    """Return the CPUs of a node that a job with this many of its GPUs may use."""
+    cpus = group.cpus
+    if not (whole_nodes or partition.whole_nodes):
+        cpus = cpus * gpus_per_node // group.num_gpus
+    return min(cpus, partition.max_cpus_per_node or cpus)

@@ -44,14 +44,7 @@ def built_in_templates() -> list[str]:
 
 
 def render(spec: JobSpec) -> str:
-    """Return the batch script of the job.
-
-    A template has access to `spec`, the list `directives` of `#SBATCH` lines, the list `summary` of comments,
-    the `version` of hpctrain and the filter `quote`, and may extend a built-in template by its file name.
-
-    Raises:
-        SpecError: there is no such template, it cannot be rendered, or it omits a requested setting.
-    """
+    """Return the batch script of the job."""
     text = _render(spec, launch=None)
     if spec.template is not None and os.sep in spec.template:
         _check_preparations(spec.shell, text, spec.template)
@@ -62,11 +55,7 @@ def render(spec: JobSpec) -> str:
 
 
 def render_setup(spec: JobSpec) -> str:
-    """Return the batch script of the job, which runs its arguments instead of the supervisor.
-
-    Raises:
-        SpecError: see `render`; or the template starts the supervisor outside the `launch` block.
-    """
+    """Return the batch script of the job, which runs its arguments instead of the supervisor."""
     text = _render(spec, launch='exec "$@"')
     if "hpctrain.supervisor" in text:
         raise SpecError(
@@ -143,10 +132,7 @@ def _find_template(name: str) -> Path:
 
 
 def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
-    """Return a Jinja environment for the templates in `folder` and the built-in ones.
-
-    Templates cannot run Python or change the request: they may come from a cloned repository.
-    """
+    """Return a Jinja environment for the templates in `folder` and the built-in ones."""
 
     def require(option: str) -> None:
         raise SpecError(f"The template {name!r} (--template) requires {option}. Add this option.")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
-from hpctrain.jobs.options.resolved_options import name_as_in_python, named_as_in_python
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.submit.preflight import PreparedSubmission
@@ -22,7 +21,7 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.program import ProgramKind
+from hpctrain.spec.launcher import ProgramKind
 from hpctrain.spec.validation import check_spec
 
 if TYPE_CHECKING:
@@ -38,17 +37,7 @@ def submit_prepared(
     functions: Sequence[bytes] = (),
     sweep: SweepRecord | None = None,
 ) -> Run:
-    """Write the run folder and submit the job; for a job array, also write the folder of each task.
-
-    Args:
-        submission: the job.
-        functions: the pickled calls of the run or of each task; empty if the ranks run a script.
-        sweep: the sweep whose trials are the tasks of the job array.
-
-    Raises:
-        SpecError: the folder cannot be written, or its run is still active.
-        SchedulerError: the scheduler refused or cannot be reached.
-    """
+    """Write the run folder and submit the job; for a job array, also write the folder of each task."""
     spec = submission.spec
     folder = _folder(spec)
     run = Run(folder, submission.environ)
@@ -85,7 +74,6 @@ def submit_prepared(
     return run
 
 
-@named_as_in_python()
 def submit(
     script: str | os.PathLike[str],
     args: Sequence[str] = (),
@@ -118,10 +106,10 @@ def submit(
     )
     log = logging.getLogger("hpctrain")
     for note in submission.notes:
-        log.warning(name_as_in_python(note))
+        log.warning(note)
     run = submit_prepared(submission)
     for prospect in submission.forecast:
-        log.info(name_as_in_python(prospect))
+        log.info(prospect)
     return run
 
 
@@ -168,10 +156,7 @@ def _record(spec: JobSpec, job_id: str, **more: Any) -> None:
 
 @contextmanager
 def _claim_run(run: Run, tasks: Sequence[RunDir]) -> Iterator[int]:
-    """Hold the lock of a run folder, creating the folder if needed; reject a run that is still active.
-
-    If the submission fails, new folders are removed, except those of a job that may be queued.
-    """
+    """Hold the lock of a run folder, creating the folder if needed; reject a run that is still active."""
     made = [folder for folder in (*tasks, run.dir) if not folder.path.exists()]
     make_folder(run.dir.path)
     lock = _lock(run)

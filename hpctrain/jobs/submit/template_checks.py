@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.sbatch_options import SHORT_NAMES, find_replacement
+from hpctrain.jobs.options.option_parser import find_replacement
+from hpctrain.spec.directives import SHORT_NAMES
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
@@ -18,11 +19,7 @@ _DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(\S.*)$", re.MULTILINE)
 
 
 def check_blocks(environment: jinja2.Environment, file_name: str) -> None:
-    """Check that each block of a template replaces a block of the template it extends.
-
-    Raises:
-        SpecError: a block replaces nothing, so the script would not contain it.
-    """
+    """Check that each block of a template replaces a block of the template it extends."""
     from jinja2 import nodes
 
     loader = environment.loader
@@ -42,18 +39,7 @@ def check_blocks(environment: jinja2.Environment, file_name: str) -> None:
 
 
 def check_rendered_script(text: str, lines: Sequence[str], template: str, *, supervised: bool = True) -> None:
-    """Check that a script starts the supervisor, and that its directives match the request.
-
-    Args:
-        text: the script.
-        lines: the expected `#SBATCH` lines.
-        template: the template of the script.
-        supervised: False if the script must not start the supervisor.
-
-    Raises:
-        SpecError: it does not start the supervisor, a directive contradicts the request, or hpctrain sets it
-            itself.
-    """
+    """Check that a script starts the supervisor, and that its directives match the request."""
     if supervised and "hpctrain.supervisor" not in text:
         raise SpecError(
             f"The template {template!r} (--template) does not start the supervisor, so no rank would "

@@ -41,22 +41,12 @@ _CANCEL_TIMEOUT_S = 60.0
 
 
 class ScratchRun:
-    """A copy of a run that trains some of its steps again, as a context manager.
-
-    The verified run is only read. The large files of its checkpoint are linked.
-    """
+    """A copy of a run that trains some of its steps again, as a context manager."""
 
     def __init__(
         self, verified: RunDir, environ: Mapping[str, str], backend: BackendName, parent: Path | None
     ) -> None:
-        """Load the specification of the verified run.
-
-        Without `parent`, the copy is in the folder for temporary files, or with Slurm next to the verified
-        run, because all nodes need access.
-
-        Raises:
-            SpecError: the script, its code or its working directory is not on this machine.
-        """
+        """Load the specification of the verified run."""
         self._verified, self._environ = verified, environ
         self._backend = choose_backend(backend, environ)[0]
         self._parent = parent or (verified.path.parent if backend == "slurm" else None)
@@ -86,7 +76,7 @@ class ScratchRun:
         for part in plan.parts:
             spec = self._spec_of(part, Path.cwd(), {})
             try:
-                self._backend.check(spec, render(spec), ResolvedOptions({}).site)
+                self._backend.check(spec, render(spec), ResolvedOptions({}).habits)
             except SpecError as error:
                 if self._backend.name == "slurm":
                     raise
@@ -96,11 +86,7 @@ class ScratchRun:
                 ) from error
 
     def train(self, plan: VerificationPlan, record: TrainingRecord) -> None:
-        """Train the steps of a plan.
-
-        Raises:
-            RunFailed: the training failed.
-        """
+        """Train the steps of a plan."""
         if plan.start_checkpoint is not None:
             folder = self.run.checkpoints / plan.start_checkpoint.name
             make_folder(folder.parent)

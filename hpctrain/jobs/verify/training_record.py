@@ -189,11 +189,7 @@ class VerificationPlan:
 def plan_verification(
     record: TrainingRecord, first: int | None, last: int | None, num_ranks: int | None
 ) -> VerificationPlan:
-    """Choose the start, the state to compare, and the ranks. None chooses the values of the record.
-
-    Raises:
-        SpecError: the run recorded too little, or does not have these steps.
-    """
+    """Choose the start, the state to compare, and the ranks. None chooses the values of the record."""
     name = record.run.run_id
     if not record.steps or not record.parts:
         raise SpecError(

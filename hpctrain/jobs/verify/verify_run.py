@@ -115,14 +115,7 @@ def verify_run(
     parent: Path | None = None,
     report: Callable[[str], object],
 ) -> VerificationResult:
-    """Train steps of a run again, and compare with its record. The run is not changed.
-
-    None selects all recorded steps, and the recorded numbers of ranks. `parent`: see `ScratchRun`.
-
-    Raises:
-        SpecError: the run, or these steps, cannot be verified here, or there is nothing to compare.
-        RunFailed: the steps could not be repeated.
-    """
+    """Train steps of a run again, and compare with its record. The run is not changed."""
     record = TrainingRecord(run)
     plan = plan_verification(record, first, last, num_ranks)
     result = VerificationResult(plan)
@@ -171,10 +164,7 @@ def verify_run(
 def compare_metrics(
     recorded: TrainingRecord, here: TrainingRecord, steps: Iterable[int], ignored: Collection[str]
 ) -> Iterator[RecordDifference]:
-    """Yield the differing metrics of each step, the loss first. Metrics that only `here` has are skipped.
-
-    A validation at an earlier end of the run is not repeated, so its metrics may be missing.
-    """
+    """Yield the differing metrics of each step, the loss first. Metrics that only `here` has are skipped."""
     for step in steps:
         values, repeated = recorded.steps[step], here.steps.get(step, {})
         names = values.keys() - set(ignored)
@@ -243,10 +233,7 @@ def _damage(checkpoint: Path) -> Iterator[str]:
 def compare_environments(
     recorded: Iterable[Mapping[str, Any]], here: Collection[Mapping[str, Any]]
 ) -> list[str]:
-    """Return a sentence per fact that differs: code, settings, versions, devices.
-
-    Each environment of a recorded attempt is compared with the most similar one of the verification.
-    """
+    """Return a sentence per fact that differs: code, settings, versions, devices."""
     facts: dict[str, None] = {}
     for environment in recorded:
         differences = min((list(_compare_facts(environment, other)) for other in here or [{}]), key=len)

@@ -20,6 +20,9 @@ from hpctrain.tracebacks import is_peer_lost
 
 log = logging.getLogger(__name__)
 
+#: Exit codes of a shell that cannot execute or find a command (POSIX).
+_NOT_EXECUTED = (126, 127)
+
 
 @dataclass(frozen=True)
 class Corruption:
@@ -183,7 +186,16 @@ def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFa
     kind, error = ("signal", signal_name(task.signal)) if task.signal else ("exit", f"exit code {task.code}")
     now = system.time()
     return RankFailure(
-        rank, host, kind, error, message, str(crash.log), None, now, out_of_memory=task.out_of_memory
+        rank,
+        host,
+        kind,
+        error,
+        message,
+        str(crash.log),
+        None,
+        now,
+        final=kind == "exit" and task.code in _NOT_EXECUTED,
+        out_of_memory=task.out_of_memory,
     )
 
 

@@ -252,7 +252,8 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
         return f"the ranks did not save and exit before the time limit; {END_KINDS[kind].advice}"
     alike = history.consecutive_identical()
     if rule.repeats is not None and alike > rule.repeats:
-        return f"the same {kind} failure occurred {alike} times in a row without a new checkpoint"
+        label = "failure" if kind is EndKind.PYTHON else f"{kind} failure"
+        return f"the same {label} occurred {alike} times in a row without a new checkpoint"
     if rule.retries is None:
         sharing = {other for other, its in policy.rules.items() if its.retries is None}
         most, name = policy.max_failures - 1, "--max-failures"

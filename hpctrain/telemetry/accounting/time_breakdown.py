@@ -1,7 +1,8 @@
-"""Break down the time of a run by category: every microsecond counts once. Imports no torch."""
+"""Break down the time of a run by category, and compute its goodput. Every microsecond counts once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from hpctrain.telemetry.accounting.timeline_events import (
     microseconds,
     read_timeline_events,
 )
+from hpctrain.text import is_finite
 
 NO_STEPS_NOTE = (
     "No steps are reported, so all time between the start and the end of the ranks counts as training, and "
@@ -23,6 +25,8 @@ NO_STEPS_NOTE = (
 _WITHOUT_STEPS = frozenset(
     {TimeCategory.TRAINING, TimeCategory.RESTARTING, TimeCategory.QUEUED, TimeCategory.IDLE}
 )
+#: Time of the steps that were not repeated.
+STEP_CATEGORIES = (TimeCategory.TRAINING, TimeCategory.COMMUNICATING, TimeCategory.DATA)
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,11 @@ class TimeBreakdown:
         waits: bool = False,
         reports_steps: bool | None = None,
     ) -> TimeBreakdown:
-        """Compute the breakdown from the records of a run.
+        """Compute the breakdown from the lines of `events.jsonl` and `metrics.jsonl`, in file order.
 
         Args:
-            events: lines of `events.jsonl`, in file order.
-            metrics: lines of `metrics.jsonl`, in file order.
+            events: the events.
+            metrics: the metrics.
             until: the current time of an active run, in seconds since the epoch; None ends at the last
                 record.
             waits: true if the run is in the queue, according to the scheduler.
@@ -109,3 +113,58 @@ def _joined(intervals: Iterable[Interval]) -> Iterator[TimeSpan]:
         span = TimeSpan(interval.start_us, interval.end_us, interval.category, interval.attempt)
     if span is not None:
         yield span
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Ratios between 0 and 1; None if unknown, such as for a run that reports no steps."""
+
+    ettr: float | None
+    """Effective training time ratio: productive time divided by the time in which the run should progress.
+
+    The definition is that of A. Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning
+    Research Clusters", HPCA 2025, arXiv 2410.21680, section II. Steps that count and validation are
+    productive; saving, loading, starting and lost work are not. Queue time is part of the denominator; idle
+    time after the last step or between submissions is not.
+    """
+    training: float | None
+    """Fraction of the total time spent on steps that count."""
+    mfu: float | None = None
+    """Model FLOPs utilisation: FLOPs of the steps that count, divided by the peak FLOPs of the GPUs.
+
+    The definition is that of A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", JMLR 24,
+    2023, arXiv 2204.02311, appendix B. Known only if the run logs `model_flops` and `peak_flops`.
+    """
+
+
+def compute_goodput(
+    breakdown: TimeBreakdown, metrics: Iterable[Mapping[str, Any]] = (), first_step: int = 0
+) -> Goodput:
+    """Return the goodput ratios of a run. `metrics` are the records of the steps that count.
+
+    `first_step` is the number of steps before the run, if it began with an imported checkpoint.
+    """
+    if not breakdown.knows_lost_work:
+        return Goodput(ettr=None, training=None)
+    totals = breakdown.totals_us
+    active_us = breakdown.wall_us - totals[TimeCategory.IDLE]
+    steps_us = sum(totals[category] for category in STEP_CATEGORIES)
+    productive_us = steps_us + totals[TimeCategory.VALIDATING]
+    return Goodput(
+        ettr=productive_us / active_us if active_us else None,
+        training=steps_us / breakdown.wall_us if breakdown.wall_us else None,
+        mfu=_mfu(steps_us / 1e6, metrics, first_step),
+    )
+
+
+def _mfu(seconds: float, metrics: Iterable[Mapping[str, Any]], first_step: int) -> float | None:
+    total_flops, peak, num_steps, last_step = 0.0, 0.0, 0, 0
+    for record in metrics:
+        flops, step_peak, step = (record.get(name) for name in ("model_flops", "peak_flops", "step"))
+        if is_finite(flops) and is_finite(step_peak) and isinstance(step, int):
+            total_flops, peak = total_flops + flops, max(peak, step_peak)
+            num_steps, last_step = num_steps + 1, max(last_step, step)
+    if not num_steps or not seconds or not math.isfinite(total_flops) or not 0 < peak < math.inf:
+        return None
+    # If only some steps are logged, their mean is used for all steps.
+    return total_flops / num_steps * max(0, last_step - first_step) / (peak * seconds)

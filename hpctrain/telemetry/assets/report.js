@@ -1,8 +1,9 @@
 "use strict";
 // Draws the charts of a report from the data in the page. Texts are added as text, never as markup.
 (() => {
-  let data, charts = [], repaint = [];
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  let charts = [];
+  const root = document.documentElement;
+  const color = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
   const palette = ["accent", "lost", "validating", "data", "saving", "restarting", "communicating", "soft"];
 
   const number = (value) => {
@@ -11,7 +12,6 @@
     if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(4);
     return String(+value.toPrecision(7));
   };
-  const withUnit = (unit) => unit === "%" ? unit : " " + unit;
   const elapsed = (seconds) => {
     if (seconds == null) return "–";
     const s = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
@@ -24,7 +24,6 @@
   // Distances of marks on an axis of time, in seconds.
   const roundTimes = [1e-3, 0.01, 0.1, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200,
     ...[1, 2, 5, 10, 20, 50, 100, 200, 500].map((days) => 86400 * days)];
-
   // Distances of marks on the axis of values, however large these are.
   const increments = (_plot, _axis, low, high, size, space) => {
     const least = (high - low) * space / size, power = Math.floor(Math.log10(least));
@@ -38,42 +37,36 @@
   };
 
   // Vertical lines with labels, such as at restarts; a label that would cover another is omitted.
-  const marks = (list) => ({
-    hooks: {
-      draw: ({ ctx: context, bbox, valToPos }) => {
-        const ratio = devicePixelRatio, end = bbox.left + bbox.width;
-        context.save();
-        Object.assign(context, { strokeStyle: color("restarting"), fillStyle: color("restarting"), lineWidth: ratio,
-          font: 11 * ratio + "px system-ui, sans-serif", textAlign: "left", textBaseline: "alphabetic" });
-        context.setLineDash([3 * ratio, 3 * ratio]);
-        let free = -Infinity;
-        for (const mark of list) {
-          const x = Math.round(valToPos(mark.x, "x", true)) + 0.5;
-          if (x < bbox.left || x > end + 1) continue;
-          context.beginPath();
-          context.moveTo(x, bbox.top);
-          context.lineTo(x, bbox.top + bbox.height);
-          context.stroke();
-          const width = context.measureText(mark.label).width, gap = 4 * ratio;
-          const left = x + gap + width <= end ? x + gap : x - gap - width;
-          if (left < free) continue;
-          context.fillText(mark.label, left, bbox.top + 10 * ratio);
-          free = left + width + 2 * gap;
-        }
-        context.restore();
-      },
-    },
-  });
+  const drawMarks = (marks) => ({ ctx: context, bbox, valToPos }) => {
+    const ratio = devicePixelRatio, end = bbox.left + bbox.width;
+    context.save();
+    Object.assign(context, { strokeStyle: color("restarting"), fillStyle: color("restarting"), lineWidth: ratio,
+      font: 11 * ratio + "px system-ui, sans-serif" });
+    context.setLineDash([3 * ratio, 3 * ratio]);
+    let free = -Infinity;
+    for (const mark of marks) {
+      const x = Math.round(valToPos(mark.x, "x", true)) + 0.5;
+      if (x < bbox.left || x > end + 1) continue;
+      context.beginPath();
+      context.moveTo(x, bbox.top);
+      context.lineTo(x, bbox.top + bbox.height);
+      context.stroke();
+      const width = context.measureText(mark.label).width + 8 * ratio, left = Math.min(x, end - width);
+      if (left < free) continue;
+      context.fillText(mark.label, left + 4 * ratio, bbox.top + 10 * ratio);
+      free = left + width;
+    }
+    context.restore();
+  };
 
   // Room for the numbers at an axis: as much as they have ever needed, so that the chart stays where it is.
-  const labels = (chart, values) => {
+  const labelRoom = (chart, values) => {
     const longest = Math.max(4, ...(values || []).map((text) => text.length));
     return chart.room = Math.max(chart.room || 0, 20 + 6.5 * longest);
   };
 
   const draw = (chart) => {
     const host = document.getElementById(chart.id);
-    const zoom = chart.plot && chart.zoomed ? { min: chart.plot.scales.x.min, max: chart.plot.scales.x.max } : null;
     if (chart.plot) chart.plot.destroy();
     const many = chart.series.length > 1;
     // 2: a gap of one series goes on where only the others have points.
@@ -81,20 +74,19 @@
     const byTime = chart.axis === "time";
     const notFinite = chart.series.map((series) => new Map(series.not_finite));
     const axis = { stroke: color("soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1, size: 4 },
-      font: "11px system-ui, sans-serif", labelFont: "11px system-ui, sans-serif" };
+      font: "11px system-ui, sans-serif" };
     chart.plot = new uPlot({
       width: host.clientWidth,
       height: chart.height,
       padding: [14, 20, 0, 0],
-      cursor: { drag: { x: true, y: false }, sync: byTime ? undefined : { key: "step", setSeries: false }, points: { size: 6 } },
-      legend: { live: true },
+      cursor: { drag: { x: true, y: false }, sync: byTime ? undefined : { key: "step", setSeries: false } },
       scales: {
-        x: { time: false, range: byTime ? (_, low, high) => [chart.zoomed ? low : 0, high] : undefined },
+        x: { time: false, range: byTime ? (_, low, high) => [chart.zoom ? low : 0, high] : undefined },
         y: { distr: chart.log ? 3 : 1, range: valueRange(chart) },
       },
       axes: [
         { ...axis, size: 30, space: 70, incrs: byTime ? roundTimes : undefined, values: byTime ? (_, values) => values.map(elapsed) : undefined },
-        { ...axis, incrs: increments, size: (_, values) => labels(chart, values), values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
+        { ...axis, incrs: increments, size: (_, values) => labelRoom(chart, values), values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
       ],
       series: [
         { label: byTime ? "time since submission" : "step", value: (_, v) => byTime ? elapsed(v) : number(v) },
@@ -103,66 +95,26 @@
           stroke: color(series.faint ? "lost" : palette[index % palette.length]),
           width: series.faint ? 1 : 1.4,
           dash: series.faint ? [4, 3] : undefined,
-          spanGaps: chart.join === true,
+          spanGaps: many && !chart.series.some((s) => s.faint),
           points: { show: series.x.length < 60, size: 4, fill: color("raised") },
           value: (plot, v, _, at) => v == null && at != null && notFinite[index].get(plot.data[0][at]) || number(v),
         })),
       ],
-      plugins: [marks(chart.marks || [])],
-      hooks: { setSelect: [() => { chart.zoomed = true; }] },
+      hooks: {
+        draw: [drawMarks(chart.marks)],
+        setSelect: [(plot) => setTimeout(() => { chart.zoom = { min: plot.scales.x.min, max: plot.scales.x.max }; })],
+      },
     }, columns, host);
-    host.querySelector(".u-over").addEventListener("dblclick", () => { chart.zoomed = false; });
-    if (zoom) chart.plot.setScale("x", zoom);
-  };
-
-  const heat = (drawn) => {
-    const host = document.getElementById(drawn.id);
-    const { rows, columns, maps } = drawn;
-    const canvas = host.querySelector("canvas"), words = document.getElementById(drawn.id + "-words");
-    const most = Math.max(2, Math.min(16, Math.floor(560 / rows.length)));
-    canvas.width = columns; canvas.height = rows.length;
-    canvas.style.height = rows.length * most + "px";
-    let shown = 0, cells;
-    const paint = () => {
-      const text = atob(maps[shown].cells);
-      cells = Uint8Array.from(text, (c) => c.charCodeAt(0));
-      const rgb = (name) => { const h = color(name).slice(1); return [0, 2, 4].map((i) => parseInt(h.slice(i, i + 2), 16)); };
-      const low = rgb("grid"), high = rgb("accent"), none = rgb("raised");
-      const context = canvas.getContext("2d"), image = context.createImageData(columns, rows.length);
-      for (let i = 0; i < cells.length; i++) {
-        const part = cells[i] / 254, from = cells[i] === 255 ? none : low, to = cells[i] === 255 ? none : high;
-        for (let c = 0; c < 3; c++) image.data[4 * i + c] = from[c] + (to[c] - from[c]) * part;
-        image.data[4 * i + 3] = 255;
-      }
-      context.putImageData(image, 0, 0);
-    };
-    const say = (event) => {
-      const box = canvas.getBoundingClientRect();
-      const column = Math.floor((event.clientX - box.left) / box.width * columns);
-      const row = Math.floor((event.clientY - box.top) / box.height * rows.length);
-      const cell = cells[row * columns + column], map = maps[shown];
-      if (cell === undefined) return;
-      const value = cell === 255 ? "not measured" : number(+(cell / 254 * map.most).toPrecision(3)) + withUnit(map.unit);
-      words.textContent = rows[row] + ", " + elapsed((column + 0.5) / columns * drawn.seconds) + " after submission: " + value;
-    };
-    canvas.addEventListener("mousemove", say);
-    host.querySelectorAll("button").forEach((button, index) => button.addEventListener("click", () => {
-      shown = index;
-      host.querySelectorAll("button").forEach((other, i) => other.setAttribute("aria-pressed", String(i === index)));
-      paint();
-    }));
-    paint();
-    return paint;
+    host.querySelector(".u-over").addEventListener("dblclick", () => { chart.zoom = null; });
+    if (chart.zoom) chart.plot.setScale("x", chart.zoom);
   };
 
   // Draws all that the page has data for; what was zoomed into, and seen on a logarithmic scale, stays so.
   const start = (kept) => {
-    data = JSON.parse(document.getElementById("data").textContent);
-    charts = data.charts;
+    charts = JSON.parse(document.getElementById("data").textContent).charts;
     for (const chart of charts) {
       Object.assign(chart, kept[chart.id]);
       draw(chart);
-      if (chart.zoom) chart.plot.setScale("x", chart.zoom);
       const button = document.getElementById(chart.id + "-log");
       if (!button) continue;
       button.setAttribute("aria-pressed", String(chart.log === true));
@@ -172,63 +124,32 @@
         draw(chart);
       });
     }
-    repaint = data.heats.map(heat);
+    document.querySelectorAll(".log").forEach((log) => { log.scrollTop = log.scrollHeight; });
+    filterRuns();
   };
-  start({});
-  const again = () => { charts.forEach(draw); repaint.forEach((paint) => paint()); };
-  let pending = 0;
-  window.addEventListener("resize", () => {
-    clearTimeout(pending);
-    pending = setTimeout(() => charts.forEach((chart) => {
-      const width = document.getElementById(chart.id).clientWidth;
-      if (width !== chart.plot.width) chart.plot.setSize({ width, height: chart.height });
-    }), 100);
-  });
-  for (const query of ["(prefers-color-scheme: dark)", "print"]) window.matchMedia(query).addEventListener("change", again);
-
-  // With the keyboard: arrows read the values of a chart, and "/" leads to the filter.
-  document.addEventListener("keydown", (event) => {
-    const filter = document.getElementById("filter");
-    if (event.key === "/" && filter && event.target !== filter) {
-      event.preventDefault();
-      filter.focus();
-    }
-    const chart = charts.find((candidate) => candidate.id === event.target.id);
-    const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
-    if (!chart || !move) return;
-    event.preventDefault();
-    const steps = chart.plot.data[0], at = chart.plot.cursor.idx ?? (move < 0 ? steps.length : -1);
-    const next = Math.max(0, Math.min(steps.length - 1, at + move));
-    chart.plot.setCursor({ left: chart.plot.valToPos(steps[next], "x"), top: 0 });
-  });
+  const redraw = () => charts.forEach(draw);
+  window.addEventListener("resize", redraw);
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) window.matchMedia(query).addEventListener("change", redraw);
 
   // The list of all runs: shows the rows that contain all words of the filter, and compares the marked ones.
-  const list = () => {
+  const filterRuns = () => {
     const filter = document.getElementById("filter");
     if (!filter) return;
-    const words = filter.value.toLowerCase().split(/\s+/), rows = [...document.querySelectorAll("#runs tbody tr")];
-    for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-    const shown = rows.filter((row) => !row.hidden).length, marked = document.querySelectorAll("#runs input:checked").length;
-    document.getElementById("shown").textContent = shown === rows.length ? "" : shown + " of " + rows.length + " runs";
-    const button = document.getElementById("compare");
+    const words = filter.value.toLowerCase().split(/\s+/);
+    for (const row of document.querySelectorAll("#runs tbody tr")) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+    const marked = document.querySelectorAll("#runs input:checked").length, button = document.getElementById("compare");
     button.disabled = marked < 2;
     button.textContent = marked < 2 ? "Compare" : "Compare " + marked + " runs";
   };
-  document.addEventListener("input", list);
-  list();
-
-  const scrollLogs = () => document.querySelectorAll(".log").forEach((log) => { log.scrollTop = log.scrollHeight; });
-  document.addEventListener("toggle", scrollLogs, true);
-  scrollLogs();
+  document.addEventListener("input", filterRuns);
+  start({});
 
   // A page of `hpctrain serve` polls for updates. What the user has zoomed, opened, typed and marked is kept.
-  const root = document.documentElement;
   const update = (text) => {
     const next = new DOMParser().parseFromString(text, "text/html"), kept = {};
-    for (const chart of charts) {
-      const { min, max } = chart.plot.scales.x;
-      kept[chart.id] = { log: chart.log, zoomed: chart.zoomed, zoom: chart.zoomed ? { min, max } : null };
-      chart.plot.destroy();
+    for (const { id, log, zoom, plot } of charts) {
+      kept[id] = { log, zoom };
+      plot.destroy();
     }
     const open = new Map([...document.querySelectorAll("details")].map((details) => [details.firstElementChild.textContent, details.open]));
     const inputs = new Map([...document.querySelectorAll("main input[id]")].map((input) => [input.id, input]));
@@ -239,24 +160,20 @@
     for (const details of document.querySelectorAll("details")) details.open = open.get(details.firstElementChild.textContent) ?? details.open;
     for (const input of document.querySelectorAll("main input[id]")) if (inputs.has(input.id)) input.replaceWith(inputs.get(input.id));
     start(kept);
-    list();
-    scrollLogs();
     if (focused.id) document.getElementById(focused.id)?.focus();
     window.scrollTo(0, top);
   };
   let tag = null;
   const poll = async () => {
-    if (!document.hidden) {
-      try {
-        const response = await fetch(location.href, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
-        if (response.status === 200) {
-          tag = response.headers.get("ETag");
-          update(await response.text());
-        }
-        root.dataset.state = response.status < 400 ? "live" : "refused";
-      } catch {
-        root.dataset.state = "away";
+    try {
+      const response = await fetch(location.href, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+      if (response.status === 200) {
+        tag = response.headers.get("ETag");
+        update(await response.text());
       }
+      root.dataset.state = response.status < 400 ? "live" : "refused";
+    } catch {
+      root.dataset.state = "away";
     }
     setTimeout(poll, 1000 * root.dataset.live);
   };

@@ -6,8 +6,7 @@ import hmac
 import secrets
 import socket
 import sys
-import threading
-import time
+from collections import deque
 from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -16,12 +15,10 @@ from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from hpctrain.errors import HpctrainError
-from hpctrain.telemetry.report.html_renderer import page_url
+from hpctrain.telemetry.report.pages import page_url
 
-#: Seconds after which an idle connection is closed.
-_IDLE_S = 30.0
-#: Seconds until an unauthenticated connection is closed, and maximum number; the oldest is closed first.
-_UNAUTHORIZED_TIMEOUT_S, _MAX_UNAUTHORIZED = 10.0, 32
+#: Seconds after which an idle connection is closed, and maximum number of connections.
+_IDLE_S, _MAX_CONNECTIONS = 10.0, 32
 #: Maximum number of compared runs.
 _MAX_COMPARED = 50
 _HEADERS = {
@@ -63,8 +60,7 @@ class PageServer(ThreadingHTTPServer):
             OSError: the port is in use.
         """
         super().__init__((host, port), _Handler)
-        self._unauthorized: dict[Any, float] = {}
-        self._lock = threading.Lock()
+        self._connections: deque[Any] = deque()
         self.pages, self.token = pages, secrets.token_urlsafe(24)
         self.port = self.server_address[1]
         # Other host names are rejected, against DNS rebinding by a foreign page.
@@ -77,41 +73,18 @@ class PageServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.port}/?token={self.token}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection in a thread; the number of unauthenticated connections is limited."""
-        with self._lock:
-            if len(self._unauthorized) >= _MAX_UNAUTHORIZED:
-                _close(self._unauthorized, next(iter(self._unauthorized)))
-            self._unauthorized[request] = time.monotonic()
+        """Handle a connection in a thread. If there are too many, close the oldest one."""
+        self._connections.append(request)
+        if len(self._connections) > _MAX_CONNECTIONS:
+            # Its thread then ends. The connection may already be closed.
+            with suppress(OSError):
+                self._connections.popleft().shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Close connections that have not authenticated in time."""
-        begun_before = time.monotonic() - _UNAUTHORIZED_TIMEOUT_S
-        with self._lock:
-            for connection in [key for key, begun in self._unauthorized.items() if begun < begun_before]:
-                _close(self._unauthorized, connection)
-
-    def authorize(self, connection: Any) -> None:
-        """Stop tracking a connection as unauthenticated after it has sent the token or closed."""
-        with self._lock:
-            self._unauthorized.pop(connection, None)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection and stop tracking it."""
-        self.authorize(request)
-        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of closed connections."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
-
-
-def _close(connections: dict[Any, float], connection: Any) -> None:
-    """Shut down a socket, so that the thread that waits for it closes the connection."""
-    del connections[connection]
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _RequestRefused(Exception):
@@ -192,7 +165,6 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RequestRefused(
                 HTTPStatus.FORBIDDEN, "Access requires a token. Open the URL printed by hpctrain serve."
             )
-        self.server.authorize(self.connection)
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), self.server.token.encode())

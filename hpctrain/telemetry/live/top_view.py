@@ -11,14 +11,13 @@ from rich.cells import cell_len, set_cell_size
 
 from hpctrain.telemetry.accounting.metric_fields import describe_step
 from hpctrain.telemetry.report.attempts import describe_straggler
-from hpctrain.telemetry.report.metric_curves import downsample, record_attempt
+from hpctrain.telemetry.report.metric_curves import as_number, downsample, record_attempt
 from hpctrain.text import (
     format_clock,
     format_count,
     format_duration,
     format_memory,
     format_number,
-    format_ranks,
     format_share,
     is_finite,
     pluralize,
@@ -30,6 +29,8 @@ _SPEED_S, _LOSSES = 60.0, 20_000
 _EVENTS = 50
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NARROWEST = 20
+#: Fields of an event that are shown as they are.
+_SHOWN_FIELDS = ("fault", "signal", "state", "job_state", "class", "cause", "reason", "by", "host")
 
 
 @dataclass
@@ -93,41 +94,43 @@ class TopView:
         """Add records written since the last call."""
         for event in events:
             self._add_event(event)
-            kind = str(event.get("kind"))
-            if kind == "started":
-                self._attempt, self._slowest = record_attempt(event), None
-            if kind == "straggler":
-                self._slowest = describe_straggler(event)
-            if kind in self._counts and (kind != "failure" or event.get("rank") is not None):
-                self._counts[kind] += 1
         for record in metrics:
-            if not is_finite(record.get("step")) or not is_finite(record.get("time")):
-                continue
-            if self._recent and record_attempt(self._recent[-1]) != record_attempt(record):
-                self._recent.clear()
-            self._recent.append(record)
-            while record["time"] - self._recent[0]["time"] > _SPEED_S:
-                self._recent.popleft()
-            if is_finite(last := record.get("last_step")):
-                self._last_step = int(last)
-            if is_finite(loss := record.get("loss")):
-                while self._losses and next(reversed(self._losses)) >= record["step"]:
-                    self._losses.popitem()  # of a lost step, which is trained again
-                self._losses[int(record["step"])] = float(loss)
-                if len(self._losses) > _LOSSES:
-                    self._losses.popitem(last=False)
-                self._no_number_since = None
-            elif type(loss) is float and self._no_number_since is None:
-                self._no_number_since = int(record["step"])
+            if is_finite(record.get("step")) and is_finite(record.get("time")):
+                self._add_metrics(record)
 
     def _add_event(self, event: dict[str, Any]) -> None:
         """Store an event; for consecutive checkpoints, only the newest and the number."""
-        last = self._events[-1] if self._events else {}
-        if event.get("kind") == "checkpoint" == last.get("kind"):
-            more = event.get("step") is None or event.get("step") != last.get("step")
-            self._events[-1] = {**event, "count": last.get("count", 1) + more}
+        kind = str(event.get("kind"))
+        previous = self._events[-1] if self._events else {}
+        if kind == "checkpoint" == previous.get("kind"):
+            is_new = event.get("step") is None or event.get("step") != previous.get("step")
+            self._events[-1] = {**event, "count": previous.get("count", 1) + is_new}
         else:
             self._events.append(event)
+        if kind == "started":
+            self._attempt, self._slowest = record_attempt(event), None
+        if kind == "straggler":
+            self._slowest = describe_straggler(event)
+        if kind in self._counts and (kind != "failure" or event.get("rank") is not None):
+            self._counts[kind] += 1
+
+    def _add_metrics(self, record: Mapping[str, Any]) -> None:
+        if self._recent and record_attempt(self._recent[-1]) != record_attempt(record):
+            self._recent.clear()
+        self._recent.append(record)
+        while record["time"] - self._recent[0]["time"] > _SPEED_S:
+            self._recent.popleft()
+        if is_finite(last_step := record.get("last_step")):
+            self._last_step = int(last_step)
+        if is_finite(loss := record.get("loss")):
+            while self._losses and next(reversed(self._losses)) >= record["step"]:
+                self._losses.popitem()  # of a lost step, which is trained again
+            self._losses[int(record["step"])] = float(loss)
+            if len(self._losses) > _LOSSES:
+                self._losses.popitem(last=False)
+            self._no_number_since = None
+        elif type(loss) is float and self._no_number_since is None:
+            self._no_number_since = int(record["step"])
 
     def snapshot(
         self,
@@ -140,14 +143,15 @@ class TopView:
         log: Iterable[str] = (),
     ) -> TopSnapshot:
         """Return the current state of the run. `lines` are the last telemetry lines of the nodes."""
-        last = self._recent[-1] if self._recent else {}
-        step = int(last["step"]) if last else None
-        speed = left = None
-        if last and state == "RUNNING":
-            seconds, steps = last["time"] - self._recent[0]["time"], last["step"] - self._recent[0]["step"]
-            speed = float(steps / seconds) if seconds > 0 and steps > 0 else None
+        step = speed = left_s = None
+        if self._recent:
+            first, last = self._recent[0], self._recent[-1]
+            step = int(last["step"])
+            seconds, steps = last["time"] - first["time"], last["step"] - first["step"]
+            if state == "RUNNING" and seconds > 0 and steps > 0:
+                speed = float(steps / seconds)
         if speed and step is not None and self._last_step is not None:
-            left = max(0, self._last_step - step) / speed
+            left_s = max(0, self._last_step - step) / speed
         return TopSnapshot(
             run_id=run_id,
             state=state,
@@ -161,19 +165,31 @@ class TopView:
             loss=next(iter(reversed(self._losses.values())), None),
             no_number_since=self._no_number_since,
             steps_per_s=speed,
-            left_s=left,
+            left_s=left_s,
             waiting_for_data=self._waiting_for_data(),
             slowest=self._slowest,
             losses=list(self._losses.values()),
-            gpus=[_gpus(line) for line in lines if isinstance(line.get("gpu_util"), list)],
+            gpus=[
+                GpuSnapshot(
+                    str(line.get("host") or "?"), _numbers(line["gpu_util"]), _numbers(line.get("gpu_memory"))
+                )
+                for line in lines
+                if isinstance(line.get("gpu_util"), list)
+            ],
             events=list(self._events)[::-1],
             log=list(log),
         )
 
     def _waiting_for_data(self) -> float | None:
-        spent = [each for record in self._recent if isinstance(each := record.get("spent"), Mapping)]
-        total = sum(each["all"] for each in spent if is_finite(each.get("all")))
-        return sum(each["data"] for each in spent if is_finite(each.get("data"))) / total if total else None
+        spent = [parts for record in self._recent if isinstance(parts := record.get("spent"), Mapping)]
+        total = sum(parts["all"] for parts in spent if is_finite(parts.get("all")))
+        return (
+            sum(parts["data"] for parts in spent if is_finite(parts.get("data"))) / total if total else None
+        )
+
+
+def _numbers(values: object) -> list[float | None]:
+    return list(map(as_number, values)) if isinstance(values, list) else []
 
 
 def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[str, str]]:
@@ -186,11 +202,12 @@ def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[st
     if snapshot.words:
         lines.append(("soft", snapshot.words))
     lines += [("", line) for line in _progress(snapshot, width)]
-    lines += [("", line) for line in _gpu_lines(snapshot.gpus, width, most=max(4, height // 2))]
+    lines += [("", line) for line in _gpu_lines(snapshot.gpus, width, max(4, height // 2))]
     log = snapshot.log[-max(0, (height - len(lines)) // 3) :]
     room = max(3, height - len(lines) - len(log) - 3)
     events = [
-        ("bad" if event.get("kind") == "failure" else "", _event(event)) for event in snapshot.events[:room]
+        ("bad" if event.get("kind") == "failure" else "", _describe_event(event))
+        for event in snapshot.events[:room]
     ]
     lines += [("soft", "events"), *events] if events else [("soft", "no events yet")]
     lines += [("soft", "log"), *(("", line) for line in log)] if log else []
@@ -205,20 +222,21 @@ def _title(snapshot: TopSnapshot) -> str:
 
 
 def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:
-    step, last = snapshot.step, snapshot.last_step
+    step, last_step = snapshot.step, snapshot.last_step
     if step is None:
         yield f"step   {describe_step(None, snapshot.attempt is None or snapshot.reports_steps)}"
         return
-    words = format_count(step) if last is None else f"{format_count(step)} of {format_count(last)}"
+    count = format_count(step) if last_step is None else f"{format_count(step)} of {format_count(last_step)}"
     left = "" if snapshot.left_s is None else f"  {format_duration(snapshot.left_s)} left"
-    room = width - len(f"step   {words}  {left}")
-    yield f"step   {words}" + (f"  {_bar(step / last, min(room, 40))}" if last and room >= 8 else "") + left
-    value = format_number(snapshot.loss)
+    bar, room = "", min(40, width - len(f"step   {count}  {left}"))
+    if last_step and room >= 8:
+        num_full = round(max(0.0, min(1.0, step / last_step)) * room)
+        bar = f"  {'█' * num_full}{'░' * (room - num_full)}"
+    yield f"step   {count}{bar}{left}"
+    loss = format_number(snapshot.loss)
     if snapshot.no_number_since is not None:
-        value = (
-            f"NaN or infinite since step {format_count(snapshot.no_number_since)}; last finite loss {value}"
-        )
-    yield f"loss   {value}  {sparkline(snapshot.losses, min(60, width - len(value) - 9))}"
+        loss = f"NaN or infinite since step {format_count(snapshot.no_number_since)}; last finite loss {loss}"
+    yield f"loss   {loss}  {sparkline(snapshot.losses, min(60, width - len(loss) - 9))}"
     if snapshot.steps_per_s is not None:
         yield f"speed  {format_number(snapshot.steps_per_s)} steps/s"
     if snapshot.waiting_for_data is not None:
@@ -227,90 +245,57 @@ def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:
         yield f"slow   {snapshot.slowest}"
 
 
-def _gpu_lines(nodes: Sequence[GpuSnapshot], width: int, most: int) -> Iterator[str]:
+def _gpu_lines(nodes: Sequence[GpuSnapshot], width: int, limit: int) -> Iterator[str]:
     """Yield one line per node: a block for each GPU, and the mean."""
-    hosts = [node.host for node in nodes]
-    short = [host.partition(".")[0] for host in hosts]
-    names = short if len(set(short)) == len(set(hosts)) else hosts
-    widest = min(16, max(map(cell_len, names), default=0))
-    for node, name in zip(nodes[:most], names, strict=False):
-        known = [value for value in node.util if value is not None]
+    name_width = min(16, max((cell_len(node.host) for node in nodes), default=0))
+    for node in nodes[:limit]:
+        values = [value for value in node.util if value is not None]
         blocks = "".join(" " if value is None else _block(value / 100) for value in node.util)
-        mean = f"{sum(known) / len(known):3.0f}%" if known else "  –%"
+        mean = f"{sum(values) / len(values):3.0f}%" if values else "  –%"
         memory = [value for value in node.memory_bytes if value is not None]
         used = f"  {format_memory(sum(memory))}" if memory else ""
-        line = f"gpus   {set_cell_size(name, widest)}  {blocks}  {mean}{used}"
-        yield line if cell_len(line) <= width else f"{set_cell_size(name, width - 7)} {mean}"
-    if len(nodes) > most:
-        yield f"gpus   {pluralize(len(nodes) - most, 'more node')}"
+        line = f"gpus   {set_cell_size(node.host, name_width)}  {blocks}  {mean}{used}"
+        yield line if cell_len(line) <= width else f"{set_cell_size(node.host, width - 7)} {mean}"
+    if len(nodes) > limit:
+        yield f"gpus   {pluralize(len(nodes) - limit, 'more node')}"
 
 
-def _gpus(line: Mapping[str, Any]) -> GpuSnapshot:
-    util, memory = (
-        [float(value) if is_finite(value) else None for value in values] if isinstance(values, list) else []
-        for values in (line.get("gpu_util"), line.get("gpu_memory"))
-    )
-    return GpuSnapshot(str(line.get("host") or "?"), util, memory)
-
-
-def _event(event: Mapping[str, Any]) -> str:
-    time = event.get("time")
+def _describe_event(event: Mapping[str, Any]) -> str:
+    time, kind = event.get("time"), event.get("kind")
     when = format_clock(float(time)) if is_finite(time) and 0 <= time < 1e11 else "?"
-    return f"{when}  {event.get('kind')}  {', '.join(_details(event))}".rstrip()
-
-
-def _details(event: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the details of an event, the most important first."""
-    kind = event.get("kind")
     if kind == "straggler":
-        yield describe_straggler(event)
-        return
-    if kind == "seen":
-        yield f"Slurm: job {event.get('job_id')} {event.get('job_state')}"
-        return
-    if kind == "chaos":
-        ranks, host = event.get("ranks"), event.get("host")
-        yield str(event.get("fault"))
-        if isinstance(ranks, list) and (ranks := [rank for rank in ranks if isinstance(rank, int)]):
-            yield f"{format_ranks(ranks)} on {host}" if host else format_ranks(ranks)
-        return
+        return f"{when}  straggler  {describe_straggler(event)}"
+    details = []
+    if event.get("job_id"):
+        details.append(f"job {event['job_id']}")
     if is_finite(event.get("step")):
-        yield f"step {event['step']}"
-    if is_finite(number := event.get("count")) and number > 1:
-        yield f"latest of {number}"
-    if kind == "signal":
-        yield "saved" if event.get("saved") is True else "no new checkpoint saved"
-    if kind == "requeue":
-        yield str(event.get("class") or "interrupted")
-        if is_finite(seconds := event.get("seconds")):
-            yield f"after {format_duration(max(0.0, seconds))}"
+        details.append(f"step {event['step']}")
+    if is_finite(count := event.get("count")) and count > 1:
+        details.append(f"latest of {count}")
     if is_finite(nodes := event.get("nodes")):
-        before = event.get("nodes_before")
-        yield f"from {before} to {nodes} nodes" if is_finite(before) else pluralize(int(nodes), "node")
-    if isinstance(hosts := event.get("hosts"), list) and event.get("kind") == "excluded":
-        yield ", ".join(map(str, hosts))
-    for name in ("fault", "signal", "state", "cause", "reason", "by", "job_id"):
-        if event.get(name) and event[name] != kind:
-            yield f"job {event[name]}" if name == "job_id" else str(event[name])
-
-
-def _bar(part: float, width: int) -> str:
-    full = round(max(0.0, min(1.0, part)) * width)
-    return "█" * full + "░" * (width - full)
+        details.append(pluralize(int(nodes), "node"))
+    if kind == "signal":
+        details.append("saved" if event.get("saved") is True else "no new checkpoint saved")
+    if isinstance(ranks := event.get("ranks"), list) and ranks:
+        details.append(f"ranks {', '.join(map(str, ranks))}")
+    if kind == "excluded" and isinstance(hosts := event.get("hosts"), list):
+        details += map(str, hosts)
+    details += [str(event[name]) for name in _SHOWN_FIELDS if event.get(name) not in (None, "", kind)]
+    return f"{when}  {kind}  {', '.join(details)}".rstrip()
 
 
 def sparkline(values: Sequence[float], width: int, scale: tuple[float, float] | None = None) -> str:
     """Return a sparkline of the values, scaled to `scale`, or else to their range."""
-    kept = downsample([(float(place), value) for place, value in enumerate(values)], max(width, 8))
-    heights = [value for _, value in kept if value is not None][-max(width, 0) :] if width > 0 else []
+    points = downsample([(float(index), value) for index, value in enumerate(values)], max(width, 8))
+    heights = [value for _, value in points if value is not None][-max(width, 0) :] if width > 0 else []
     if not heights:
         return ""
     low, high = scale or (min(heights), max(heights))
     return "".join(_block((value - low) / (high - low) if high > low else 0.5) for value in heights)
 
 
-def _block(part: float) -> str:
-    return _BLOCKS[max(0, min(7, int(part * 8)))]
+def _block(share: float) -> str:
+    return _BLOCKS[max(0, min(7, int(share * 8)))]
 
 
 def cut_line(line: str, width: int) -> str:

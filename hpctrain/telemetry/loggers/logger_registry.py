@@ -12,16 +12,17 @@ from typing import Any
 from hpctrain.class_registry import Registry
 from hpctrain.errors import UserError
 from hpctrain.telemetry.loggers.logger import Logger
+from hpctrain.telemetry.loggers.trackers import NEPTUNE_NOTE
 
 LOGGERS: Registry[Logger] = Registry(
     setting="loggers",
     kind=Logger,  # type: ignore[type-abstract]
     ours={
-        "csv": "csv_file:Csv",
-        "tensorboard": "tensorboard:TensorBoard",
-        "wandb": "wandb:Wandb",
-        "mlflow": "mlflow:MLflow",
-        "neptune": "neptune:Neptune",
+        "csv": "trackers:Csv",
+        "tensorboard": "trackers:TensorBoard",
+        "wandb": "trackers:Wandb",
+        "mlflow": "trackers:MLflow",
+        "neptune": "trackers:Neptune",
     },
 )
 #: Package that a logger requires, by the name of the logger.
@@ -37,8 +38,8 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
     Raises:
         UserError: a name is unknown, a package is not installed, or two loggers have the same name.
     """
-    given = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    loggers = [LOGGERS.find(one)() if isinstance(one, str) else _checked(one) for one in given]
+    choices = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    loggers = [LOGGERS.find(choice)() if isinstance(choice, str) else _checked(choice) for choice in choices]
     for name, count in Counter(logger.name for logger in loggers).items():
         if count > 1:
             raise UserError(
@@ -46,14 +47,10 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
             )
     for kind, module in _MODULES.items():
         if any(isinstance(logger, LOGGERS.find(kind)) for logger in loggers) and find_spec(module) is None:
-            only_offline = (
-                " Neptune's hosted service has shut down; this logger works only with NEPTUNE_MODE=offline."
-                if kind == "neptune"
-                else ""
-            )
             raise UserError(
                 f"The logger {kind!r} requires the module {module!r}, which is not installed. Run "
-                f"`pip install {_PACKAGES.get(kind, kind)}`.{only_offline}"
+                f"`pip install {_PACKAGES.get(kind, kind)}`."
+                + (f" {NEPTUNE_NOTE}" if kind == "neptune" else "")
             )
     return loggers
 

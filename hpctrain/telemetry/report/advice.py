@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.telemetry.accounting.time_breakdown import STEP_CATEGORIES
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.report.artifacts import count_saves
 from hpctrain.telemetry.report.attempts import describe_straggler
 from hpctrain.telemetry.report.device_metrics import NodeSeries
 from hpctrain.telemetry.report.run_data import RunData
-from hpctrain.text import format_duration, format_share, format_size, is_finite, pluralize
+from hpctrain.text import format_duration, format_share, is_finite, pluralize
 
 #: Minimum fractions of the time for a recommendation.
-_MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED, _MUCH_COMMUNICATING = 0.1, 0.05, 0.1, 0.2, 0.2
+_MUCH_WAITING, _MUCH_SAVING, _MUCH_LOST, _MUCH_THROTTLED = 0.1, 0.05, 0.1, 0.2
 #: Shorter runs provide too little evidence.
 _MIN_STEPS, _MIN_S = 20, 10.0
-#: Number of gradient buckets above which their size matters; size below which latency, not bandwidth, limits
-#: the speed; recommended size, which is torch's default.
-_MANY_BUCKETS, _SMALL_BUCKET_BYTES, _GOOD_BUCKET_MB = 8, 10 << 20, 25
 #: Ratio of the other nodes' median clock to a node's clock above which the node is slow.
 _SLOW_CLOCK_RATIO = 1.1
-#: Limits for high CPU utilization in per cent, and for low use of GPU memory.
-_BUSY_PERCENT, _ROOMY = 90.0, 0.5
-#: More workers per rank rarely help.
-_MAX_WORKERS = 16
-#: Time spent on steps that were not repeated.
-_STEP_CATEGORIES = (TimeCategory.TRAINING, TimeCategory.DATA, TimeCategory.COMMUNICATING)
+#: CPU utilization that is high, in per cent, and number of workers per rank above which more rarely help.
+_BUSY_PERCENT, _MAX_WORKERS = 90.0, 16
 
 
 @dataclass(frozen=True)
@@ -43,12 +37,20 @@ def advise(run_data: RunData) -> list[Advice]:
     """Return all recommendations with evidence, most important first."""
     checks = [_no_number, _faults, _slow_nodes, _no_checkpoint]
     if len(run_data.curves.effective) >= _MIN_STEPS and _steps_us(run_data) > _MIN_S * 1e6:
-        checks += [_data, _buckets, _saving, _lost_work, _memory]
-    return [advice for check in checks for advice in check(run_data)]
+        checks += [_data, _saving, _lost_work]
+    return [
+        Advice(what, f"{(text := '; '.join(evidence))[:1].upper()}{text[1:]}.")
+        for check in checks
+        for what, evidence in check(run_data)
+    ]
+
+
+#: Recommendations, each with its evidence as phrases.
+_Findings = Iterator[tuple[str, Sequence[str]]]
 
 
 def _steps_us(run_data: RunData) -> int:
-    return sum(run_data.breakdown.totals_us[category] for category in _STEP_CATEGORIES)
+    return sum(run_data.breakdown.totals_us[category] for category in STEP_CATEGORIES)
 
 
 def _uses_trainer(run_data: RunData) -> bool:
@@ -66,7 +68,7 @@ def _setting(run_data: RunData, name: str) -> Any:
     return settings.get(name) if isinstance(settings, dict) else None
 
 
-def _no_number(run_data: RunData) -> Iterator[Advice]:
+def _no_number(run_data: RunData) -> _Findings:
     """Detect a NaN or infinite loss, which makes all later steps useless."""
     if (since := run_data.curves.no_number_since("loss")) is None:
         return
@@ -75,18 +77,18 @@ def _no_number(run_data: RunData) -> Iterator[Advice]:
         change += ", or clip gradients"
     elif _setting(run_data, "gradient_clip_norm") is _setting(run_data, "gradient_clip_value") is None:
         change += ", or clip gradients with Trainer(gradient_clip_norm=1.0)"
-    kept = [checkpoint.step for checkpoint in run_data.checkpoints if checkpoint.kept]
-    if steps := [step for step in kept if step is not None and step < since]:
+    kept_steps = [checkpoint.step for checkpoint in run_data.checkpoints if checkpoint.kept]
+    if steps := [step for step in kept_steps if step is not None and step < since]:
         change += f", then resume from the checkpoint of step {max(steps)}"
     count = pluralize(sum(step >= since for step in run_data.curves.effective), "step")
-    yield Advice(f"{change}.", f"The loss is NaN or infinite in {count}, starting at step {since}.")
+    yield f"{change}.", [f"the loss is NaN or infinite in {count}, starting at step {since}"]
 
 
-def _data(run_data: RunData) -> Iterator[Advice]:
-    part = run_data.breakdown.totals_us[TimeCategory.DATA] / _steps_us(run_data)
-    if TimeCategory.DATA not in run_data.breakdown.measured or part < _MUCH_WAITING:
+def _data(run_data: RunData) -> _Findings:
+    share = run_data.breakdown.totals_us[TimeCategory.DATA] / _steps_us(run_data)
+    if share < _MUCH_WAITING:
         return
-    evidence = [f"the ranks spent {format_share(part)} of their step time waiting for data"]
+    evidence = [f"the ranks spent {format_share(share)} of their step time waiting for data"]
     if (util := run_data.devices.mean("gpu_util")) is not None:
         evidence.append(f"the GPUs were idle {100 - util:.0f}% of the time")
     if (cpu := run_data.devices.mean("cpu")) is not None:
@@ -105,31 +107,10 @@ def _data(run_data: RunData) -> Iterator[Advice]:
         evidence.append(f"each rank has only {pluralize(cpus, 'CPU')}")
     if _is_local(run_data) and change.startswith("Request"):
         change = "Do less work per sample."
-    yield Advice(change, _sentence(evidence))
+    yield change, evidence
 
 
-def _buckets(run_data: RunData) -> Iterator[Advice]:
-    """Detect gradients sent in many small buckets while ranks wait for communication."""
-    part = run_data.breakdown.totals_us[TimeCategory.COMMUNICATING] / _steps_us(run_data)
-    if TimeCategory.COMMUNICATING not in run_data.breakdown.measured or part < _MUCH_COMMUNICATING:
-        return
-    sizes = (run_data.environment.get(name) for name in ("gradient_buckets", "gradient_bytes"))
-    count, num_bytes = (int(value) if is_finite(value) else 0 for value in sizes)
-    if count < _MANY_BUCKETS or num_bytes / count > _SMALL_BUCKET_BYTES:
-        return
-    setting, mean = _setting(run_data, "bucket_cap_mb"), format_size(num_bytes / count)
-    instead = f" instead of {setting:g}" if is_finite(setting) else ""
-    evidence = [
-        f"the ranks spent {format_share(part)} of their step time waiting for each other",
-        f"{format_size(num_bytes)} of gradients were sent in {count} buckets of {mean}",
-    ]
-    yield Advice(
-        f"Send gradients in larger buckets: Trainer(bucket_cap_mb={_GOOD_BUCKET_MB}){instead}.",
-        _sentence(evidence),
-    )
-
-
-def _faults(run_data: RunData) -> Iterator[Advice]:
+def _faults(run_data: RunData) -> _Findings:
     """Detect GPUs that have failed or are likely to fail."""
     for node in run_data.devices.nodes:
         evidence = []
@@ -141,10 +122,10 @@ def _faults(run_data: RunData) -> Iterator[Advice]:
             change = f"Ask the administrator to check the GPUs of {node.host}"
             if not _is_local(run_data):
                 change += f", and exclude the node until then: --exclude {node.host}"
-            yield Advice(f"{change}.", _sentence(evidence))
+            yield f"{change}.", evidence
 
 
-def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
+def _slow_nodes(run_data: RunData) -> _Findings:
     """Detect nodes that slow down every step of all other nodes."""
     # A single slow interval may be accidental; the supervisor marks lasting stragglers.
     stragglers = {
@@ -156,18 +137,18 @@ def _slow_nodes(run_data: RunData) -> Iterator[Advice]:
     for node in run_data.devices.nodes:
         evidence = [stragglers.pop(node.host)] if node.host in stragglers else []
         other_clocks = [clock for host, clock in clocks.items() if host != node.host]
-        others = statistics.median(other_clocks) if other_clocks else 0.0
-        if node.clock_mhz and others / node.clock_mhz >= _SLOW_CLOCK_RATIO:
+        typical = statistics.median(other_clocks) if other_clocks else 0.0
+        if node.clock_mhz and typical / node.clock_mhz >= _SLOW_CLOCK_RATIO:
             evidence.append(
-                f"its GPUs ran at {node.clock_mhz:.0f} MHz, but those of other nodes at {others:.0f} MHz "
-                f"({others / node.clock_mhz:.1f} times as fast)"
+                f"its GPUs ran at {node.clock_mhz:.0f} MHz, but those of other nodes at {typical:.0f} MHz "
+                f"({typical / node.clock_mhz:.1f} times as fast)"
             )
         if evidence:
-            yield Advice(_exclude(run_data, node.host), _sentence([*evidence, *_throttled(node)]))
+            yield _exclude(run_data, node.host), [*evidence, *_throttled(node)]
         elif reasons := _throttled(node):
-            yield Advice(f"Check the cooling and power supply of {node.host}.", _sentence(reasons))
+            yield f"Check the cooling and power supply of {node.host}.", reasons
     for host, straggler in stragglers.items():
-        yield Advice(_exclude(run_data, host), _sentence([straggler]))
+        yield _exclude(run_data, host), [straggler]
 
 
 def _exclude(run_data: RunData, host: str) -> str:
@@ -180,18 +161,18 @@ def _exclude(run_data: RunData, host: str) -> str:
 def _throttled(node: NodeSeries) -> list[str]:
     """Return the reasons for significant throttling; reaching the power cap is normal."""
     reasons = [
-        f"{reason} ({format_share(part)} of the time)"
-        for reason, part in node.throttled.items()
-        if part >= _MUCH_THROTTLED and reason not in ("power cap", "clock setting", "sync boost")
+        f"{reason} ({format_share(share)} of the time)"
+        for reason, share in node.throttled.items()
+        if share >= _MUCH_THROTTLED and reason not in ("power cap", "clock setting", "sync boost")
     ]
     return [f"its GPU clocks were lowered: {', '.join(reasons)}"] if reasons else []
 
 
-def _saving(run_data: RunData) -> Iterator[Advice]:
+def _saving(run_data: RunData) -> _Findings:
     saving_us = run_data.breakdown.totals_us[TimeCategory.SAVING]
-    part = saving_us / (saving_us + _steps_us(run_data))
+    share = saving_us / (saving_us + _steps_us(run_data))
     num_saves = count_saves(run_data.checkpoints)
-    if part < _MUCH_SAVING or num_saves < 3:
+    if share < _MUCH_SAVING or num_saves < 3:
         return
     if not _uses_trainer(run_data):
         change = "Save less often, or in the background: with hpctrain.Checkpointer, call async_save()."
@@ -203,54 +184,33 @@ def _saving(run_data: RunData) -> Iterator[Advice]:
         change = "Save to a fast local folder first: Trainer(local_checkpoints='auto')."
     else:
         change = "Save less often: set Trainer(checkpoint_every='auto') for an optimal interval."
-    evidence = f"{pluralize(num_saves, 'save')} paused training for {format_duration(saving_us / 1e6)}"
-    yield Advice(change, _sentence([evidence, f"that is {format_share(part)} of the training time"]))
+    saves = f"{pluralize(num_saves, 'save')} paused training for {format_duration(saving_us / 1e6)}"
+    yield change, [saves, f"that is {format_share(share)} of the training time"]
 
 
-def _no_checkpoint(run_data: RunData) -> Iterator[Advice]:
+def _no_checkpoint(run_data: RunData) -> _Findings:
     """Detect a script that saves nothing. The Trainer saves by itself."""
     restarts = sum(event.get("starts_over") is True for event in run_data.events)
-    if not restarts or _uses_trainer(run_data) or run_data.checkpoints:
-        return
-    yield Advice(
-        "Save checkpoints in $HPCTRAIN_RUN_DIR/checkpoints, and load the newest one at the start.",
-        "This script saved no checkpoint there, so every restart starts over, unless it loads a checkpoint "
-        f"from elsewhere ({pluralize(restarts, 'restart')} so far).",
-    )
-
-
-def _lost_work(run_data: RunData) -> Iterator[Advice]:
-    lost_us = run_data.breakdown.totals_us[TimeCategory.LOST]
-    part = lost_us / (lost_us + _steps_us(run_data))
-    every = _setting(run_data, "checkpoint_every")
-    if part < _MUCH_LOST or every == "auto" or (not run_data.checkpoints and not _uses_trainer(run_data)):
-        return
-    steps = [attempt for attempt in run_data.interruptions if attempt.lost_us]
-    evidence = [f"{format_share(part)} of the work was lost in {pluralize(len(steps), 'interruption')}"]
-    if is_finite(every):
-        evidence.append(f"checkpoints were saved every {every:g} steps")
-    change = "Save more often: set Trainer(checkpoint_every='auto') for an optimal interval."
-    yield Advice(change if _uses_trainer(run_data) else "Save checkpoints more often.", _sentence(evidence))
-
-
-def _memory(run_data: RunData) -> Iterator[Advice]:
-    """Detect unused memory for larger micro-batches of a fixed size."""
-    known = [
-        (node.highest_gpu_memory, node.gpu_memory_bytes)
-        for node in run_data.devices.nodes
-        if node.highest_gpu_memory and node.gpu_memory_bytes
-    ]
-    micro_batch = _setting(run_data, "micro_batch_size")
-    if not known or not isinstance(micro_batch, int):
-        return
-    used, there = max(known, key=lambda pair: pair[0] / pair[1])
-    if used / there < _ROOMY:
-        yield Advice(
-            f"Use larger micro-batches: Trainer(micro_batch_size='auto') instead of {micro_batch}.",
-            _sentence([f"no GPU used more than {format_size(used)} of its {format_size(there)} of memory"]),
+    if restarts and not _uses_trainer(run_data) and not run_data.checkpoints:
+        count = pluralize(restarts, "restart")
+        consequence = (
+            f"every restart starts over, unless it loads a checkpoint from elsewhere ({count} so far)"
+        )
+        yield (
+            "Save checkpoints in $HPCTRAIN_RUN_DIR/checkpoints, and load the newest one at the start.",
+            [f"this script saved no checkpoint there, so {consequence}"],
         )
 
 
-def _sentence(parts: list[str]) -> str:
-    text = "; ".join(parts)
-    return f"{text[:1].upper()}{text[1:]}."
+def _lost_work(run_data: RunData) -> _Findings:
+    lost_us = run_data.breakdown.totals_us[TimeCategory.LOST]
+    share = lost_us / (lost_us + _steps_us(run_data))
+    every = _setting(run_data, "checkpoint_every")
+    if share < _MUCH_LOST or every == "auto" or not (run_data.checkpoints or _uses_trainer(run_data)):
+        return
+    num_lossy = sum(bool(attempt.lost_us) for attempt in run_data.interruptions)
+    evidence = [f"{format_share(share)} of the work was lost in {pluralize(num_lossy, 'interruption')}"]
+    if is_finite(every):
+        evidence.append(f"checkpoints were saved every {every:g} steps")
+    change = "Save more often: set Trainer(checkpoint_every='auto') for an optimal interval."
+    yield change if _uses_trainer(run_data) else "Save checkpoints more often.", evidence

@@ -16,6 +16,9 @@ from hpctrain.text import format_duration, is_finite
 VANISHED_CAUSE = "the job was killed; cause unknown"
 CANCELLED = "cancelled; the job ended before its supervisor recorded the cancellation"
 
+_BETWEEN_ATTEMPTS = {TimeCategory.QUEUED, TimeCategory.RESTARTING, TimeCategory.IDLE}
+_BEFORE_TRAINING = {TimeCategory.STARTING, TimeCategory.LOADING}
+
 
 @dataclass
 class Attempt:
@@ -67,9 +70,13 @@ def read_attempts(
         if kind == "submitted":
             job_id = event.get("job_id")
         # Slurm's final state of an earlier job may be recorded late.
-        late = kind == "seen" and event.get("job_id") != job_id
-        if (time_us := microseconds(event.get("time"))) is not None and not late:
-            _add_event(attempts, event, kind, time_us / 1e6)
+        is_late = kind == "seen" and event.get("job_id") != job_id
+        if (time_us := microseconds(event.get("time"))) is None or is_late:
+            continue
+        if kind == "started":
+            attempts.append(_start_attempt(attempts, event, time_us / 1e6))
+        elif attempts:
+            _add_event(attempts[-1], event, kind, time_us / 1e6)
     for number in sorted(set(steps) - {attempt.number for attempt in attempts}):
         starts = [span.start_us for span in breakdown.spans if span.attempt == number]
         attempts.append(Attempt(number, min(starts, default=0) / 1e6))
@@ -79,69 +86,65 @@ def read_attempts(
     return attempts
 
 
-def _add_event(attempts: list[Attempt], event: Mapping[str, Any], kind: str, time: float) -> None:
-    last = attempts[-1] if attempts else None
-    if kind == "started":
-        if last is not None and last.end is None:
-            last.end, last.cause = "vanished", VANISHED_CAUSE
-        if last is not None and last.followed_by is None:
-            last.followed_by = "requeue"
-        number, hosts = _whole(event.get("attempt")), event.get("hosts")
-        attempts.append(
-            Attempt(
-                len(attempts) if number is None else number,
-                time,
-                hosts=[str(host) for host in hosts] if isinstance(hosts, list) else [],
-                nodes=_whole(event.get("nodes")),
-                world_size=_whole(event.get("world_size")),
-            )
-        )
-    elif last is None:
-        return
-    elif kind == "staged":
-        last.staged = describe_staging(event)
+def _start_attempt(attempts: Sequence[Attempt], event: Mapping[str, Any], time: float) -> Attempt:
+    if attempts and attempts[-1].end is None:
+        attempts[-1].end, attempts[-1].cause = "vanished", VANISHED_CAUSE
+    if attempts:
+        attempts[-1].followed_by = attempts[-1].followed_by or "requeue"
+    number, hosts = _integer(event.get("attempt")), event.get("hosts")
+    return Attempt(
+        len(attempts) if number is None else number,
+        time,
+        hosts=[str(host) for host in hosts] if isinstance(hosts, list) else [],
+        nodes=_integer(event.get("nodes")),
+        world_size=_integer(event.get("world_size")),
+    )
+
+
+def _add_event(attempt: Attempt, event: Mapping[str, Any], kind: str, time: float) -> None:
+    reason = f" ({attempt.stopped_for})" if attempt.stopped_for else ""
+    if kind == "staged":
+        attempt.staged = describe_staging(event)
     elif kind == "startup":
-        last.startup = StartupDurations.from_event(event)
+        attempt.startup = StartupDurations.from_event(event)
     elif kind == "resumed":
-        last.resumed_step = _whole(event.get("step"))
+        attempt.resumed_step = _integer(event.get("step"))
     elif kind == "failure" and event.get("rank") is not None:
-        cause = str(event.get("cause") or "cause not recorded")
-        last.ended, last.end, last.cause = time, "failure", f"{cause}{_parenthesize(last.stopped_for)}"
-        last.rank, last.host = _whole(event.get("rank")), _text(event.get("host"))
-        last.log = _text(event.get("log"))
+        attempt.ended, attempt.end = time, "failure"
+        attempt.cause = f"{event.get('cause') or 'cause not recorded'}{reason}"
+        attempt.rank, attempt.host = _integer(event.get("rank")), _text(event.get("host"))
+        attempt.log = _text(event.get("log"))
     elif kind == "grow":
-        last.stopped_for = f"requeued to continue on {event.get('nodes')} nodes"
+        attempt.stopped_for = f"requeued to continue on {event.get('nodes')} nodes"
     elif kind == "chaos":
-        last.stopped_for = f"fault injected by hpctrain chaos: {event.get('fault')}"
+        attempt.stopped_for = f"fault injected by hpctrain chaos: {event.get('fault')}"
     elif kind == "signal":
-        reason = _parenthesize(last.stopped_for)
         saved = "" if event.get("saved") is True else "; no new checkpoint was saved"
-        signal, step = event.get("signal"), event.get("step")
-        last.ended, last.end = time, "stop"
-        last.cause = f"stopped{f' by {signal}' if signal else ''} after step {step}{reason}{saved}"
+        signal = f" by {event['signal']}" if event.get("signal") else ""
+        attempt.ended, attempt.end = time, "stop"
+        attempt.cause = f"stopped{signal} after step {event.get('step')}{reason}{saved}"
     elif kind in ("restart", "shrink", "replace", "requeue"):
-        last.followed_by = _text(event.get("by")) or kind
+        attempt.followed_by = _text(event.get("by")) or kind
         kind_of_end = _text(event.get("class"))
-        if last.end is None:
-            last.ended, last.end, last.cause = time, "stop", _text(event.get("cause")) or kind_of_end
-        elif last.end == "stop" and kind_of_end == "preempted" and last.cause:
-            last.cause = last.cause.replace("stopped", kind_of_end, 1)
-    elif kind == "seen" and last.followed_by is None:
+        if attempt.end is None:
+            attempt.ended, attempt.end = time, "stop"
+            attempt.cause = _text(event.get("cause")) or kind_of_end
+        elif attempt.end == "stop" and kind_of_end == "preempted" and attempt.cause:
+            attempt.cause = attempt.cause.replace("stopped", kind_of_end, 1)
+    elif kind == "seen" and attempt.followed_by is None:
         state = str(event.get("job_state") or "").partition(" ")[0].rstrip("+")
         if state == "CANCELLED":
-            mark_cancelled(last)
-        elif last.end is None:
-            last.end, last.cause = "vanished", f"{VANISHED_CAUSE} (Slurm state: {state})"
-    elif kind == "submitted" and last.end is not None:
-        last.followed_by = last.followed_by or ("submission" if is_new_submission(event) else "successor")
+            mark_cancelled(attempt)
+        elif attempt.end is None:
+            attempt.end, attempt.cause = "vanished", f"{VANISHED_CAUSE} (Slurm state: {state})"
+    elif kind == "submitted" and attempt.end is not None:
+        follow_up = "submission" if is_new_submission(event) else "successor"
+        attempt.followed_by = attempt.followed_by or follow_up
     elif kind == "finished":
         state = str(event.get("state")).lower()
-        if last.end is None or state != "failed":
-            last.ended, last.end, last.cause = time, state, _text(event.get("cause")) or last.cause
-
-
-def _parenthesize(text: str | None) -> str:
-    return f" ({text})" if text else ""
+        if attempt.end is None or state != "failed":
+            attempt.ended, attempt.end = time, state
+            attempt.cause = _text(event.get("cause")) or attempt.cause
 
 
 def mark_cancelled(attempt: Attempt) -> None:
@@ -151,8 +154,6 @@ def mark_cancelled(attempt: Attempt) -> None:
 
 
 def _add_costs(attempts: Sequence[Attempt], breakdown: TimeBreakdown) -> None:
-    after = {TimeCategory.QUEUED, TimeCategory.RESTARTING, TimeCategory.IDLE}
-    before = {TimeCategory.STARTING, TimeCategory.LOADING}
     by_number = {attempt.number: attempt for attempt in attempts}
     previous_of = {attempt.number: previous for previous, attempt in pairwise(attempts)}
     if not breakdown.knows_lost_work:
@@ -165,37 +166,36 @@ def _add_costs(attempts: Sequence[Attempt], breakdown: TimeBreakdown) -> None:
             continue
         if span.category is TimeCategory.LOST:
             current.lost_us = (current.lost_us or 0) + us
-        elif span.category in after and current.interrupted:
-            current.away_us += us
-        elif (
-            span.category in before and (previous := previous_of.get(current.number)) and previous.interrupted
+            continue
+        # The time until an attempt trains is the cost of the end of the previous one.
+        interrupted = current if span.category in _BETWEEN_ATTEMPTS else previous_of.get(current.number)
+        if (
+            span.category in _BETWEEN_ATTEMPTS | _BEFORE_TRAINING
+            and interrupted is not None
+            and interrupted.interrupted
         ):
-            previous.away_us += us
+            interrupted.away_us += us
 
 
 def describe_straggler(event: Mapping[str, Any]) -> str:
-    """Return a description of a straggler, as far as the event has this data.
-
-    Example: `rank 3 on n7 takes 1.4 times as long as other ranks (computing: 210 ms per step, other ranks
-    150 ms)`.
-    """
+    """Describe a straggler, as far as the event has this data."""
     rank, host, ratio = event.get("rank"), event.get("host"), event.get("ratio")
     text = " on ".join(filter(None, [f"rank {rank}" if is_finite(rank) else "", str(host or "")]))
     if not is_finite(ratio):
         return text
     text = f"{text} takes {ratio:.1f} times as long as other ranks".lstrip()
-    part = str(event.get("part"))
-    if (activity := {"data": "waiting for data", "compute": "computing"}.get(part)) is None:
+    activity = {"data": "waiting for data", "compute": "computing"}.get(str(event.get("part")))
+    if activity is None:
         return text
-    spent = (event.get("seconds"), event.get("typical"))
-    times = [by_part.get(part) for by_part in spent if isinstance(by_part, Mapping)]
+    spent = [event.get("seconds"), event.get("typical")]
+    times = [parts.get(event["part"]) for parts in spent if isinstance(parts, Mapping)]
     durations = [format_duration(seconds) for seconds in times if is_finite(seconds) and seconds >= 0]
     if len(durations) < 2:
         return f"{text} ({activity})"
     return f"{text} ({activity}: {durations[0]} per step, other ranks {durations[1]})"
 
 
-def _whole(value: object) -> int | None:
+def _integer(value: object) -> int | None:
     return value if type(value) is int else None
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run as curves, and downsampling that preserves spikes."""
+"""Collect the metrics of a run as curves, and downsample curves without losing spikes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.telemetry.accounting.metric_fields import NOT_CURVES
 from hpctrain.text import format_number, is_finite
 
 #: Minimum number of lines over which a rate is averaged, and number of rates in a long run.
-_MIN_STRETCH, _STRETCHES = 4, 2000
+_MIN_LINES_PER_RATE, _NUM_RATES = 4, 2000
 
 CurvePoint = tuple[float, float | None]
 
@@ -37,8 +37,8 @@ class MetricCurves:
             if not isinstance(step, int) or isinstance(step, bool) or step < 0:
                 continue
             attempt = record_attempt(record)
-            first, _ = curves.by_attempt.get(attempt, (step, step))
-            curves.by_attempt[attempt] = (first, step)
+            first_step, _ = curves.by_attempt.get(attempt, (step, step))
+            curves.by_attempt[attempt] = (first_step, step)
             if (before := curves.effective.get(step)) is None:
                 curves.effective[step] = record
             elif record_attempt(before) == attempt:
@@ -60,18 +60,18 @@ class MetricCurves:
         values = (record.get(name) for record in self.effective.values())
         return any(type(value) is float or is_finite(value) for value in values)
 
-    def points(self, name: str, lines: Mapping[int, Mapping[str, Any]] | None = None) -> list[CurvePoint]:
-        """Return a metric by step, if logged; for `lines`, with gaps at missing steps."""
-        if lines is None:
-            if name not in self._points:
-                self._points[name] = [
-                    (step, as_number(record[name]))
-                    for step, record in self.effective.items()
-                    if name in record
-                ]
-            return self._points[name]
+    def points(self, name: str) -> list[CurvePoint]:
+        """Return a metric by step, if logged."""
+        if name not in self._points:
+            self._points[name] = [
+                (step, as_number(record[name])) for step, record in self.effective.items() if name in record
+            ]
+        return self._points[name]
+
+    def superseded_points(self, name: str) -> list[CurvePoint]:
+        """Return the previous values of a metric at repeated steps, with gaps at the other steps."""
         points: list[CurvePoint] = []
-        for step, record in lines.items():
+        for step, record in self.superseded.items():
             if name in record:
                 if points and step - points[-1][0] > 1:
                     points.append((points[-1][0] + 0.5, None))
@@ -111,10 +111,10 @@ class MetricCurves:
 
     def lowest(self, name: str) -> CurvePoint | None:
         """Return the step and value of the minimum of a metric."""
-        known = [(value, step) for step, value in self.points(name) if value is not None]
-        if not known:
+        values = [(value, step) for step, value in self.points(name) if value is not None]
+        if not values:
             return None
-        value, step = min(known)
+        value, step = min(values)
         return step, value
 
 
@@ -124,57 +124,41 @@ def step_rates(metrics: Sequence[Mapping[str, Any]], start: float) -> list[Curve
     Each rate covers several lines, because the time between two lines is noisy. A line is normally written
     after the launch of the next step, but immediately before a save.
     """
-    stretch = max(_MIN_STRETCH, len(metrics) // _STRETCHES)
+    lines_per_rate = max(_MIN_LINES_PER_RATE, len(metrics) // _NUM_RATES)
     points: list[CurvePoint] = []
     before: tuple[int, int, float] | None = None
-    number = 0
+    num_lines = 0
     for record in metrics:
         step, time, attempt = record.get("step"), record.get("time"), record_attempt(record)
         if not isinstance(step, int) or not is_finite(time) or time < start:
             continue
-        number += 1
+        num_lines += 1
         if before is None or attempt != before[0]:
             if points:
                 points.append((time - start, None))
-            before, number = (attempt, step, time), 0
-        elif number >= stretch and step > before[1] and time > before[2]:
+            before, num_lines = (attempt, step, time), 0
+        elif num_lines >= lines_per_rate and step > before[1] and time > before[2]:
             points.append((time - start, (step - before[1]) / (time - before[2])))
-            before, number = (attempt, step, time), 0
+            before, num_lines = (attempt, step, time), 0
     return sorted(points, key=lambda point: point[0])
 
 
-def downsample(points: Sequence[CurvePoint], most: int) -> list[CurvePoint]:
-    """Return at most about `most` points: the first, last, lowest and highest of each bucket.
-
-    Gaps are kept. Non-finite values such as NaN are gaps.
-    """
-    if len(points) <= most:
+def downsample(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
+    """Return at most about `limit` points: the first, last, lowest, highest and first gap of each bucket."""
+    if len(points) <= limit:
         return list(points)
-    buckets = max(1, most // 4)
-    low, high = points[0][0], points[-1][0]
-    width = (high - low) / buckets or 1.0
-    thinned: list[CurvePoint] = []
-    begin = 0
-    while begin < len(points):
-        edge = low + width * (math.floor((points[begin][0] - low) / width) + 1)
-        end = begin + 1
-        while end < len(points) and points[end][0] < edge:
-            end += 1
-        thinned += _extremes(points, begin, end)
-        begin = end
-    return thinned
-
-
-def _extremes(points: Sequence[CurvePoint], begin: int, end: int) -> list[CurvePoint]:
-    """Return the first, lowest, highest and last point of a bucket, and its first gap."""
-    values = [(value, place) for place in range(begin, end) if (value := points[place][1]) is not None]
-    places = {begin, end - 1}
-    if values:
-        places |= {min(values)[1], max(values)[1]}
-    gap = next((place for place in range(begin, end) if points[place][1] is None), None)
-    if gap is not None:
-        places.add(gap)
-    return [points[place] for place in sorted(places)]
+    size = -(-4 * len(points) // limit)
+    kept: list[CurvePoint] = []
+    for begin in range(0, len(points), size):
+        bucket = range(begin, min(begin + size, len(points)))
+        values = [(value, index) for index in bucket if (value := points[index][1]) is not None]
+        indices = {bucket[0], bucket[-1]}
+        if values:
+            indices |= {min(values)[1], max(values)[1]}
+        if len(values) < len(bucket):
+            indices.add(next(index for index in bucket if points[index][1] is None))
+        kept += [points[index] for index in sorted(indices)]
+    return kept
 
 
 def as_number(value: object) -> float | None:

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import json
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.redaction import redact_environment, redact_spec
 from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
-from hpctrain.telemetry.accounting.goodput import Goodput, compute_goodput
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
-from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
+from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
-from hpctrain.telemetry.hparams import HparamValue, ignored_hparams, merge_hparams
+from hpctrain.telemetry.hparams import ignored_hparams, merge_hparams
 from hpctrain.telemetry.report.artifacts import (
-    CheckpointRecord,
-    CodeVersion,
+    gc_disabled,
     read_checkpoints,
     read_codes,
     read_environment,
+    read_jsonl,
     read_spec,
 )
 from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
-from hpctrain.telemetry.report.device_metrics import COLUMNS, DeviceMetrics, read_device_metrics
-from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
-from hpctrain.telemetry.report.metric_curves import CurvePoint, MetricCurves, step_rates
-from hpctrain.telemetry.report.run_results import BestValue, find_best, read_ranking
+from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
+from hpctrain.telemetry.report.metric_curves import MetricCurves, step_rates
+from hpctrain.telemetry.report.run_results import find_best, read_ranking
 
 _J_PER_KWH = 3.6e6
 _ACTIVE_STATES = ("PENDING", "RUNNING")
@@ -56,37 +55,62 @@ class EnergyUse:
     """None if the batch size is unknown."""
 
 
-@dataclass
 class RunData:
-    """All data of a run."""
+    """All data of a run, which may have been started without a submission."""
 
-    run_id: str
-    folder: str
-    state: str
-    words: str
-    cause: str | None
-    now: float
-    events: list[dict[str, Any]]
-    spec: dict[str, Any]
-    breakdown: TimeBreakdown
-    goodput: Goodput
-    curves: MetricCurves
-    attempts: list[Attempt]
-    checkpoints: list[CheckpointRecord]
-    rates: list[CurvePoint]
-    codes: list[CodeVersion]
-    devices: DeviceMetrics
-    energy: EnergyUse | None
-    environment: dict[str, Any]
-    """Environment of the newest attempt, and the settings of its training."""
-    hparams: dict[str, HparamValue]
-    best: BestValue | None
-    """Best value of the metric that the user optimizes."""
-    resubmit_command: list[str]
-    """The command that reproduces the run, and comments on its values that did not apply."""
-    reports_steps: bool | None
-    """True if the script reports its steps; None if unknown."""
-    notes: list[str] = field(default_factory=list)
+    @gc_disabled()
+    def __init__(self, run: RunDir, context: RunContext, *, now: float) -> None:
+        self.run_id, self.folder, self.now, self.words = run.run_id, str(run.path), now, context.words
+        self.events: list[dict[str, Any]] = read_jsonl(run.events, is_event)
+        metrics = read_jsonl(run.metrics)
+        self.state = context.name or _recorded_state(run, self.events)
+        self.curves = MetricCurves.from_records(metrics)
+        has_steps = bool(self.curves.effective) or any(
+            event.get("kind") == "resumed" for event in self.events
+        )
+        #: True if the script reports its steps; None if unknown.
+        self.reports_steps = reports_steps(run, has_steps=has_steps, completed=self.state == "COMPLETED")
+        self.breakdown = TimeBreakdown.from_records(
+            self.events,
+            metrics,
+            until=now if self.is_going else None,
+            waits=self.state == "PENDING",
+            reports_steps=self.reports_steps,
+        )
+        self.attempts = read_attempts(self.events, self.breakdown, self.curves.by_attempt)
+        if self.attempts and self.state in ("CANCELLED", STOPPED_EARLY):
+            mark_cancelled(self.attempts[-1])
+        elif self.attempts and self.attempts[-1].end is None and self.state == "FAILED":
+            self.attempts[-1].end, self.attempts[-1].cause = "vanished", VANISHED_CAUSE
+        self.cause = context.cause or _recorded_cause(self.events, self.attempts, self.state)
+        self.spec: dict[str, Any] = redact_spec(read_spec(run.spec))
+        environment = redact_environment(read_environment(run))
+        self.hparams = merge_hparams(self.spec, environment)
+        #: The command that reproduces the run, and comments on its values that did not apply.
+        self.resubmit_command = list(context.resubmit_command)
+        if self.resubmit_command:
+            self.resubmit_command += [
+                f"# {name} remained {applied}, the value in the checkpoint, although the script set {asked}"
+                for name, applied, asked in ignored_hparams(environment)
+            ]
+        #: Environment of the newest attempt, and the settings of its training.
+        self.environment: dict[str, Any] = {
+            name: value for name, value in environment.items() if name not in ("hparams", "ignored")
+        }
+        first_step = (self.attempts[0].resumed_step or 0) if self.attempts else 0
+        self.goodput = compute_goodput(self.breakdown, self.curves.effective.values(), first_step)
+        self.checkpoints = read_checkpoints(run, self.events)
+        has_spans = bool(self.breakdown.spans)
+        self.rates = step_rates(metrics, self.start if has_spans else 0.0)
+        self.codes = read_codes(run)
+        #: Best value of the metric that the user optimizes.
+        self.best = find_best(run.checkpoints, self.curves, environment, *read_ranking(run))
+        self.devices = (
+            read_device_metrics(run.all_telemetry(), self.start, self.end) if has_spans else DeviceMetrics()
+        )
+        num_steps = max(0, (self.step or 0) - first_step)
+        self.energy = _energy_use(self.devices, self.breakdown, num_steps, environment)
+        self.notes = [*self.breakdown.notes] if has_spans else ["Nothing has been recorded for this run yet."]
 
     @property
     def start(self) -> float:
@@ -110,8 +134,8 @@ class RunData:
     @property
     def steps_per_s(self) -> float | None:
         """Median of the logged rates."""
-        known = [rate for _, rate in self.rates if rate is not None]
-        return statistics.median(known) if known else None
+        rates = [rate for _, rate in self.rates if rate is not None]
+        return statistics.median(rates) if rates else None
 
     @property
     def interruptions(self) -> list[Attempt]:
@@ -119,79 +143,25 @@ class RunData:
         return [attempt for attempt in self.attempts if attempt.interrupted]
 
 
-@gc_disabled()
-def read_run_data(run: RunDir, state: RunContext, *, now: float) -> RunData:
-    """Read the folder of a run, which may have been started without a submission."""
-    events, metrics = read_jsonl(run.events, is_event), read_jsonl(run.metrics)
-    name = state.name or _recorded_state(run, events)
-    curves = MetricCurves.from_records(metrics)
-    has_steps = bool(curves.effective) or any(event.get("kind") == "resumed" for event in events)
-    reports = reports_steps(run, has_steps=has_steps, completed=name == "COMPLETED")
-    until = now if name in _ACTIVE_STATES else None
-    breakdown = TimeBreakdown.from_records(
-        events, metrics, until=until, waits=name == "PENDING", reports_steps=reports
-    )
-    start = breakdown.spans[0].start_us / 1e6 if breakdown.spans else 0.0
-    end = breakdown.spans[-1].end_us / 1e6 if breakdown.spans else 0.0
-    attempts = read_attempts(events, breakdown, curves.by_attempt)
-    if attempts and name in ("CANCELLED", STOPPED_EARLY):
-        mark_cancelled(attempts[-1])
-    elif attempts and attempts[-1].end is None and name == "FAILED":
-        attempts[-1].end, attempts[-1].cause = "vanished", VANISHED_CAUSE
-    first_step = (attempts[0].resumed_step or 0) if attempts else 0
-    num_steps = max(0, max(curves.effective, default=0) - first_step)
-    spec, environment = redact_spec(read_spec(run.spec)), redact_environment(read_environment(run))
-    hparams = merge_hparams(spec, environment)
-    devices = read_device_metrics(run.all_telemetry(), start, end)
-    remarks = [
-        f"# {name} remained {applied}, the value in the checkpoint, although the script set {asked}"
-        for name, applied, asked in ignored_hparams(environment)
-    ]
-    for name_of_hparams in ("hparams", "ignored"):
-        environment.pop(name_of_hparams, None)
-    return RunData(
-        run_id=run.run_id,
-        folder=str(run.path),
-        state=name,
-        words=state.words,
-        cause=state.cause or _recorded_cause(events, attempts, name),
-        now=now,
-        events=events,
-        spec=spec,
-        breakdown=breakdown,
-        goodput=compute_goodput(breakdown, curves.effective.values(), first_step),
-        curves=curves,
-        attempts=attempts,
-        checkpoints=read_checkpoints(run, events),
-        rates=step_rates(metrics, start),
-        codes=read_codes(run),
-        environment=environment,
-        hparams=hparams,
-        best=find_best(run.checkpoints, curves, environment, *read_ranking(run)),
-        devices=devices,
-        energy=_energy_use(devices, breakdown, num_steps, environment),
-        resubmit_command=[*state.resubmit_command, *(remarks if state.resubmit_command else ())],
-        reports_steps=reports,
-        notes=[*breakdown.notes] if breakdown.spans else ["Nothing has been recorded for this run yet."],
-    )
-
-
 def _energy_use(
     devices: DeviceMetrics, breakdown: TimeBreakdown, steps: int, environment: Mapping[str, Any]
 ) -> EnergyUse | None:
-    if not any(devices.energy_j):
+    if not devices.energy:
         return None
-    start_us, width_us = breakdown.spans[0].start_us, breakdown.wall_us / COLUMNS
+    lost_spans = [
+        (span.start_us / 1e6, span.end_us / 1e6)
+        for span in breakdown.spans
+        if span.category is TimeCategory.LOST
+    ]
+    starts = [start for start, _ in lost_spans]
     lost_j = 0.0
-    for span in breakdown.spans:
-        if span.category is TimeCategory.LOST:
-            first, last = ((time_us - start_us) / width_us for time_us in (span.start_us, span.end_us))
-            for column in range(int(first), min(COLUMNS, int(last) + 1)):
-                overlap = min(last, column + 1) - max(first, column)
-                lost_j += devices.energy_j[column] * max(0.0, overlap)
+    for begin, end, joules in devices.energy:
+        overlapping = lost_spans[max(0, bisect_right(starts, begin) - 1) : bisect_left(starts, end)]
+        lost_s = sum(max(0.0, min(end, lost_end) - max(begin, start)) for start, lost_end in overlapping)
+        lost_j += joules * lost_s / (end - begin)
     settings = environment.get("settings")
     batch_size = settings.get("global_batch_size") if isinstance(settings, dict) else None
-    total_kwh = sum(devices.energy_j) / _J_PER_KWH
+    total_kwh = sum(joules for _, _, joules in devices.energy) / _J_PER_KWH
     samples = steps * batch_size if isinstance(batch_size, int) else 0
     return EnergyUse(total_kwh, lost_j / _J_PER_KWH, total_kwh / samples if samples else None)
 

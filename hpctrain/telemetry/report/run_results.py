@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args
 from hpctrain.files import read_json
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
-from hpctrain.telemetry.report.artifacts import read_environment, read_spec
-from hpctrain.telemetry.report.jsonl import gc_disabled, read_jsonl
+from hpctrain.telemetry.report.artifacts import gc_disabled, read_environment, read_jsonl, read_spec
 from hpctrain.telemetry.report.metric_curves import MetricCurves
 from hpctrain.text import format_count, format_number
 
@@ -58,10 +57,9 @@ def read_results(
     """
     curves = MetricCurves.from_records(read_jsonl(run.metrics) if with_metrics else ())
     environment = read_environment(run)
-    metric, mode = read_ranking(run, metric, mode)
-    last = {name: value for name in curves.names if (value := curves.last(name)) is not None}
-    best = find_best(run.checkpoints, curves, environment, metric, mode)
-    return RunResults(merge_hparams(read_spec(run.spec), environment), last, best)
+    metrics = {name: value for name in curves.names if (value := curves.last(name)) is not None}
+    best = find_best(run.checkpoints, curves, environment, *read_ranking(run, metric, mode))
+    return RunResults(merge_hparams(read_spec(run.spec), environment), metrics, best)
 
 
 def read_ranking(
@@ -71,16 +69,16 @@ def read_ranking(
     if run.array is None:
         return metric, mode
     try:
-        recorded, direction = _recorded_ranking(run.array.sweep, run.array.sweep.stat().st_mtime_ns)
+        sweep_metric, sweep_mode = _sweep_ranking(run.array.sweep, run.array.sweep.stat().st_mtime_ns)
     except (OSError, ValueError):
         return metric, mode
-    if not isinstance(recorded, str) or metric not in (None, recorded):
+    if not isinstance(sweep_metric, str) or metric not in (None, sweep_metric):
         return metric, mode
-    return recorded, mode or (direction if direction in get_args(Mode) else None)
+    return sweep_metric, mode or (sweep_mode if sweep_mode in get_args(Mode) else None)
 
 
 @lru_cache(maxsize=8)
-def _recorded_ranking(path: Path, changed_ns: int) -> tuple[Any, Any]:  # noqa: ARG001 (part of the key)
+def _sweep_ranking(path: Path, changed_ns: int) -> tuple[Any, Any]:  # noqa: ARG001 (part of the key)
     """Read the metric and its direction once for all trials: the record contains every trial."""
     record = read_json(path)
     return record.get("metric"), record.get("mode")
@@ -116,24 +114,23 @@ def find_best(
     monitor, direction = "val_loss", "min"
     if isinstance(settings, Mapping):
         monitor, direction = str(settings.get("monitor", monitor)), str(settings.get("mode", direction))
-    names = curves.names
     if metric is None:
-        metric = next((name for name in (monitor, *_validation_first(names)) if name in names), None)
+        # Of other metrics, those of the validation are first, and the loss is last.
+        names = sorted(
+            curves.names, key=lambda name: (name != monitor, not name.startswith("val"), name == "loss")
+        )
+        metric = next(iter(names), None)
     if metric is None:
         return None
     if mode is None:
         mode = "max" if metric == monitor and direction == "max" else "min"
     values = {int(step): value for step, value in curves.points(metric)}
-    steps, kept = rank_steps(values, mode), set(list_checkpoint_steps(checkpoints))
+    steps, kept_steps = rank_steps(values, mode), set(list_checkpoint_steps(checkpoints))
     if not steps or (value := values[steps[0]]) is None:
         return None
-    kept_step = next((step for step in steps if step in kept), None)
+    kept_step = next((step for step in steps if step in kept_steps), None)
     folder = None if kept_step is None else str(checkpoints / checkpoint_folder_name(kept_step))
     return BestValue(metric, mode, value, steps[0], folder, kept_step)
-
-
-def _validation_first(names: list[str]) -> list[str]:
-    return sorted(names, key=lambda name: (not name.startswith("val"), name != "loss"))
 
 
 def describe_best(best: BestValue) -> str:

@@ -35,12 +35,6 @@ class GpuReading:
     """Number of compute processes."""
     xids: tuple[int, ...] = ()
     """Xid numbers of errors reported by the driver since the last reading."""
-    pcie_rx: float | None = None
-    """Bytes per second received over PCIe."""
-    pcie_tx: float | None = None
-    nvlink_rx: int | None = None
-    """Bytes received over NVLink since the driver was loaded."""
-    nvlink_tx: int | None = None
     energy_j: float | None = None
     """Energy consumed since the driver was loaded."""
     sm: float | None = None
@@ -51,20 +45,10 @@ class GpuReading:
     """Percentage of the memory bandwidth in use."""
 
 
-def read_gpu(
-    handle: Any, whole: Any, *, xids: tuple[int, ...], traffic: bool, activity: Mapping[str, float]
-) -> GpuReading:
+def read_gpu(handle: Any, whole: Any, *, xids: tuple[int, ...], activity: Mapping[str, float]) -> GpuReading:
     """Read the measurements of a GPU or MIG device; `whole` is the GPU."""
     milliwatts = query_driver(pynvml.nvmlDeviceGetPowerUsage, whole)
-    pcie: tuple[float | None, ...] = (None, None)
-    links: tuple[int | None, int | None] = (None, None)
-    if traffic:
-        kinds = (pynvml.NVML_PCIE_UTIL_RX_BYTES, pynvml.NVML_PCIE_UTIL_TX_BYTES)
-        # In kilobytes per second (nvmlDeviceGetPcieThroughput).
-        pcie = tuple(
-            _times(query_driver(pynvml.nvmlDeviceGetPcieThroughput, whole, kind), 1000) for kind in kinds
-        )
-        links = _nvlink(whole)
+    millijoules = query_driver(pynvml.nvmlDeviceGetTotalEnergyConsumption, whole)
     reasons = query_driver(pynvml.nvmlDeviceGetCurrentClocksEventReasons, whole)
     if reasons is None:  # Drivers before 535 have only the older name.
         reasons = query_driver(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, whole)
@@ -84,27 +68,10 @@ def read_gpu(
         ),
         processes=None if processes is None else len(processes),
         xids=xids,
-        pcie_rx=pcie[0],
-        pcie_tx=pcie[1],
-        nvlink_rx=links[0],
-        nvlink_tx=links[1],
         # MIG devices share the energy of their GPU.
-        energy_j=_times(query_driver(pynvml.nvmlDeviceGetTotalEnergyConsumption, whole), 1e-3)
-        if handle is whole
-        else None,
+        energy_j=None if handle is not whole or millijoules is None else millijoules / 1000,
         **activity,
     )
-
-
-def _nvlink(handle: Any) -> tuple[int | None, int | None]:
-    """Return received and sent bytes over all links, since the driver was loaded."""
-    fields = (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX)
-    # Scope 2^32 - 1 selects all links; the values are in KiB (nvml.h, at these fields).
-    values = query_driver(pynvml.nvmlDeviceGetFieldValues, handle, [(each, 0xFFFFFFFF) for each in fields])
-    if values is None or any(value.nvmlReturn != pynvml.NVML_SUCCESS for value in values):
-        return None, None
-    received, sent = (int(value.value.ullVal) * 1024 for value in values)
-    return received, sent
 
 
 def _reasons(bits: int) -> tuple[str, ...]:
@@ -131,10 +98,6 @@ def query_driver(function: Callable[..., Any], *args: Any) -> Any:
 def read_field(answer: Any, name: str) -> Any:
     """Return a field of an answer, if present."""
     return None if answer is None else getattr(answer, name)
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
 
 
 #: Maximum number of errors per reading, because a faulty GPU may report errors endlessly.
@@ -335,8 +298,8 @@ class GpuReader:
         ]
         return [[its.pid for its in processes or ()] for processes in found]
 
-    def read(self, *, traffic: bool = False) -> list[GpuReading]:
-        """Read all devices. The PCIe and NVLink `traffic` takes 40 ms per GPU."""
+    def read(self) -> list[GpuReading]:
+        """Read all devices."""
         xids = self._new_errors()
         if is_first := not self._activities:
             self._activities = [
@@ -347,7 +310,6 @@ class GpuReader:
                 handle,
                 whole,
                 xids=xids.get(_uuid(whole), ()),
-                traffic=traffic,
                 activity=activity.read() if activity is not None and not is_first else {},
             )
             for (handle, whole), activity in zip(self._handles, self._activities, strict=True)

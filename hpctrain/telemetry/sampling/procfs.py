@@ -1,11 +1,11 @@
-"""Measure CPU, memory, disks, network and energy of a node, from /proc and /sys."""
+"""Measure CPU, memory, disks and network of a node, from /proc."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +14,6 @@ from pathlib import Path
 _WHOLE_DISK = re.compile(r"(sd|vd|xvd|hd)[a-z]+|nvme\d+n\d+|mmcblk\d+")
 #: Sectors are always 512 bytes in procfs, regardless of the disk (Linux, Documentation/admin-guide/iostats).
 _SECTOR_BYTES = 512
-
-
-#: Zones for all cores of a CPU, and for its memory, which the former do not include.
-_CPU_ZONE, _PART_ZONE = re.compile(r"intel-rapl:\d+"), re.compile(r"intel-rapl:\d+:\d+")
-
-
-def _energy_zones(powercap: Path) -> Iterator[Path]:
-    """Yield the zones to add up (Linux, Documentation/power/powercap); AMD's have the same names."""
-    with suppress(OSError):
-        for zone in sorted(powercap.iterdir()):
-            name = (zone / "name").read_text().strip() if zone.name.startswith("intel-rapl:") else ""
-            if (_CPU_ZONE.fullmatch(zone.name) and name.startswith("package")) or (
-                _PART_ZONE.fullmatch(zone.name) and name == "dram"
-            ):
-                yield zone
 
 
 @dataclass(frozen=True)
@@ -45,23 +30,14 @@ class NodeReading:
     net_rx: float | None = None
     """Bytes per second over the network, without loopback."""
     net_tx: float | None = None
-    energy_j: float | None = None
-    """Energy of the CPUs and their memory (RAPL)."""
 
 
 class ProcfsReader:
     """Reader of the node of this process."""
 
-    def __init__(
-        self,
-        proc: Path = Path("/proc"),
-        clock: Callable[[], float] = time.monotonic,
-        powercap: Path = Path("/sys/class/powercap"),
-    ) -> None:
-        """Start counting. On most systems, only root can read `powercap`, the energy counters of the CPUs."""
+    def __init__(self, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic) -> None:
         self._proc, self._clock = proc, clock
-        self._energy_zones = list(_energy_zones(powercap))
-        self._time, self._before, self._energy = clock(), self._counters(), self._energies()
+        self._time, self._before = clock(), self._counters()
 
     @property
     def num_cpus(self) -> int:
@@ -84,33 +60,17 @@ class ProcfsReader:
             # The sum decreases when a device is removed.
             return max(0, counters[name] - before[name]) / seconds
 
-        energies, self._energy = self._energy, self._energies()
-        used = [
-            # The counter starts again at 0 after its maximum.
-            (now - before if now >= before else now + most - before)
-            for (before, most), (now, _) in zip(energies, self._energy, strict=False)
-        ]
         busy, idle = rate("busy"), rate("idle")
         memory = self._memory()
         total, available = memory.get("MemTotal"), memory.get("MemAvailable")
         return NodeReading(
-            cpu=100 * (busy / (busy + idle))
-            if busy is not None and idle is not None and busy + idle
-            else None,
+            cpu=None if busy is None or idle is None or not busy + idle else 100 * (busy / (busy + idle)),
             memory=None if total is None or available is None else total - available,
             disk_read=rate("disk_read"),
             disk_write=rate("disk_write"),
             net_rx=rate("net_rx"),
             net_tx=rate("net_tx"),
-            energy_j=sum(used) / 1e6 if used else None,
         )
-
-    def _energies(self) -> list[tuple[int, int]]:
-        """Return the counter and the maximum of each zone in microjoules; empty if one cannot be read."""
-        with suppress(OSError, ValueError):
-            names = ("energy_uj", "max_energy_range_uj")
-            return [tuple(int((zone / name).read_text()) for name in names) for zone in self._energy_zones]  # type: ignore[misc]
-        return []
 
     def _counters(self) -> dict[str, int]:
         counters: dict[str, int] = {}

@@ -35,9 +35,7 @@ _MEAN_FIELDS = frozenset({"util", "power_w", "clock_mhz", "sm", "tensor", "dram"
 _MAX_FIELDS = frozenset({"memory", "temp_c"})
 #: All distinct values of the interval.
 _UNION_FIELDS = frozenset({"throttled", "xids"})
-#: Counters since the driver was loaded, which become bytes per second.
-_COUNTERS = frozenset({"nvlink_rx", "nvlink_tx"})
-#: A counter that becomes the amount during the line.
+#: A counter since the driver was loaded, which becomes the amount during the line.
 _ENERGY = "energy_j"
 #: Escapes in the value of a label of Prometheus.
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
@@ -76,13 +74,12 @@ class TelemetrySampler:
                 "memory_total": self._node.memory_bytes,
             }
         )
-        self._counted = self._gpus.read(traffic=True)
+        self._counted = self._gpus.read()
 
     def read(self) -> None:
         """Read once, and write a line if due."""
-        line_is_due = self._clock() - self._line_began >= self._line_s
-        self._readings.append(self._gpus.read(traffic=line_is_due))
-        if line_is_due:
+        self._readings.append(self._gpus.read())
+        if self._clock() - self._line_began >= self._line_s:
             self.flush()
 
     def flush(self) -> None:
@@ -92,7 +89,7 @@ class TelemetrySampler:
         seconds = self._clock() - self._line_began
         line: dict[str, Any] = {"seconds": round(seconds, 3)}
         if any(self._readings):
-            line |= _summed_up(self._readings, self._counted, seconds)
+            line |= _summarize(self._readings, self._counted)
         line |= {
             name: round(value, 1) if isinstance(value, float) else value
             for name, value in vars(self._node.read()).items()
@@ -117,37 +114,34 @@ class TelemetrySampler:
         self._prometheus.unlink(missing_ok=True)
 
 
-def _summed_up(
-    readings: Sequence[Sequence[GpuReading]], before: Sequence[GpuReading], seconds: float
+def _summarize(
+    readings: Sequence[Sequence[GpuReading]], before: Sequence[GpuReading]
 ) -> dict[str, list[Any]]:
     """Return a list with one value per GPU for each field that at least one GPU reports."""
     line: dict[str, list[Any]] = {}
-    each_gpu = list(zip(*readings, strict=False))
-    for name in (each.name for each in fields(GpuReading)):
+    readings_of_gpus = list(zip(*readings, strict=False))
+    for name in (field.name for field in fields(GpuReading)):
         values = []
-        for number, gpu in enumerate(each_gpu):
-            known = [value for reading in gpu if (value := getattr(reading, name)) is not None]
-            values.append(_one_of(name, known, before[number : number + 1], seconds))
+        for index, gpu_readings in enumerate(readings_of_gpus):
+            reported = [value for reading in gpu_readings if (value := getattr(reading, name)) is not None]
+            earlier = getattr(before[index], name) if index < len(before) else None
+            values.append(_combine(name, reported, earlier))
         if any(value not in (None, []) for value in values):
             line[f"gpu_{name}"] = values
     return line
 
 
-def _one_of(name: str, known: Sequence[Any], before: Sequence[GpuReading], seconds: float) -> Any:
+def _combine(name: str, values: Sequence[Any], earlier: Any) -> Any:
+    """Return one value for the readings of a line. `earlier` is the value before the line."""
     if name in _UNION_FIELDS:
-        return sorted({one for several in known for one in several})
-    if not known:
+        return sorted({item for items in values for item in items})
+    if not values or (name == _ENERGY and earlier is None):
         return None
+    if name == _ENERGY:
+        return round(max(0.0, values[-1] - earlier), 1)
     if name in _MEAN_FIELDS:
-        return round(sum(known) / len(known), 1)
-    if name in _MAX_FIELDS:
-        return max(known)
-    if name in _COUNTERS or name == _ENERGY:
-        first = getattr(before[0], name) if before else None
-        if name == _ENERGY:
-            return None if first is None else round(max(0.0, known[-1] - first), 1)
-        return None if first is None or seconds <= 0 else round(max(0, known[-1] - first) / seconds)
-    return known[-1]
+        return round(sum(values) / len(values), 1)
+    return max(values) if name in _MAX_FIELDS else values[-1]
 
 
 def format_prometheus(run_id: str, line: Mapping[str, Any]) -> str:

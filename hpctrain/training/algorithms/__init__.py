@@ -23,7 +23,7 @@ ALGORITHMS: Registry[Algorithm] = Registry(
         "bf16": "compression:BFloat16",
         "powersgd": "compression:PowerSGD",
         "bytegrad": "compression:ByteGrad",
-        "qadam": "qadam:QAdam",
+        "qadam": "compression:QAdam",
         "decentralized": "weight_averaging:Decentralized",
         "low_precision_decentralized": "weight_averaging:LowPrecisionDecentralized",
         "async": "weight_averaging:AsyncAveraging",

@@ -1,8 +1,8 @@
-"""Interface of the communication algorithms, and plain all-reduce."""
+"""Define the interface of the communication algorithms. All ranks call each method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.tensors import group_by_type
-from hpctrain.training.optim.optimizer_setup import OptimizerSetup
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
@@ -31,6 +31,7 @@ class Algorithm:
     `synchronize` makes the replicas equal. Checkpoints thus fit any number of ranks.
 
     Attributes:
+        parameters: trainable parameters of the module.
         sent_bytes: bytes that this rank has sent since the start.
         shares_gradients: True if every step ends with equal gradients; if not, weights may differ.
         keeps_gradients: True if a gradient affects later steps even if its own update is skipped.
@@ -42,17 +43,13 @@ class Algorithm:
     def __init__(self) -> None:
         self.sent_bytes = 0
         self.context: DistributedContext
-        self.weights: FlatParameters
+        self.parameters: list[torch.Tensor] = []
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._state: dict[str, Any] = {}
 
     @classmethod
     def check(cls, settings: TrainerConfig) -> None:
-        """Check that the settings are compatible with this algorithm.
-
-        Raises:
-            UserError: the settings are not compatible; the message contains the reason.
-        """
+        """Raise a `UserError` if the settings are not compatible with this algorithm."""
         if settings.on_bad_loss == "skip" and cls.keeps_gradients:
             raise UserError(
                 f"on_bad_loss='skip' does not work with algorithm={settings.algorithm!r}, which keeps "
@@ -68,7 +65,7 @@ class Algorithm:
     def begin(self, module: nn.Module, context: DistributedContext) -> None:
         """Receive the identical replicas. Called only if there are several ranks."""
         self.context = context
-        self.weights = FlatParameters(module)
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
 
     def attach(self, parallel: DistributedDataParallel) -> None:
         """Replace DDP's all-reduce of gradients; the default keeps it."""
@@ -85,10 +82,10 @@ class Algorithm:
         """Handle the end of the optimizers' update of `step`, counted from 1."""
 
     def synchronize(self) -> None:
-        """Make weights and optimizer state equal on all ranks. All ranks must call this."""
+        """Make weights and optimizer state equal on all ranks."""
         if not self.shares_gradients:
-            self.average(self.weights.parameters)
-            self.average(self.weights.optimizer_tensors(self.optimizers))
+            self.average(self.parameters)
+            self.average(self._optimizer_tensors())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, after `synchronize`; identical on all ranks."""
@@ -99,73 +96,62 @@ class Algorithm:
         self._state = state
 
     def average(self, tensors: list[torch.Tensor]) -> None:
-        """Replace tensors with their means over all ranks. All ranks must call this."""
-        for together in group_by_type(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in together])
+        """Replace tensors with their means over all ranks."""
+        for group in group_by_type(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
             self.all_reduce(flat)
             flat /= self.context.ranks.world_size
-            self.weights.put(flat, together)
+            _assign(flat, group)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place, and count the bytes sent."""
         self.sent_bytes += tensor.nbytes
         dist.all_reduce(tensor)
 
+    def flat_weights(self) -> torch.Tensor:
+        """Return a copy of all trainable parameters as one float32 vector."""
+        return torch.cat([p.detach().reshape(-1).float() for p in self.parameters])
+
+    def load_weights(self, flat: torch.Tensor) -> None:
+        """Replace the trainable parameters."""
+        _assign(flat, self.parameters)
+
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        """Return the optimizers' state tensors, such as momenta, but not counters, which never differ."""
+        return [
+            value
+            for optimizer in self.optimizers
+            for parameter in parameters_of(optimizer)
+            for value in optimizer.state.get(parameter, {}).values()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim
+        ]
+
 
 class AllReduce(Algorithm):
     """Plain DDP: average all gradients during the backward pass."""
 
 
-def register_comm_hook(
-    parallel: DistributedDataParallel, exchange: Callable[[GradBucket], Future[torch.Tensor]]
-) -> None:
-    """Replace DDP's all-reduce of each gradient bucket with `exchange`."""
-    # A lambda without annotations: torch checks annotations against a type that is not public.
-    parallel.register_comm_hook(None, lambda _state, bucket: exchange(bucket))
+class BucketAlgorithm(Algorithm):
+    """Base class of algorithms that replace DDP's all-reduce of each gradient bucket with `exchange`."""
+
+    def attach(self, parallel: DistributedDataParallel) -> None:
+        # A lambda without annotations: torch checks annotations against a type that is not public.
+        parallel.register_comm_hook(None, lambda _state, bucket: self.exchange(bucket))
+
+    def exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Return the bucket's gradients for the optimizer; by default, those of this rank."""
+        return completed_future(bucket.buffer())
 
 
 def completed_future(tensor: torch.Tensor) -> Future[torch.Tensor]:
-    """Return a completed future."""
     future: Future[torch.Tensor] = Future()
     future.set_result(tensor)
     return future
 
 
-def noop_hook(bucket: GradBucket) -> Future[torch.Tensor]:
-    """Communication hook that keeps the gradients of each rank and sends nothing."""
-    return completed_future(bucket.buffer())
-
-
-class FlatParameters:
-    """Trainable parameters of a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters: list[torch.Tensor] = [p for p in module.parameters() if p.requires_grad]
-
-    def flat(self) -> torch.Tensor:
-        """Return a copy of all parameters as one float32 vector."""
-        return torch.cat([p.detach().reshape(-1).float() for p in self.parameters])
-
-    def load(self, flat: torch.Tensor) -> None:
-        self.put(flat, self.parameters)
-
-    @staticmethod
-    def put(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy consecutive pieces of a vector into `tensors`."""
-        with torch.no_grad():
-            for tensor, values in zip(
-                tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
-            ):
-                tensor.copy_(values.view_as(tensor))
-
-    @staticmethod
-    def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-        """Return the optimizers' state tensors, such as momenta, but not counters, which never differ."""
-        return [
-            value
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            for value in optimizer.state.get(parameter, {}).values()
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim
-        ]
+def _assign(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive pieces of a vector into `tensors`."""
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    with torch.no_grad():
+        for tensor, values in zip(tensors, pieces, strict=True):
+            tensor.copy_(values.view_as(tensor))

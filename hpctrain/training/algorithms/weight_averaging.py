@@ -7,14 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.algorithms.base import Algorithm, noop_hook, register_comm_hook
+from hpctrain.training.algorithms.base import BucketAlgorithm
 from hpctrain.training.algorithms.compression import QuantizedRows
 
 
-class Decentralized(Algorithm):
+class Decentralized(BucketAlgorithm):
     """Averaging of weights with one peer after each step; the peer changes every step.
 
     Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", 2017.
@@ -22,26 +21,22 @@ class Decentralized(Algorithm):
 
     shares_gradients = False
 
-    def attach(self, parallel: DistributedDataParallel) -> None:
-        register_comm_hook(parallel, noop_hook)
-
     def on_optimizer_step_end(self, step: int) -> None:
         peer = tournament_peer(self.context.ranks.rank, self.context.ranks.world_size, step)
         if peer is None:
             return
-        own = self.weights.flat()
-        theirs = torch.empty_like(own)
-        exchange_tensors([(peer, own, theirs)])
-        self.sent_bytes += own.nbytes
-        self.weights.load((own + theirs) / 2)
+        weights = self.flat_weights()
+        peer_weights = torch.empty_like(weights)
+        exchange_tensors([(peer, weights, peer_weights)])
+        self.sent_bytes += weights.nbytes
+        self.load_weights((weights + peer_weights) / 2)
 
 
-class LowPrecisionDecentralized(Algorithm):
+class LowPrecisionDecentralized(BucketAlgorithm):
     """Averaging with both neighbors in a ring of ranks, which exchange changes of weights in 8 bits.
 
-    DCD-PSGD: Tang et al., "Communication Compression for Decentralized Training", 2018.
-
-    Each rank has exact copies of its neighbors' weights: sender and receivers apply the same rounded change.
+    DCD-PSGD: Tang et al., "Communication Compression for Decentralized Training", 2018. Each rank has exact
+    copies of its neighbors' weights: sender and receivers apply the same rounded change.
     """
 
     shares_gradients = False
@@ -52,28 +47,23 @@ class LowPrecisionDecentralized(Algorithm):
         self._neighbours = ((rank - 1) % size, (rank + 1) % size)
         self._reset_copies()
 
-    def attach(self, parallel: DistributedDataParallel) -> None:
-        register_comm_hook(parallel, noop_hook)
-
     def on_optimizer_step_end(self, step: int) -> None:  # noqa: ARG002
-        moved = self.weights.flat() - self._own
-        mean = (self._own + self._left + self._right) / 3
-        change = QuantizedRows.quantize((mean + moved - self._own).unsqueeze(0))
+        moved = self.flat_weights() - self._weights
+        mean = (self._weights + self._left + self._right) / 3
+        change = QuantizedRows.quantize((mean + moved - self._weights).unsqueeze(0))
         left, right = (
             QuantizedRows(torch.empty_like(change.codes), torch.empty_like(change.ranges)) for _ in range(2)
         )
         before, after = self._neighbours
         for name in ("codes", "ranges"):
-            own = getattr(change, name)
-            if before == after:
-                exchange_tensors([(after, own, getattr(right, name))])
-            else:
-                exchange_tensors([(before, own, getattr(left, name)), (after, own, getattr(right, name))])
+            sent = getattr(change, name)
+            transfers = [(before, sent, getattr(left, name)), (after, sent, getattr(right, name))]
+            exchange_tensors(transfers[1:] if before == after else transfers)
         self.sent_bytes += change.nbytes * len({before, after})
-        self._own += change.dequantize()[0]
+        self._weights += change.dequantize()[0]
         self._right += right.dequantize()[0]
         self._left += (right if before == after else left).dequantize()[0]
-        self.weights.load(self._own)
+        self.load_weights(self._weights)
 
     def synchronize(self) -> None:
         super().synchronize()
@@ -81,20 +71,16 @@ class LowPrecisionDecentralized(Algorithm):
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         super().load_state_dict(state)
-        if hasattr(self, "weights"):
+        if self.parameters:
             self._reset_copies()
 
     def _reset_copies(self) -> None:
-        self._own = self.weights.flat()
-        self._left, self._right = self._own.clone(), self._own.clone()
+        self._weights = self.flat_weights()
+        self._left, self._right = self._weights.clone(), self._weights.clone()
 
 
 def tournament_peer(rank: int, world_size: int, step: int) -> int | None:
-    """Return the peer of a rank in a step; every pair of ranks occurs once per cycle.
-
-    One rank keeps its position and the others rotate (the circle method). With an odd number of ranks, one
-    rank per step has no peer; the result is None.
-    """
+    """Return the peer of a rank in a step; every pair of ranks occurs once per cycle."""
     seats = world_size + world_size % 2
     turn = step % (seats - 1)
     if rank == seats - 1:
@@ -109,17 +95,16 @@ def tournament_peer(rank: int, world_size: int, step: int) -> int | None:
 def exchange_tensors(transfers: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
     """Exchange tensors with all peers concurrently: (peer, tensor to send, receive buffer)."""
     operations = []
-    for peer, own, theirs in transfers:
-        operations += [dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer)]
+    for peer, sent, received in transfers:
+        operations += [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 
-class LocalSGD(Algorithm):
+class LocalSGD(BucketAlgorithm):
     """Averaging of weights every `every` steps, without communication in between.
 
-    Stich, "Local SGD Converges Fast and Communicates Little", 2019; averaging gradients during warm-up
-    follows Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020.
+    Stich, "Local SGD Converges Fast and Communicates Little", 2019.
     """
 
     shares_gradients = False
@@ -129,20 +114,16 @@ class LocalSGD(Algorithm):
         super().__init__()
         self.every = every
 
-    def attach(self, parallel: DistributedDataParallel) -> None:
-        register_comm_hook(parallel, noop_hook)
-
     def on_optimizer_step_end(self, step: int) -> None:
         if step % self.every == 0:
-            self.average(self.weights.parameters)
+            self.average(self.parameters)
 
 
-class AsyncAveraging(Algorithm):
+class AsyncAveraging(BucketAlgorithm):
     """Continuous averaging of weights in the background while each replica trains.
 
-    A rank adds its progress since the start of the averaging to the mean of all weights. No step waits. The
-    age of a mean depends on the network, so runs are not reproducible. Based on Gan et al., "BAGUA: Scaling
-    up Distributed Learning with System Relaxations", 2021.
+    A rank adds its progress since the start of the averaging to the mean of all weights. No step waits. Based
+    on Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021.
     """
 
     shares_gradients = False
@@ -155,9 +136,6 @@ class AsyncAveraging(Algorithm):
         self._weights_before: torch.Tensor
         self._sum: torch.Tensor
         self._pending: Any = None
-
-    def attach(self, parallel: DistributedDataParallel) -> None:
-        register_comm_hook(parallel, noop_hook)
 
     def on_optimizer_step_end(self, step: int) -> None:  # noqa: ARG002
         if self._pending is None:
@@ -177,7 +155,7 @@ class AsyncAveraging(Algorithm):
         super().synchronize()
 
     def _start_average(self) -> None:
-        self._weights_before = self.weights.flat()
+        self._weights_before = self.flat_weights()
         self._sum = self._weights_before.clone()
         self.sent_bytes += self._sum.nbytes
         self._pending = dist.all_reduce(self._sum, group=self._group, async_op=True)
@@ -187,4 +165,4 @@ class AsyncAveraging(Algorithm):
         self._pending.wait()
         self._pending = None
         mean = self._sum / self.context.ranks.world_size
-        self.weights.load(mean + (self.weights.flat() - self._weights_before))
+        self.load_weights(mean + (self.flat_weights() - self._weights_before))

@@ -63,7 +63,7 @@ def build_training_loop(
     stop: StopFlag,
     strategy: type[Strategy] | None = None,
 ) -> TrainingLoop:
-    """Prepare the data, and set up the module on its device with its strategy. All ranks must call this."""
+    """Prepare the data, and set up the module on its device with its strategy."""
     check_initialized(module)
     ranks = context.ranks
     if settings.elastic_determinism and isinstance(train_dataset, DataLoader):

@@ -66,7 +66,7 @@ class Evaluation:
         return means
 
     def predictions(self) -> list[Any]:
-        """Return the outputs of `predict_step` for all batches, in rank order. All ranks must call this."""
+        """Return the outputs of `predict_step` for all batches, in rank order."""
         outputs = []
         strategy, context = self._strategy, self._strategy.context
         with (
@@ -108,11 +108,7 @@ def run_validation(
     num_batches: int | None = None,
     stop: StopFlag | None = None,
 ) -> dict[str, float] | None:
-    """Return the means of a module method over all samples of `data`, equal on every rank.
-
-    Returns None if the ranks agreed to stop before the end. The module is in evaluation mode during the call.
-    All ranks must call this.
-    """
+    """Return the means of a module method over all samples of `data`, equal on every rank."""
     context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
@@ -139,14 +135,7 @@ def run_validation(
 def evaluate_batches(
     strategy: Strategy, method: str, batches: Iterable[tuple[int, Any]], first: int | None = None
 ) -> Iterator[tuple[Any, dict[str, torch.Tensor], float, int]]:
-    """Call a method of the module on each of `batches`, pairs of number of samples and batch.
-
-    With `first`, the number of the first batch among those of all ranks, random numbers depend only on the
-    number of a batch.
-
-    Yields the output, the logged scalars, the number of samples that the output represents, and the number of
-    this rank's samples.
-    """
+    """Call a method of the module on each of `batches`, pairs of number of samples and batch."""
     device, precision = strategy.context.device, strategy.settings.precision
     origin = f"{type(strategy.module).__name__}.log"
     for batch_idx, (num_held, batch) in enumerate(batches, first or 0):
@@ -166,11 +155,7 @@ def evaluate_batches(
 def pad_to_longest(
     batches: Iterator[tuple[int, Any]], context: DistributedContext
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number of samples, batch) as many times as the rank with the most batches.
-
-    A rank without remaining batches yields its last batch with 0 samples, or the batch of another rank if it
-    never had a batch. All ranks must call this.
-    """
+    """Yield (number of samples, batch) as many times as the rank with the most batches."""
     held: tuple[int, Any] | None = None
     new = next(batches, None)
     while who := [rank for rank, has in enumerate(context.all_gather(new is not None)) if has]:
@@ -183,11 +168,7 @@ def pad_to_longest(
 
 
 class _SampleMeans:
-    """Means of metrics over the samples of all ranks.
-
-    Attributes:
-        count: number of samples of this rank.
-    """
+    """Means of metrics over the samples of all ranks."""
 
     def __init__(self, context: DistributedContext, origin: str) -> None:
         self.origin, self._context = origin, context
@@ -214,10 +195,7 @@ class _SampleMeans:
         self.count += num_samples
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the means over all ranks' samples. All ranks must call this.
-
-        The sums are rounded once, so they do not depend on the assignment of batches to ranks.
-        """
+        """Return the means over all ranks' samples."""
         names = self._agreed_names()
         local_terms = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
         gathered = self._context.all_gather((self.count, local_terms), "the metrics of the batches")
@@ -247,14 +225,7 @@ class _SampleMeans:
 
 
 class StoppableLoop:
-    """Loop in which each rank iterates over its own batches until a rank receives a stop signal.
-
-    Messages are read one batch later, as in training. A rank without batches keeps responding until all ranks
-    are done.
-
-    Attributes:
-        interrupted: True if the ranks stopped early, all after the same number of batches.
-    """
+    """Loop in which each rank iterates over its own batches until a rank receives a stop signal."""
 
     def __init__(self, context: DistributedContext, stop: StopFlag) -> None:
         self._context, self._stop, self._batcher = context, stop, MessageBatcher()
@@ -262,7 +233,7 @@ class StoppableLoop:
         self.interrupted = False
 
     def iterate(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield `batches`, until the end or the agreed stop. All ranks must iterate over this."""
+        """Yield `batches`, until the end or the agreed stop."""
         for batch in batches:
             yield batch
             self._batcher.add()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,18 +37,14 @@ class GrainPass(NamedTuple):
 
 
 class _TokenWeights(TokenCounter):
-    """Weights of losses that are means over tokens. The tokens are counted with the metrics."""
+    """Weights of losses that are means over tokens."""
 
-    def add(self, count: torch.Tensor, rank_batch: RankBatch, last: bool) -> torch.Tensor:  # noqa: ARG002
+    def add(self, count: torch.Tensor, rank_batch: RankBatch, is_last: bool) -> torch.Tensor:  # noqa: ARG002
         return count.detach().to(self._context.device, torch.float32) / rank_batch.batch_size
 
 
 class GrainTrainStep(TrainStep):
-    """Steps in which every grain of samples is computed by itself.
-
-    The random numbers of a grain depend on the seed, the step and the number of the grain. Gradients, changes
-    of buffers and metrics are then summed independently of the order and the grouping of the grains.
-    """
+    """Steps in which every grain of samples is computed by itself."""
 
     def __init__(
         self,
@@ -62,14 +58,12 @@ class GrainTrainStep(TrainStep):
         _check(strategy, settings, optimization)
         assert settings.grain_size is not None
         self._grain_size, self._seed = settings.grain_size, settings.seed
-        self._average_over(1)
-        self._tokens = _TokenWeights(strategy.context, 1)
+        self._num_parts, self._tokens = 1, _TokenWeights(strategy.context, 1)
         context = strategy.context
         self._gradients = GradientSum(
             context, strategy.summed_parameters(), self._module, settings.bucket_cap_mb, determinism.exponents
         )
         self._witness: Witness | None = None
-        self._optimizer_step.gradient_norm = lambda parameters: exact_norm(parameters, context)
 
     def add_witness(self, witness: Witness, source: MapStepSource, state: TrainingState) -> None:
         """Compare gradients with those of other ranks every few steps, and record this in `state`."""
@@ -80,10 +74,7 @@ class GrainTrainStep(TrainStep):
     def passes(
         self, rank_batch: RankBatch, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
     ) -> Iterator[GrainPass]:
-        """Yield each grain of this rank, for a forward and a backward pass; may yield all grains again.
-
-        Afterwards, the parameters have their gradients. All ranks must iterate to the end.
-        """
+        """Yield each grain of this rank, for a forward and a backward pass; may yield all grains again."""
         own = list(micro_batches)
         num_grains = -(-rank_batch.batch_size // self._grain_size)
         first = rank_batch.start // self._grain_size
@@ -138,7 +129,7 @@ class GrainTrainStep(TrainStep):
             grain = grain._replace(batch=align_tensors(grain.batch))
             self._seed_grain(rank_batch, number)
             with self._gradients.grain(None, is_last=False, hashes=hashes):
-                self._run_micro_batch(rank_batch, grain, MetricAccumulator(), last=False)
+                self._run_micro_batch(rank_batch, grain, MetricAccumulator(), is_last=False)
             return hash_gradients(hashes)
 
         own_hash = None if own_hashes is None else hash_gradients(own_hashes)
@@ -166,12 +157,14 @@ class GrainTrainStep(TrainStep):
     def _can_split_batches(self) -> bool:
         return False
 
-    def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
-        if norm is not None:
-            values = torch.zeros(sums.width, dtype=torch.float64, device=norm.device)
-            if self._context.ranks.rank == 0:
-                values[0] = norm.detach().double()
-            sums.values.setdefault("grad_norm", values)
+    def _gradient_norm(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        return exact_norm(parameters, self._context)
+
+    def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor) -> None:
+        values = torch.zeros(sums.width, dtype=torch.float64, device=norm.device)
+        if self._context.ranks.rank == 0:
+            values[0] = norm.detach().double()
+        sums.values.setdefault("grad_norm", values)
 
 
 def _is_compiled(layer: torch.nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Optimizer steps of a LightningModule, with its hooks, and with manual optimization."""
+"""Perform optimizer steps of a LightningModule, with its hooks, and with manual optimization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData
 from hpctrain.training.lightning_module import ModuleRun, overrides
-from hpctrain.training.loop.train_step import OptimizerStep, TrainStep
+from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.module import as_scalars, collect_logged, is_manual
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.strategies import Strategy
@@ -38,7 +38,6 @@ class LightningTrainStep(TrainStep):
         self._run: ModuleRun = run
         self._is_manual = is_manual(self._module)
         self._user_module: Any = self._module  # mypy does not know the hooks of Lightning
-        self._optimizer_step = _LightningOptimizerStep(optimization, strategy, settings, scaler)
         self._weight, self._losses = 1.0, list[torch.Tensor]()
         self._stepped: set[torch.optim.Optimizer] = set()
         assert run.source is not None
@@ -70,14 +69,14 @@ class LightningTrainStep(TrainStep):
 
     @contextmanager
     def _hooks(self, rank_batch: RankBatch, sums: MetricAccumulator) -> Iterator[None]:
-        run, proxy = self._run, self._run.proxy
+        run = self._run
         run.begin_step(rank_batch)
         with run.logging() as at_start:
             if rank_batch.batch_idx == 0:
                 self._user_module.on_train_epoch_start()
         with run.logging() as in_batch:
             yield
-        proxy.global_step = rank_batch.step
+        run.proxy.global_step = rank_batch.step
         with run.logging() as at_end:
             if self._source.at_epoch_end:
                 self._user_module.on_train_epoch_end()
@@ -89,10 +88,22 @@ class LightningTrainStep(TrainStep):
                 sums.put(as_scalars(logged, "", f"{type(self._module).__name__}.log"), weight)
 
     def _forward_backward(
-        self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
+        self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, is_last: bool
     ) -> None:
-        super()._forward_backward(rank_batch, micro_batch, sums, last)
+        super()._forward_backward(rank_batch, micro_batch, sums, is_last)
         self._user_module.on_after_backward()
+
+    def _complete_gradients(
+        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        self._strategy.before_update()
+        for optimizer in optimizers:
+            self._user_module.on_before_optimizer_step(optimizer)
+        return super()._complete_gradients(optimizers, per_token)
+
+    def _advance(self, step: int, *, updated: bool) -> None:
+        if not self._is_manual:  # otherwise, the module advances its schedules
+            super()._advance(step, updated=updated)
 
     def _update(
         self,
@@ -105,30 +116,31 @@ class LightningTrainStep(TrainStep):
             return super()._update(step, micro_batches, optimizers, sums)
         (micro_batch,) = micro_batches
         num_samples = micro_batch.num_samples
-        part = num_samples / step.rank_batch.batch_size
-        self._weight, self._losses = part * self._num_parts, []
+        share = num_samples / step.rank_batch.batch_size
+        self._weight, self._losses = share * self._num_parts, []
         self._stepped.clear()
         self._strategy.sync_buffers()  # as DDP does before each forward pass
         batch = cast_batch(to_device(micro_batch.batch, self._context.device), self._settings.precision)
         with self._forward_context, collect_logged(self._module, num_samples) as logged:
             output, _ = self._strategy.training_step(batch, step.rank_batch.batch_idx, num_samples)
-        # Others are accumulated in further steps, and saved in checkpoints.
+        # Gradients of other optimizers are accumulated in further steps, and saved in checkpoints.
         for optimizer in self._stepped:
-            self._strategy.zero_grad(optimizer)
+            optimizer.zero_grad(set_to_none=True)
         if self._losses:
             output = {"loss": torch.stack(self._losses).sum(), **output}
-        sums.add(as_scalars(output, "loss", self._origin), part)
-        self._add_logged(logged, output, part, sums)
+        sums.add(as_scalars(output, "loss", self._origin), share)
+        self._add_logged(logged, output, share, sums)
         return True
 
     def _backward(self, loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        """Add the mean of the gradients of all ranks, weighted by their samples. All ranks must call this."""
+        """Add the mean of the gradients of all ranks, weighted by their samples."""
         self._losses.append(loss.detach())
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        (loss if self._weight == 1.0 else loss * self._weight).backward(*arguments, **options)  # type: ignore[no-untyped-call]
+        weighted: Any = loss if self._weight == 1.0 else loss * self._weight
+        weighted.backward(*arguments, **options)
         if self._context.is_distributed:
             self._average_gradients(parameters)
         for parameter, earlier in zip(parameters, before, strict=True):
@@ -139,26 +151,11 @@ class LightningTrainStep(TrainStep):
         # The ranks may use different parameters.
         is_used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._context.cpu_group)
-        used = [parameter for parameter, flag in zip(parameters, is_used.tolist(), strict=True) if flag]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        gradients = []
+        for parameter, flag in zip(parameters, is_used.tolist(), strict=True):
+            if flag:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
         assert self._strategy.algorithm is not None
-        self._strategy.algorithm.average([parameter.grad for parameter in used if parameter.grad is not None])
-
-
-class _LightningOptimizerStep(OptimizerStep):
-    """Optimizer steps with `on_before_optimizer_step`; with manual optimization, only the module steps."""
-
-    def complete_gradients(
-        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        self._strategy.before_update()
-        module: Any = self._strategy.module
-        for optimizer in optimizers:
-            module.on_before_optimizer_step(optimizer)
-        return super().complete_gradients(optimizers, per_token)
-
-    def advance(self, step: int, *, updated: bool = True) -> None:
-        if not is_manual(self._strategy.module):
-            super().advance(step, updated=updated)
+        self._strategy.algorithm.average(gradients)

@@ -387,7 +387,7 @@ class Session:
 
 
 class _HiddenGradient(torch.Tensor):
-    """Placeholder for a gradient before the last grain of a step. Any use raises an error."""
+    """Placeholder for a gradient before the last grain of a step."""
 
     @classmethod
     def like(cls, parameter: nn.Parameter) -> _HiddenGradient:
@@ -404,7 +404,7 @@ class _HiddenGradient(torch.Tensor):
 
 
 class _DeferredScheduler:
-    """A scheduler with another `step`. Its attributes are those of the scheduler, except for `step`."""
+    """A scheduler with another `step`."""
 
     def __init__(self, scheduler: LRScheduler, step: Callable[..., None]) -> None:
         self._scheduler, self.step = scheduler, step

@@ -61,14 +61,7 @@ def spawn_ranks(
     environ: Mapping[str, str],
     **arguments: Any,
 ) -> SpawnResult:
-    """Start a process with `train(**arguments)` for each place, and wait for all processes.
-
-    The processes do not import the script again, so the script needs no `if __name__ == "__main__"`.
-    Definitions in the script are pickled with the arguments.
-
-    Raises:
-        SystemExit: with code 75, if the ranks agreed to stop.
-    """
+    """Start a process with `train(**arguments)` for each place, and wait for all processes."""
     call = dumps((train, arguments), whose, list(arguments.items()))
     with (
         # Rank 0 listens on this port.

@@ -23,10 +23,7 @@ _NO_REQUESTS = StepFlags()
 
 
 class BadStep(Exception):
-    """Signal for the training loop: a step has a bad loss, and its update is already applied.
-
-    All ranks raise it at the same point.
-    """
+    """Signal for the training loop: a step has a bad loss, and its update is already applied."""
 
     def __init__(self, step: int, cause: str) -> None:
         super().__init__(cause)
@@ -34,15 +31,7 @@ class BadStep(Exception):
 
 
 class StepExchange:
-    """Exchange of metrics and requests after each step.
-
-    The message of a step is sent during the next step, so no step waits. The exception is a step after which
-    all ranks validate, save or stop. Such a step, and no later one, is exchanged before that work, so no
-    checkpoint is saved after a bad loss.
-
-    If updates are to be skipped, the message is sent before the last backward pass of the next step, with the
-    loss of that step, and received before its update.
-    """
+    """Exchange of metrics and requests after each step."""
 
     def __init__(self, parts: Components, validator: Validator, checkpoints: TrainingCheckpoints) -> None:
         self._parts, self._validator, self._checkpoints = parts, validator, checkpoints
@@ -63,12 +52,12 @@ class StepExchange:
         self._sync.discard()
 
     def send_loss(self, unfinished: MetricAccumulator) -> None:
-        """Send the loss of a step before its update. All ranks must call this, and then `may_update`."""
+        """Send the loss of a step before its update."""
         self._sync.send(self._own_requests, unfinished)
         self._own_requests = _NO_REQUESTS
 
     def may_update(self, step: int, unfinished: MetricAccumulator) -> bool:
-        """Return False if the step whose loss was sent is to be skipped. All ranks must call this."""
+        """Return False if the step whose loss was sent is to be skipped."""
         # The step's own clock counts this wait, from the last gradient to the update.
         self._requests, results = self._receive(nullcontext())
         self._show(results)
@@ -91,16 +80,7 @@ class StepExchange:
         return False
 
     def complete_step(self, rank_batch: RankBatch, metrics: MetricAccumulator) -> StepFlags | None:
-        """Exchange a trained step, and advance the state to it. All ranks must call this.
-
-        Returns:
-            The requests of the ranks if a validation, a save or a stop follows this step; the state then
-            contains the metrics of the step. Otherwise None: the metrics arrive during the next step.
-
-        Raises:
-            BadStep: on all ranks: a step that was exchanged has a bad loss.
-            SilentCorruption: on all ranks: the replicas differ.
-        """
+        """Exchange a trained step, and advance the state to it."""
         parts, state, sync = self._parts, self._parts.state, self._sync
         state.step, state.epoch = rank_batch.step, rank_batch.epoch
         if self._failed is not None:

@@ -49,11 +49,7 @@ class StepFlags:
 
 
 class MessageBatcher:
-    """Counter of work items. All ranks derive the same message size from the last exchanged duration.
-
-    Attributes:
-        size: items in the next message; the same on all ranks.
-    """
+    """Counter of work items."""
 
     def __init__(self, *, one_by_one: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
         """Start counting."""
@@ -84,7 +80,7 @@ class MessageBatcher:
 
 
 class StepSync:
-    """Exchange of step results and requests. All ranks must call each method."""
+    """Exchange of step results and requests."""
 
     def __init__(
         self, context: DistributedContext, *, one_by_one: bool, replica_check: ReplicaCheck | None = None
@@ -145,11 +141,7 @@ class StepSync:
         self._read = _send(self._context, [*flags, float(names_differ)], values)
 
     def read(self) -> tuple[StepFlags, list[StepResult]]:
-        """Wait for the sum over all ranks, which was started a step earlier.
-
-        Raises:
-            SilentCorruption: on all ranks: the replicas differ.
-        """
+        """Wait for the sum over all ranks, which was started a step earlier."""
         if self._read is None:
             raise RuntimeError("nothing was sent")
         stop, save, end, stream_ends, copy_every, seconds, names_differ, *values = self._read()
@@ -261,15 +253,7 @@ def start_sum(context: DistributedContext, own: list[float]) -> Callable[[], lis
 def _exchange(
     context: DistributedContext, own: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, Any]:
-    """Start the exchange of numbers.
-
-    The order of additions in an all-reduce depends on a number's position in the message, which is constant
-    only with one step per message. Up to `_MAX_GATHER_RANKS` ranks use a gather instead, and each rank adds
-    in rank order.
-
-    Returns:
-        A row per rank, or one row with the sum; and a handle to wait for the result.
-    """
+    """Start the exchange of numbers."""
     if context.ranks.world_size > _MAX_GATHER_RANKS:
         return own[None], dist.all_reduce(own, group=group, async_op=True)
     gathered = own.new_empty((context.ranks.world_size, len(own)))

@@ -1,12 +1,11 @@
-"""One optimizer step: forward and backward passes over a rank's share of the global batch, and the update."""
+"""Perform optimizer steps: passes over a rank's share of the global batch, and the update."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +22,7 @@ from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import needs_transfer, to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
 from hpctrain.training.loop.step_exchange import StepExchange
-from hpctrain.training.module import (
-    as_scalars,
-    collect_logged,
-    find_run,
-    has_step_end,
-    takes_optimizer_idx,
-)
+from hpctrain.training.module import as_scalars, collect_logged, find_run, has_step_end, takes_optimizer_idx
 from hpctrain.training.optim.micro_batch_size import (
     add_oom_hint,
     find_micro_batch_size,
@@ -45,7 +38,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class TrainStep:
-    """Optimizer steps, performed by all ranks together."""
+    """Optimizer steps, performed by all ranks together. No method waits for the device."""
 
     def __init__(
         self,
@@ -58,8 +51,7 @@ class TrainStep:
         self._strategy, self._module, self._context = strategy, strategy.module, strategy.context
         self._settings, self._scaler, self._run = settings, scaler, find_run(self._module)
         self.max_micro_batch = max_micro_batch
-        self._optimizers = optimization.optimizers
-        self._optimizer_step = OptimizerStep(optimization, strategy, settings, scaler)
+        self._optimizers, self._schedulers = optimization.optimizers, optimization.schedulers
         self._optimizers_alternate = takes_optimizer_idx(self._module)
         if self._optimizers_alternate and settings.on_bad_loss == "skip":
             raise UserError(
@@ -71,13 +63,11 @@ class TrainStep:
         self._origin = f"{type(self._module).__name__}.training_step"
         self._forward_context = forward_context(settings.precision, self._context.device)
         self._converts_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
-        self._average_over(strategy.data_rank(self._context.ranks).world_size)
+        #: Parts of the batch over which the strategy averages gradients.
+        self._num_parts = strategy.data_rank(self._context.ranks).world_size
+        self._tokens = TokenCounter(self._context, self._num_parts)
         #: Set if the updates of steps with a bad loss are to be skipped.
         self.loss_check: StepExchange | None = None
-
-    def _average_over(self, num_parts: int) -> None:
-        """Expect that the strategy averages gradients over this number of parts of the batch."""
-        self._num_parts, self._tokens = num_parts, TokenCounter(self._context, num_parts)
 
     def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
         number = step.rank_batch.step
@@ -91,19 +81,19 @@ class TrainStep:
             all_micro_batches = list(micro_batches)
             for idx, optimizer in enumerate(self._optimizers):
                 with self._strategy.toggled_optimizer(idx):
-                    own = MetricAccumulator()
-                    self._update(step, all_micro_batches, [optimizer], own)
-                sums.join(own)
+                    pass_sums = MetricAccumulator()
+                    self._update(step, all_micro_batches, [optimizer], pass_sums)
+                sums.join(pass_sums)
         self._strategy.on_optimizer_step_end(number)
-        self._optimizer_step.advance(number, updated=updated)
+        self._advance(number, updated=updated)
 
     def exclude_step(self, step: StepData, sums: MetricAccumulator) -> None:
-        """Complete a step without training it. All ranks must call this."""
+        """Complete a step without training it."""
         for _ in step.micro_batches:  # they come before those of the next step
             pass
         self._record_skipped(sums)
         self._strategy.on_optimizer_step_end(step.rank_batch.step)
-        self._optimizer_step.advance(step.rank_batch.step, updated=False)
+        self._advance(step.rank_batch.step, updated=False)
 
     def _update(
         self,
@@ -119,12 +109,14 @@ class TrainStep:
         if not sums.values:
             return False  # this optimizer skips the step
         accepted = check is None or check.may_update(number, sums)
-        norm = self._optimizer_step.complete_gradients(optimizers, per_token)
-        self._record_norm(sums, norm)
+        norm = self._complete_gradients(optimizers, per_token)
+        if norm is not None:
+            self._record_norm(sums, norm)
         if accepted and (check is None or check.accepts_norm(number, norm)):
-            self._optimizer_step.update(optimizers, number)
+            self._step_optimizers(optimizers, number)
+            self._clear_gradients()
             return True
-        self._optimizer_step.clear_gradients()
+        self._clear_gradients()
         with torch.no_grad():
             for buffer, before in buffers:  # such as running means
                 buffer.copy_(before)
@@ -135,42 +127,30 @@ class TrainStep:
         sums.values.setdefault("loss", math.nan)
         sums.values[SKIPPED_FIELD] = 1.0 / self._context.ranks.world_size
 
-    def known_micro_batch_size(self, state: TrainingState) -> int | None:
-        """Return the size of micro-batches if it is known without a search; None if not or if unlimited."""
+    def micro_batch_size(self, state: TrainingState, source: StepSource | None = None) -> int | None:
+        """Return the maximum size; None for no limit. For "auto", search for it only with `source`."""
         if self._runs_backward:
             return None
         size = self._settings.micro_batch_size
         if size == "auto":
-            size = state.micro_batches[1] if state.micro_batches is not None else None
+            if source is not None:
+                self._search_micro_batch_size(source, state)
+            size = None if state.micro_batches is None else state.micro_batches[1]
         return min(filter(None, [size, self.max_micro_batch]), default=None)
 
-    def find_micro_batch_size(self, source: StepSource, state: TrainingState) -> int | None:
-        """Return the configured size; for "auto", the size before a stop if still valid, otherwise search.
-
-        At most `max_micro_batch`.
-        """
-        if self._runs_backward:
-            return None
-        setting = self._settings.micro_batch_size
-        size = self._search_micro_batch_size(source, state) if setting == "auto" else setting
-        return min(filter(None, [size, self.max_micro_batch]), default=None)
-
-    def _search_micro_batch_size(self, source: StepSource, state: TrainingState) -> int:
+    def _search_micro_batch_size(self, source: StepSource, state: TrainingState) -> None:
         module, context = self._module, self._context
         share, batch_of = source.trial_batches()
         world_size = context.ranks.world_size
         if state.micro_batches is not None and state.micro_batches[0] == world_size:
             # Another size would change the order of additions.
-            kept = state.micro_batches[1]
+            trial = min(state.micro_batches[1], share)
             with preserve_state(module):
-                fits = fits_in_memory(
-                    module, context.device, lambda: self._try_out(batch_of(min(kept, share)))
-                )
+                fits = fits_in_memory(module, context.device, lambda: self._try_out(batch_of(trial)))
             if context.all_reduce_min(float(fits)) > 0:
-                return kept
+                return
         size = find_micro_batch_size(module, context, share, lambda count: self._try_out(batch_of(count)))
         state.micro_batches = (world_size, size)
-        return size
 
     def _try_out(self, batch: Any) -> None:
         batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
@@ -205,17 +185,17 @@ class TrainStep:
         """Accumulate gradients and scalars of all micro-batches; return the factor for the gradients."""
         for number, micro_batch in enumerate(micro_batches, 1):
             # Ranks exchange gradients once per step, after the last micro-batch.
-            last = number == step.num_micro_batches
-            with _NOTHING if last else self._strategy.accumulating():
-                self._run_micro_batch(step.rank_batch, micro_batch, sums, last)
+            is_last = number == step.num_micro_batches
+            with _NOTHING if is_last else self._strategy.accumulating():
+                self._run_micro_batch(step.rank_batch, micro_batch, sums, is_last)
         return self._tokens.factor(step.rank_batch)
 
     def _run_micro_batch(
-        self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
+        self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, is_last: bool
     ) -> None:
         """Run the passes of a micro-batch; an error for a lack of GPU memory suggests a smaller size."""
         try:
-            self._forward_backward(rank_batch, micro_batch, sums, last)
+            self._forward_backward(rank_batch, micro_batch, sums, is_last)
         except torch.OutOfMemoryError as error:
             num_samples = max(micro_batch.num_samples, 1)
             add_oom_hint(error, self._settings.micro_batch_size, num_samples)
@@ -230,23 +210,23 @@ class TrainStep:
         return not any(isinstance(layer, BatchNorm) and layer.training for layer in self._module.modules())
 
     def _forward_backward(
-        self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, last: bool
+        self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, is_last: bool
     ) -> None:
         """Add the gradient of a micro-batch, with its weight in the global batch."""
         batch = micro_batch.batch
         if self._converts_batches:
             batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
-        own_samples = micro_batch.num_samples
-        with self._forward_context, collect_logged(self._module, own_samples) as logged:
-            output, num_samples = self._strategy.training_step(batch, rank_batch.batch_idx, own_samples)
+        rank_samples = micro_batch.num_samples
+        with self._forward_context, collect_logged(self._module, rank_samples) as logged:
+            output, num_samples = self._strategy.training_step(batch, rank_batch.batch_idx, rank_samples)
         if output is None and self._optimizers_alternate:
             return
         scalars = self._scalars(output)
         if logged:
-            self._add_logged(logged, scalars, own_samples / rank_batch.batch_size, sums)
-        part = num_samples / rank_batch.batch_size
+            self._add_logged(logged, scalars, rank_samples / rank_batch.batch_size, sums)
+        share = num_samples / rank_batch.batch_size
         # The strategy averages over the ranks that share the batch; the mean over the batch is needed.
-        weight: float | torch.Tensor = part * self._num_parts
+        weight: float | torch.Tensor = share * self._num_parts
         if TOKENS_FIELD in scalars:
             if not self._strategy.counts_tokens:
                 raise UserError(
@@ -254,33 +234,94 @@ class TrainStep:
                     "averages the loss over samples, not tokens. Remove this output, or choose another "
                     "strategy."
                 )
-            weight = self._tokens.add(
-                scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD], rank_batch, last
-            )
-        sums.add(scalars, part)
-        if last and self.loss_check is not None:
+            count = scalars[TOKENS_FIELD] if num_samples else 0 * scalars[TOKENS_FIELD]
+            weight = self._tokens.add(count, rank_batch, is_last)
+        sums.add(scalars, share)
+        if is_last and self.loss_check is not None:
             self.loss_check.send_loss(sums)
         self._strategy.backward(self._weighted(scalars["loss"], weight))
 
     def _add_logged(
-        self, logged: dict[str, Any], beside: Iterable[str], share: float, sums: MetricAccumulator
+        self, logged: dict[str, Any], returned: Iterable[str], share: float, sums: MetricAccumulator
     ) -> None:
-        own = {name: value for name, value in logged.items() if name not in beside}
-        sums.add_logged(as_scalars(own, "", f"{type(self._module).__name__}.log"), share)
+        values = {name: value for name, value in logged.items() if name not in returned}
+        sums.add_logged(as_scalars(values, "", f"{type(self._module).__name__}.log"), share)
 
-    def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor | None) -> None:
-        if norm is not None:
-            # Every rank has the full norm, and the values of the ranks are summed.
-            part = norm.detach().double() / self._context.ranks.world_size
-            sums.values.setdefault("grad_norm", part.item() if part.device.type == "cpu" else part)
+    def _record_norm(self, sums: MetricAccumulator, norm: torch.Tensor) -> None:
+        # Every rank has the full norm, and the values of the ranks are summed.
+        share = norm.detach().double() / self._context.ranks.world_size
+        sums.values.setdefault("grad_norm", share.item() if share.device.type == "cpu" else share)
+
+    def _complete_gradients(
+        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Complete and clip the gradients of `optimizers`; return their norm if they are clipped by norm."""
+        self._strategy.before_update()
+        clip_norm, clip_value = self._settings.gradient_clip_norm, self._settings.gradient_clip_value
+        if per_token is None and clip_norm is None and clip_value is None:
+            return None
+        # Clipping thresholds refer to unscaled gradients.
+        if self._scaler is not None:
+            for optimizer in optimizers:
+                self._scaler.unscale_(optimizer)
+        parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+        if per_token is not None:
+            _multiply(gradients, per_token)
+        norm = None
+        if clip_norm is not None:
+            norm = self._gradient_norm(parameters)
+            _multiply(gradients, (clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if clip_value is not None and gradients:
+            torch._foreach_clamp_min_(gradients, -clip_value)
+            torch._foreach_clamp_max_(gradients, clip_value)
+        return norm
+
+    def _gradient_norm(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._strategy.gradient_norm(parameters)
+
+    def _step_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
+        """Update the parameters; schedules and checkpoints see the configured learning rates."""
+        factor = lr_factor(self._settings, step)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        rates = [group["lr"] for group in groups]
+        try:
+            if factor != 1.0:
+                for group in groups:
+                    group["lr"] = group["lr"] * factor
+            for optimizer in optimizers:
+                if self._scaler is None:
+                    optimizer.step()
+                else:
+                    self._scaler.step(optimizer)
+        finally:
+            if factor != 1.0:
+                for group, rate in zip(groups, rates, strict=True):
+                    group["lr"] = rate
+
+    def _clear_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _advance(self, step: int, *, updated: bool) -> None:
+        """Advance the schedules, and after an update the float16 loss scale, at the end of `step`."""
+        # A restarted process may not have scaled a loss yet.
+        if self._scaler is not None and (updated or self._scaler._scale is not None):
+            # Without an update, the scale remains, but gradients may have been unscaled.
+            self._scaler.update(None if updated else self._scaler.get_scale())
+        if not self._schedulers:
+            return
+        # Schedules also count steps without an update.
+        with _suppress_order_warning() if self._scaler and step == 1 else _NOTHING:
+            for scheduler in self._schedulers:
+                scheduler.step()
 
 
 class TokenCounter:
     """Token counter for losses that are means over tokens.
 
     The token count of the global batch is available only after the last micro-batch of every rank. Until
-    then, a loss is weighted as if each sample had one token. A final factor for the gradients corrects the
-    weights.
+    then, a loss is weighted as if each sample had one token. A final factor for the gradients corrects this.
     """
 
     def __init__(self, context: DistributedContext, world_size: int) -> None:
@@ -288,10 +329,10 @@ class TokenCounter:
         self._total: torch.Tensor | None = None
         self._pending: Any = None
 
-    def add(self, count: torch.Tensor, rank_batch: RankBatch, last: bool) -> torch.Tensor:
+    def add(self, count: torch.Tensor, rank_batch: RankBatch, is_last: bool) -> torch.Tensor:
         count = count.detach().to(self._context.device, torch.float32)
         self._total = count.clone() if self._total is None else self._total + count
-        if last and self._context.is_distributed:
+        if is_last and self._context.is_distributed:
             self._pending = dist.all_reduce(self._total, async_op=True)
         return count * (self._world_size / rank_batch.batch_size)
 
@@ -306,127 +347,20 @@ class TokenCounter:
         return factor
 
 
-class OptimizerStep:
-    """Steps of optimizers and schedules. No method here waits for the device."""
+def lr_factor(settings: TrainerConfig, step: int) -> float:
+    """Return the factor for the learning rates of `step`, counted from 1, independent of any schedule.
 
-    def __init__(
-        self,
-        optimization: OptimizerSetup,
-        strategy: Strategy,
-        settings: TrainerConfig,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        self._optimization, self._strategy, self._scaler = optimization, strategy, scaler
-        self._clip_norm, self._clip_value = settings.gradient_clip_norm, settings.gradient_clip_value
-        self._lr_scaler = LrScaler.from_settings(settings)
-        #: Function that returns the norm of the gradients of parameters, equal on all ranks.
-        self.gradient_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = strategy.gradient_norm
-
-    def complete_gradients(
-        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """Complete and clip the gradients of `optimizers`. All ranks must call this.
-
-        Returns:
-            The norm of the gradients before clipping by norm; None if they are not clipped by norm.
-        """
-        self._strategy.before_update()
-        if per_token is not None or self._clip_norm is not None or self._clip_value is not None:
-            return self._change(optimizers, per_token)
-        return None
-
-    def update(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
-        """Update the parameters of `optimizers`, then clear all gradients. All ranks must call this."""
-        with self._lr_scaler.apply(optimizers, step) if self._lr_scaler else _NOTHING:
-            for optimizer in optimizers:
-                if self._scaler is None:
-                    optimizer.step()
-                else:
-                    self._scaler.step(optimizer)
-        self.clear_gradients()
-
-    def clear_gradients(self) -> None:
-        for optimizer in self._optimization.optimizers:
-            self._strategy.zero_grad(optimizer)
-
-    def advance(self, step: int, *, updated: bool = True) -> None:
-        """Advance the schedules, and after an update the float16 loss scale, at the end of `step`."""
-        # A restarted process may not have scaled a loss yet.
-        if self._scaler is not None and (updated or self._scaler._scale is not None):
-            # Without an update, the scale remains, but gradients may have been unscaled.
-            self._scaler.update(None if updated else self._scaler.get_scale())
-        if not self._optimization.schedulers:
-            return
-        # Schedules also count steps without an update.
-        with _suppress_order_warning() if self._scaler and step == 1 else contextlib.nullcontext():
-            for scheduler in self._optimization.schedulers:
-                scheduler.step()
-
-    def _change(
-        self, optimizers: Sequence[torch.optim.Optimizer], per_token: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        # Clipping thresholds refer to unscaled gradients.
-        if self._scaler is not None:
-            for optimizer in optimizers:
-                self._scaler.unscale_(optimizer)
-        parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-        if per_token is not None:
-            _multiply(gradients, per_token)
-        norm = None
-        if self._clip_norm is not None:
-            norm = self.gradient_norm(parameters)
-            _multiply(gradients, (self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
-        if self._clip_value is not None and gradients:
-            torch._foreach_clamp_min_(gradients, -self._clip_value)
-            torch._foreach_clamp_max_(gradients, self._clip_value)
-        return norm
-
-
-@dataclass(frozen=True)
-class LrScaler:
-    """Factor for all learning rates; a pure function of the step, independent of any schedule.
-
-    `scale` is the ratio of the batch sizes ("linear": Goyal et al., "Accurate, Large Minibatch SGD", 2017) or
-    its square root ("sqrt": Krizhevsky, "One weird trick", 2014; for Adam: Malladi et al., "On the SDEs and
-    Scaling Rules for Adaptive Gradient Algorithms", 2022). The warm-up is linear. It starts at the configured
-    rate, or at zero if the rate is not scaled up.
+    The rates are scaled with the batch size ("linear": Goyal et al., "Accurate, Large Minibatch SGD", 2017)
+    or its square root ("sqrt": Krizhevsky, "One weird trick", 2014; for Adam: Malladi et al., "On the SDEs
+    and Scaling Rules for Adaptive Gradient Algorithms", 2022). The warm-up is linear. It starts at the
+    configured rate, or at zero if the rate is not scaled up.
     """
-
-    scale: float = 1.0
-    warmup_steps: int = 0
-
-    @classmethod
-    def from_settings(cls, settings: TrainerConfig) -> LrScaler | None:
-        """Return the scaler for the settings; None if the rates are unchanged."""
-        ratio = settings.global_batch_size / (settings.lr_reference_batch_size or settings.global_batch_size)
-        scale = ratio if settings.lr_scaling == "linear" else ratio**0.5
-        lr_scaler = cls(scale, settings.warmup_steps)
-        return None if lr_scaler == cls() else lr_scaler
-
-    def factor(self, step: int) -> float:
-        """Return the factor for `step`, counted from 1; it is constant from step `warmup_steps` on."""
-        if step >= self.warmup_steps:
-            return self.scale
-        start = 1.0 if self.scale > 1.0 else 0.0
-        return start + (self.scale - start) * step / self.warmup_steps
-
-    @contextlib.contextmanager
-    def apply(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> Iterator[None]:
-        """Multiply the rates of `optimizers` within the block.
-
-        Schedules and checkpoints see the configured rates.
-        """
-        factor = self.factor(step)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * factor
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+    ratio = settings.global_batch_size / (settings.lr_reference_batch_size or settings.global_batch_size)
+    scale = ratio if settings.lr_scaling == "linear" else ratio**0.5
+    if step >= settings.warmup_steps:
+        return scale
+    start = 1.0 if scale > 1.0 else 0.0
+    return start + (scale - start) * step / settings.warmup_steps
 
 
 def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
@@ -436,10 +370,7 @@ def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _suppress_order_warning() -> Iterator[None]:
-    """Suppress PyTorch's warning about a schedule that steps before its optimizer.
-
-    The warning appears if the optimizer skips its first step because of float16.
-    """
+    """Suppress torch's warning if the optimizer skips its first step because of float16."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.* before .*optimizer.step")
         yield

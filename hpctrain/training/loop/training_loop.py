@@ -35,14 +35,7 @@ _SESSION_REMEDY = "To change the value in a resumed run, set it in the first ite
 
 
 class TrainingLoop:
-    """Loop of a training run, created by `build_training_loop`.
-
-    Attributes:
-        train_step: the optimizer steps.
-        state: the state of the run.
-        metrics: this rank's part of the metrics of the current step.
-        last_step: last step of training; None if unknown.
-    """
+    """Loop of a training run, created by `build_training_loop`."""
 
     def __init__(
         self,
@@ -63,11 +56,7 @@ class TrainingLoop:
         self.metrics = MetricAccumulator()
 
     def run(self) -> None:
-        """Resume, and train until the last step or an agreed stop.
-
-        Raises:
-            SystemExit: with code 75, after a stop.
-        """
+        """Resume, and train until the last step or an agreed stop."""
         timer = self._parts.step_timer
         with closing(self.steps(advances_schedules=True)) as steps:
             for step in steps:
@@ -76,13 +65,7 @@ class TrainingLoop:
                 self.train_step.run(step, micro_batches, self.metrics)
 
     def steps(self, *, advances_schedules: bool = False) -> Generator[StepData, None, None]:
-        """Resume, and yield each step; the caller trains the step and adds to `metrics`.
-
-        Joint work of the ranks runs between the steps. Close the generator if not all steps are used.
-
-        Raises:
-            SystemExit: with code 75, after a stop.
-        """
+        """Resume, and yield each step; the caller trains the step and adds to `metrics`."""
         parts, settings = self._parts, self._parts.settings
         rng.seed_all(rng.derive_seed(settings.seed, "rank", parts.context.ranks.rank))
         determinism = self.state.determinism
@@ -152,12 +135,7 @@ class TrainingLoop:
             self._print_hint(hint)
 
     def _roll_back(self, bad: BadStep) -> None:
-        """Return to the newest finite checkpoint; the bad step will be excluded. All ranks must call this.
-
-        Raises:
-            BadLoss: on all ranks: the settings do not allow it, there is no checkpoint, the checkpoint lacks
-                the position in a stream, or the losses of many steps in a row were bad.
-        """
+        """Return to the newest finite checkpoint; the bad step will be excluded."""
         parts, guard = self._parts, self.state.loss_guard
         newest = self._checkpoints.finish_pending()
         reason = None
@@ -196,28 +174,28 @@ class TrainingLoop:
         can_skip = not self._parts.settings.elastic_determinism
         return bad_loss(bad.cause, reason, newest, self.state.loss_guard.policy, can_skip=can_skip)
 
+    def _check_schedules(self, *, is_advanced: bool) -> None:
+        """Refuse or note schedules that end before training, unless a callback has changed them."""
+        parts, state = self._parts, self.state
+        if parts.source.last_step is None or is_manual(parts.module):
+            return
+        schedules = []
+        for scheduler in state.schedulers:
+            inner = inner_scheduler(scheduler)
+            # A session's script advances its schedules, in most cases once per step.
+            if is_advanced or 0 < state.step == getattr(inner, "last_epoch", None):
+                has_period = hasattr(scheduler, "period")
+                schedules.append((inner, scheduler.period(parts.source.steps_per_epoch) if has_period else 1))
+        for message in check_ends(schedules, parts.source.last_step, state.ignored, can_change=is_advanced):
+            self._print_hint(message)
+
     def _resume(self, *, advances_schedules: bool) -> None:
         parts, state = self._parts, self.state
         activity.set_phase(RankPhase.LOAD)
         self._checkpoints.resume()
-        self._validator.limit_batches(self.train_step.known_micro_batch_size(state))
+        self._validator.limit_batches(self.train_step.micro_batch_size(state))
         remedy = _TRAINER_REMEDY if advances_schedules else _SESSION_REMEDY
         ignored = [f"{each} {remedy}" for each in state.ignored]
-        # A session's script advances its schedules, in most cases once per step.
-        schedulers = [
-            scheduler
-            for scheduler in state.schedulers
-            if advances_schedules or 0 < state.step == getattr(inner_scheduler(scheduler), "last_epoch", None)
-        ]
-        if parts.source.last_step is not None and not is_manual(parts.module):
-            schedules = [
-                (
-                    inner_scheduler(each),
-                    each.period(parts.source.steps_per_epoch) if hasattr(each, "period") else 1,
-                )
-                for each in schedulers
-            ]
-            ignored += check_ends(schedules, parts.source.last_step, state.ignored)
         for remark in (*parts.source.remarks, *parts.strategy.remarks, *ignored, *state.remarks):
             self._print_hint(remark)
         parts.log.write_ignored(state.ignored)
@@ -232,6 +210,7 @@ class TrainingLoop:
         if state.step == 0:
             self._validator.check_sanity()
         parts.callbacks.fit_start(state.step)
+        self._check_schedules(is_advanced=advances_schedules)
         parts.end_if_requested()
         if self._validator.due():  # a stop was requested before or during this validation
             if not self._validator.run():
@@ -241,7 +220,7 @@ class TrainingLoop:
         if state.finished:
             parts.progress.print_message(f"training is already complete: step {state.step} was the last step")
         else:
-            parts.source.micro_batch_size = self.train_step.find_micro_batch_size(parts.source, state)
+            parts.source.micro_batch_size = self.train_step.micro_batch_size(state, parts.source)
             self._validator.limit_batches(parts.source.micro_batch_size)
             if (most := self.train_step.max_micro_batch) is not None:
                 self._print_hint(

@@ -21,6 +21,11 @@ _REMEDY = (
     "Create the scheduler for the length of the training. In a resumed run, the checkpoint determines the "
     "length; only LambdaLR always uses the function of the script."
 )
+_EXTENSION_REMEDY = (
+    "To extend the schedule, set its length in trainer.schedulers and the learning rate in "
+    "trainer.optimizers, in the on_fit_start() of a callback, which runs after the checkpoint is loaded. "
+    "Or use a LambdaLR, which always uses the function of the script."
+)
 
 
 class IgnoredValue(NamedTuple):
@@ -112,25 +117,42 @@ def advance_period(
 
 
 def check_ends(
-    schedules: Iterable[tuple[Any, int | None]], last_step: int, ignored: Sequence[IgnoredValue]
+    schedules: Iterable[tuple[Any, int | None]],
+    last_step: int,
+    ignored: Sequence[IgnoredValue],
+    *,
+    can_change: bool,
 ) -> list[str]:
-    """Return messages on schedules that end before training does."""
+    """Return messages on schedules that end before training does.
+
+    Args:
+        schedules: the schedulers, after callbacks have started, and the steps from one advance to the next.
+        last_step: last step of training.
+        ignored: values of the script that do not apply.
+        can_change: callbacks could have changed the schedules.
+
+    Raises:
+        UserError: a schedule cannot continue, or the script sets a longer one, which does not apply.
+    """
     messages = []
     for scheduler, period in schedules:
         end = _end(scheduler)
         if period is None or end is None or end[1] * period >= last_step:
             continue
         name, kind = end[0], type(scheduler).__name__
-        source = ""
-        for value in ignored:
-            if value.name == name and value.owner == kind:
-                source = f", the value in the checkpoint; the script sets {value.script_value!r}"
+        script_values = [value for value in ignored if (value.name, value.owner) == (name, kind)]
+        source = "".join(
+            f", the value in the checkpoint; the script sets {value.script_value!r}"
+            for value in script_values
+        )
         sentence = (
             f"{kind} ends after step {end[1] * period} ({name}={end[1]}{source}), but training ends after "
             f"step {last_step}."
         )
         if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
             raise UserError(f"{sentence} OneCycleLR refuses further steps. {_REMEDY}")
+        if script_values and can_change:
+            raise UserError(f"{sentence} {_EXTENSION_REMEDY}")
         if end[1] * period * _TOLERANCE < last_step:
             advance = "step" if period == 1 else f"{period} steps"
             messages.append(f"{sentence} It advances once per {advance}. {_REMEDY}")

@@ -37,11 +37,11 @@ STRATEGIES: Registry[Strategy] = Registry(
         "dp": "dp:DP",
         "horovod": "horovod:Horovod",
         "pipeline": "pipeline:Pipeline",
-        "zero1": "ddp:ZeRO1",
-        "zero2": "fully_sharded:ZeRO2",
-        "ddp_sharded": "fully_sharded:ZeRO2",
-        "zero3": "fully_sharded:ZeRO3",
-        "fsdp": "fully_sharded:ZeRO3",
+        "zero1": "sharded:ZeRO1",
+        "zero2": "sharded:ZeRO2",
+        "ddp_sharded": "sharded:ZeRO2",
+        "zero3": "sharded:ZeRO3",
+        "fsdp": "sharded:ZeRO3",
     },
     refused={
         "tpu": "hpctrain does not support TPUs. Use PyTorch/XLA.",
@@ -55,15 +55,10 @@ def register_strategy(name: str) -> Callable[[type[Strategy]], type[Strategy]]:
     return STRATEGIES.register(name)
 
 
-def resolve_auto(environ: Mapping[str, str]) -> str:
-    """Return the strategy for "auto": the strategy requested by the job, otherwise ddp."""
-    return environ.get(STRATEGY_VARIABLE) or "ddp"
-
-
 def find_strategy(name: str, environ: Mapping[str, str]) -> type[Strategy]:
     """Return the strategy of that name; for "auto", the strategy requested by the job, otherwise ddp."""
     if name == "auto":
-        return STRATEGIES.find(resolve_auto(environ), STRATEGY_VARIABLE)
+        return STRATEGIES.find(environ.get(STRATEGY_VARIABLE) or "ddp", STRATEGY_VARIABLE)
     return STRATEGIES.find(name)
 
 
@@ -71,7 +66,7 @@ def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> Non
     """Replace the strategy "auto", and check all settings that depend on strategy and algorithm."""
     strategy = find_strategy(settings.strategy, environ)
     if settings.strategy == "auto":
-        settings.strategy = resolve_auto(environ)
+        settings.strategy = environ.get(STRATEGY_VARIABLE) or "ddp"
     strategy.check(settings)
     if settings.bucket_cap_mb is not None and not strategy.has_buckets:
         raise UserError(
@@ -100,31 +95,31 @@ def check_launch(settings: TrainerConfig, ranks: Ranks, environ: Mapping[str, st
     """
     given = settings.given
     if settings.accelerator == "gpu" and not torch.cuda.is_available():
-        shown = environ.get(VISIBLE_VARIABLE)
-        hidden = "" if shown is None else f" ({VISIBLE_VARIABLE} is {shown!r})"
+        visible = environ.get(VISIBLE_VARIABLE)
+        hidden = "" if visible is None else f" ({VISIBLE_VARIABLE} is {visible!r})"
         raise UserError(
             f"{given['accelerator']} requires a GPU, but PyTorch {torch.__version__} finds none{hidden}. "
             "Request GPUs with `hpctrain submit --gpus-per-node`, or set accelerator='cpu'."
         )
     if not has_launcher(ranks):
         if (settings.num_nodes or 1) > 1:
+            script = Path(sys.argv[0]).name or "SCRIPT"
             raise UserError(
                 f"{given['num_nodes']}, but this process was started without a launcher, so it has one "
-                f"node. Run `hpctrain submit --nodes {settings.num_nodes} {_script()}`."
+                f"node. Run `hpctrain submit --nodes {settings.num_nodes} {script}`."
             )
         return
     if environ.get(ATTEMPT_VARIABLE, "0") != "0" or VERIFY_STEPS_VARIABLE in environ:
         return
-    origin = ranks.sources.get("num_nodes", ranks.environment)
     if settings.num_nodes not in (None, ranks.num_nodes):
+        origin = ranks.sources.get("num_nodes", ranks.environment)
         raise UserError(
             f"{given['num_nodes']}, but the number of nodes is {ranks.num_nodes} ({origin}). Start the "
             f"script on {settings.num_nodes} nodes, or remove num_nodes."
         )
     devices = None if settings.devices is None else parse_devices(settings.devices)
-    if devices in (None, -1) or (
-        ranks.world_size == 1 and find_strategy(settings.strategy, environ).single_process
-    ):
+    is_single = ranks.world_size == 1 and find_strategy(settings.strategy, environ).single_process
+    if devices in (None, -1) or is_single:
         return
     # With Horovod's launcher, scripts state the devices of each process.
     num_ranks = 1 if settings.strategy == "horovod" and devices in (1, [0]) else ranks.local_world_size
@@ -136,7 +131,3 @@ def check_launch(settings: TrainerConfig, ranks: Ranks, environ: Mapping[str, st
             f"this node ({origin}), and assigns a device to each rank. Set devices={ranks.local_world_size}, "
             "remove this setting, or start another number of ranks."
         )
-
-
-def _script() -> str:
-    return Path(sys.argv[0]).name or "SCRIPT"

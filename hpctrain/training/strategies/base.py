@@ -1,4 +1,4 @@
-"""Interface of the strategies, and training on a single rank."""
+"""Define the interface of the strategies, and train on a single rank. All ranks call each method."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainab
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
 
-
 #: Methods that can combine gradients; a strategy for several ranks must override at least one method.
-_SHARING = frozenset({"place", "training_step", "backward", "before_update", "optimized", "__init__"})
-_TORCHS_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+_SHARING = frozenset({"place", "training_step", "backward", "before_update", "__init__"})
 
 
 class Strategy:
     """Base class of the strategies; by default, a single rank trains.
 
-    A strategy moves the module to this rank's device. Before an update, the strategy provides the gradient of
-    every parameter: the mean over the ranks that share the data.
+    A strategy moves the module to this rank's device. Before an update, it provides the gradient of every
+    parameter: the mean over the ranks that share the data.
 
     Attributes:
         module: module to train; its parameters may be replaced by shards.
@@ -50,6 +48,8 @@ class Strategy:
         splits_batches: True if the strategy splits a rank's samples into micro-batches itself.
         gathers_samples: True if `training_step_end` receives the samples of several ranks.
         has_complete_state: True if every rank updates all parameters.
+        has_equal_replicas: True if parameters and optimizer states are equal on all ranks after each step.
+        counts_tokens: True if a loss can be a mean over `num_tokens`.
         sums_exactly: True if the gradients can be summed independently of the number of ranks.
         remarks: remarks for the user at the start, as sentences.
     """
@@ -68,14 +68,13 @@ class Strategy:
     remarks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Move `module` to this rank's device. All ranks must call this.
+        """Move `module` to this rank's device.
 
         Raises:
             UserError: this strategy cannot train the module.
         """
-        if context.is_distributed and not any(
-            vars(kind).keys() & _SHARING for kind in type(self).__mro__[:-2]
-        ):
+        kinds = type(self).__mro__[:-2]
+        if context.is_distributed and not any(vars(kind).keys() & _SHARING for kind in kinds):
             raise UserError(
                 f"Strategy {settings.strategy!r} ({type(self).__name__}) overrides none of "
                 f"{', '.join(sorted(_SHARING))}, so each of the {context.ranks.world_size} ranks would "
@@ -90,11 +89,7 @@ class Strategy:
 
     @classmethod
     def check(cls, settings: TrainerConfig) -> None:
-        """Check that the settings are compatible with this strategy, before anything starts.
-
-        Raises:
-            UserError: the settings are not compatible; the message contains the reason.
-        """
+        """Raise a `UserError` if the settings are not compatible with this strategy."""
 
     @classmethod
     def data_rank(cls, ranks: Ranks) -> DataRank:
@@ -103,8 +98,11 @@ class Strategy:
 
     @property
     def has_equal_replicas(self) -> bool:
-        """True if parameters and unsharded optimizer states are equal on all ranks after each step."""
         return False
+
+    @property
+    def counts_tokens(self) -> bool:
+        return True
 
     def place(self) -> None:
         """Move the module to this rank's device."""
@@ -130,15 +128,15 @@ class Strategy:
         Returns:
             The result of `training_step_end`, and the number of samples that it represents.
         """
-        output = self.module.training_step(batch, batch_idx, *self.optimizer_idx)
-        return self.module.training_step_end(output), num_samples
+        return self.trial_step(batch, batch_idx), num_samples
 
-    def trial_step(self, batch: Any) -> Any:
-        """Run the module's training step on this rank only, to test whether it fits into memory."""
-        return self.module.training_step_end(self.module.training_step(batch, 0, *self.optimizer_idx))
+    def trial_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        """Run the module's training step on this rank only, such as to test whether it fits into memory."""
+        output = self.module.training_step(batch, batch_idx, *self.optimizer_idx)
+        return self.module.training_step_end(output)
 
     def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Prepare for steps with one optimizer each. All ranks must call this.
+        """Prepare for steps with one optimizer each.
 
         Args:
             parameters: parameters of each optimizer, before `wrap_optimizers` may replace them.
@@ -174,12 +172,6 @@ class Strategy:
     def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         """Call a method of the module without gradients, such as `validation_step`, and its `_end` method.
 
-        Args:
-            method: name of the method.
-            batch: this rank's samples, or spare ones if it has none.
-            batch_idx: number of the batch.
-            num_samples: this rank's samples.
-
         Returns:
             The method's result, and the number of samples that it represents.
         """
@@ -195,31 +187,16 @@ class Strategy:
         """Return the optimizers and schedules for training, based on those of the module."""
         return optimization
 
-    @property
-    def counts_tokens(self) -> bool:
-        """True if a loss can be a mean over `num_tokens`."""
-        return True
-
     def before_update(self) -> None:
         """Complete the gradients before use; called at least once per update."""
 
     def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of all gradients together, equal on all ranks. All ranks must call this."""
+        """Return the norm of all gradients together, equal on all ranks."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients).to(self.context.device)
 
     def on_optimizer_step_end(self, step: int) -> None:
-        """Handle the end of all optimizers' update of `step`, counted from 1. All ranks must call this."""
-
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clear the gradients of an optimizer's parameters."""
-        if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not _TORCHS_ZERO_GRAD:
-            optimizer.zero_grad(set_to_none=True)
-            return
-        # Torch's `zero_grad` without its profiler records, which take some microseconds.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        """Handle the end of all optimizers' update of `step`, counted from 1."""
 
     def sync_buffers(self) -> None:
         """Make the module's buffers equal on all ranks, before a validation or a checkpoint."""
@@ -227,25 +204,34 @@ class Strategy:
             broadcast_buffers(self.module)
 
     def finish(self) -> str | None:
-        """Restore the complete module at the end of training. All ranks must call this.
-
-        Returns:
-            A message for the user if this is impossible, otherwise None.
-        """
+        """Restore the complete module at the end of training; return a message if this is impossible."""
         return None
 
 
+def joint_norm(
+    rank_gradients: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Return the norm of the `rank_gradients` of all ranks, and of the gradients equal on all ranks."""
+    rank_norm, shared_norm = (
+        torch.nn.utils.get_total_norm(gradients).to(device, torch.float32)
+        for gradients in (rank_gradients, shared)
+    )
+    squares = rank_norm**2.0
+    dist.all_reduce(squares)
+    return torch.pow(squares + shared_norm**2.0, 0.5)
+
+
 def broadcast_buffers(module: nn.Module) -> None:
-    """Broadcast rank 0's buffers. All ranks must call this."""
+    """Broadcast rank 0's buffers."""
     broadcast_tensors(module.buffers())
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Broadcast rank 0's values of `tensors`, one message per dtype and device. All ranks must call this."""
+    """Broadcast rank 0's values of `tensors`, one message per dtype and device."""
     with torch.no_grad():
-        for alike in group_by_type(tensors):
-            together = torch.cat([tensor.reshape(-1) for tensor in alike])
-            dist.broadcast(together, src=0)
-            parts = torch.split(together, [tensor.numel() for tensor in alike])
-            for tensor, values in zip(alike, parts, strict=True):
+        for group in group_by_type(tensors):
+            message = torch.cat([tensor.reshape(-1) for tensor in group])
+            dist.broadcast(message, src=0)
+            pieces = torch.split(message, [tensor.numel() for tensor in group])
+            for tensor, values in zip(group, pieces, strict=True):
                 tensor.copy_(values.view_as(tensor))

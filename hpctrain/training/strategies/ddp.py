@@ -1,25 +1,23 @@
-"""Replicas of the module on all ranks, with gradients averaged during the backward pass."""
+"""Train replicas of the module on all ranks, and average gradients during the backward pass."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.torch_compat import buffer_broadcast_kwargs, register_first_post_hook
+from hpctrain.torch_compat import buffer_broadcast_kwargs
 from hpctrain.training.algorithms import Algorithm, find_algorithm
 from hpctrain.training.module import Module, check_frozen, is_manual, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
 from hpctrain.training.strategies.base import Strategy, broadcast_buffers, broadcast_tensors
-from hpctrain.training.strategies.sharded_params import ShardedParameters, gradient_norm
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
@@ -29,16 +27,15 @@ class DataParallelBase(Strategy):
     """One replica of the module per rank, in torch's DistributedDataParallel.
 
     After the first backward pass of a process, DDP regroups its gradient buckets. With more than two ranks,
-    this changes the order of additions. The results of a resumed process would then differ in the last bit.
-    Therefore, every process regroups before its first real step. This uses a separate graph that includes
-    each parameter once, but no data, buffers or random state.
+    this changes the order of additions, and the results of a resumed process in the last bit. Therefore,
+    every process regroups before its first real step.
     """
 
     has_buckets = True
     sums_exactly = True
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Broadcast rank 0's parameters and buffers. All ranks must call this."""
+        """Broadcast rank 0's parameters and buffers."""
         super().__init__(module, context, settings)
         self.algorithm: Algorithm = find_algorithm(settings.algorithm)
         # A single rank needs no wrapper.
@@ -57,19 +54,16 @@ class DataParallelBase(Strategy):
         if not self.context.is_distributed or self.settings.elastic_determinism:
             return []
         limit = (self.settings.bucket_cap_mb or 25) * 2**20
-        parts: list[int] = []
-        part = 0
+        sizes: list[int] = []
+        size = 0
         for parameter in reversed(list(self.module.parameters())):
-            part += parameter.nbytes if parameter.requires_grad else 0
-            if part >= (2**20 if self.settings.bucket_cap_mb is None and not parts else limit):
-                parts, part = [*parts, part], 0
-        return [*parts, part] if part else parts
+            size += parameter.nbytes if parameter.requires_grad else 0
+            if size >= (2**20 if self.settings.bucket_cap_mb is None and not sizes else limit):
+                sizes, size = [*sizes, size], 0
+        return [*sizes, size] if size else sizes
 
     def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
-        """Return the output and the number of samples for the loss.
-
-        Called between `training_step` and `training_step_end`.
-        """
+        """Return what `training_step_end` receives for an output, and the number of samples for the loss."""
         return output, num_samples
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
@@ -79,18 +73,18 @@ class DataParallelBase(Strategy):
         assert isinstance(step, _Step)
         check_frozen(step.frozen, "its gradient would not be averaged over the ranks")
         try:
-            output, counted = self._forward(batch, batch_idx, num_samples, self.optimizer_idx)
+            output, num_counted = self._forward(batch, batch_idx, num_samples, self.optimizer_idx)
         except RuntimeError as error:
             _explain(error, self.module)
             raise
-        return output, counted
+        return output, num_counted
 
     def _run_module(
         self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]
     ) -> tuple[Any, float]:
         module = self.module
-        output, counted = self.join(module.training_step(batch, batch_idx, *turn), num_samples)
-        return module.training_step_end(output), counted
+        output, num_counted = self.join(module.training_step(batch, batch_idx, *turn), num_samples)
+        return module.training_step_end(output), num_counted
 
     def accumulating(self) -> AbstractContextManager[None]:
         if isinstance(self._forward, DistributedDataParallel):
@@ -112,18 +106,15 @@ class DataParallelBase(Strategy):
             self.algorithm.on_optimizer_step_end(step)
 
     def sync_buffers(self) -> None:
-        """Broadcast rank 0's buffers, such as running means. All ranks must call this.
-
-        Forward passes also do this, before each rank updates the buffers from its own samples.
-        """
+        # Forward passes also do this, before each rank updates the buffers from its own samples.
         if self.context.is_distributed:
             self.algorithm.synchronize()
             broadcast_buffers(self.module)
 
     def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         super().setup_optimizer_toggling(parameters)
-        for own in parameters if self.context.is_distributed else ():
-            with only_trainable(self.module, own):
+        for group in parameters if self.context.is_distributed else ():
+            with only_trainable(self.module, group):
                 self._forwards.append(self._averaging())
 
     @contextmanager
@@ -147,9 +138,7 @@ class DataParallelBase(Strategy):
             # Replicas that may differ broadcast buffers in `sync_buffers` instead.
             **buffer_broadcast_kwargs(self.algorithm.shares_gradients),
         )
-        touched: torch.Tensor = forward(None, 0, 0, touch_only=True)
-        torch.autograd.backward(touched)
-        forward.zero_grad(set_to_none=True)
+        _use_all_parameters(forward)
         return forward
 
 
@@ -168,44 +157,40 @@ class DDPSpawn(DDP):
 class _Step(nn.Module):
     """Module for DDP to wrap, whose forward pass runs a training step."""
 
-    def __init__(self, module: Module, take: Callable[..., tuple[Any, float]]) -> None:
+    def __init__(self, module: Module, run: Callable[..., tuple[Any, float]]) -> None:
         super().__init__()
         self.module = module
-        self._take = take
+        self._run = run
         self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
-    def forward(
-        self,
-        batch: Any,
-        batch_idx: int,
-        num_samples: int,
-        turn: tuple[int, ...] = (),
-        touch_only: bool = False,
-    ) -> Any:
-        if touch_only:
-            return _sum_of_nothing([p for p in self.module.parameters() if p.requires_grad])
-        return self._take(batch, batch_idx, num_samples, turn)
+    def forward(self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]) -> Any:
+        return self._run(batch, batch_idx, num_samples, turn)
 
 
 def regroup_buckets(model: object) -> None:
-    """Regroup the gradient buckets of a model before its first step. All ranks must call this.
+    """Regroup the gradient buckets of a model before its first step; existing gradients are removed.
 
-    See `DataParallelBase`. Gradients that exist are removed. Does nothing with other models, with
-    `find_unused_parameters`, with which torch never regroups, and with `static_graph`, with which torch
-    records the first pass.
+    Does nothing with other models, with `find_unused_parameters`, with which torch never regroups, and with
+    `static_graph`, with which torch records the first pass.
     """
-    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
-        return
+    if isinstance(model, DistributedDataParallel) and not (
+        model.find_unused_parameters or model.static_graph
+    ):
+        _use_all_parameters(model)
+
+
+def _use_all_parameters(model: DistributedDataParallel) -> None:
+    """Run passes of a graph that includes each parameter once, but no data, buffers or random state."""
     module = model.module
     # Such as that of Accelerate, with autocast, or of a compiled module.
-    own = vars(module).get("forward")
+    forward = vars(module).get("forward")
     module.forward = lambda: _sum_of_nothing([p for p in module.parameters() if p.requires_grad])
     try:
         torch.autograd.backward(model())
     finally:
         del module.forward
-        if own is not None:
-            module.forward = own
+        if forward is not None:
+            module.forward = forward
     model.zero_grad(set_to_none=True)
 
 
@@ -230,34 +215,3 @@ def _explain(error: RuntimeError, module: nn.Module) -> None:
         "(requires_grad_(False)). If different steps use different parameters, set "
         "find_unused_parameters=True."
     ) from error
-
-
-class ZeRO1(DataParallelBase):
-    """ZeRO stage 1 (see `fully_sharded`): ddp with optimizer state sharded over the ranks.
-
-    Gradients are averaged as with ddp. Each rank updates its rows of every parameter, then the ranks exchange
-    the rows. With an element-wise optimizer, the result is bitwise equal to that of ddp.
-    """
-
-    has_complete_state = False
-
-    def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
-        self._parts: ShardedParameters | None = None
-        if self.context.is_distributed:
-            ranks, device = self.context.ranks, self.context.device
-            mesh = init_device_mesh(device.type, (ranks.world_size,))
-            parts = self._parts = ShardedParameters(mesh)
-            for optimizer in optimization.optimizers:
-                parts.shard_optimizer(optimizer, self.before_update)
-                # The script's own hooks then use the complete parameters.
-                register_first_post_hook(optimizer, lambda updated, *_: parts.gather(updated))
-        return optimization
-
-    def before_update(self) -> None:
-        if self._parts is not None:
-            self._parts.assign_gradients()
-
-    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        if self._parts is None:
-            return super().gradient_norm(parameters)
-        return gradient_norm(parameters, self.context.device)

@@ -1,4 +1,4 @@
-"""Horovod strategy: its DistributedOptimizer averages gradients, over gloo or another compiled-in backend.
+"""Average gradients with Horovod's DistributedOptimizer, over gloo or another compiled-in backend.
 
 Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018.
 """
@@ -50,7 +50,7 @@ class Horovod(Strategy):
             )
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Initialize Horovod, and broadcast rank 0's parameters and buffers. All ranks must call this."""
+        """Initialize Horovod, and broadcast rank 0's parameters and buffers."""
         super().__init__(module, context, settings)
         self._optimizers: list[Any] = []
         self._is_pending = False
@@ -58,11 +58,8 @@ class Horovod(Strategy):
         if context.is_distributed:
             self._horovod: Any = _import_horovod()
             if not self._horovod.is_initialized():
-                with (
-                    contextlib.nullcontext()
-                    if _MARK in os.environ
-                    else _rendezvous_variables(context, os.environ)
-                ):
+                is_launched = _MARK in os.environ
+                with contextlib.nullcontext() if is_launched else _rendezvous_variables(context, os.environ):
                     self._horovod.init()
             self._horovod.broadcast_parameters(module.state_dict(), root_rank=0)
 
@@ -85,8 +82,8 @@ class Horovod(Strategy):
         if not self.context.is_distributed:
             return optimization
         for original in optimization.optimizers:
-            own = {parameter for group in original.param_groups for parameter in group["params"]}
-            named = [(name, p) for name, p in self.module.named_parameters() if p in own]
+            parameters = set(parameters_of(original))
+            named = [(name, p) for name, p in self.module.named_parameters() if p in parameters]
             optimizer = self._horovod.DistributedOptimizer(original, named_parameters=named)
             # Schedules refer to the original optimizer, and loading a state creates new groups: share all
             # attributes.
@@ -111,11 +108,9 @@ class Horovod(Strategy):
     def _find_unused(self) -> list[torch.Tensor]:
         """Return parameters without a gradient on any rank, for which Horovod would create zeros."""
         parameters = [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
-        has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-        dist.all_reduce(has, group=self.context.cpu_group)
-        return [
-            parameter for parameter, anywhere in zip(parameters, has.tolist(), strict=True) if not anywhere
-        ]
+        counts = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        dist.all_reduce(counts, group=self.context.cpu_group)
+        return [parameter for parameter, count in zip(parameters, counts.tolist(), strict=True) if not count]
 
     def finish(self) -> str | None:
         self._stack.close()
@@ -142,31 +137,27 @@ def _restore_torch_interface(optimizer: Any) -> None:
     optimizer.zero_grad = lambda set_to_none=True: zero_grad()  # noqa: ARG005
 
     @functools.wraps(step)
-    def known(*args: Any, **kwargs: Any) -> Any:
+    def marked_step(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True
         return step(*args, **kwargs)
 
-    known._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = known
+    marked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marked_step
 
 
 @contextlib.contextmanager
 def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Set horovodrun's variables inside this block, with a server on rank 0. All ranks must call this."""
+    """Set horovodrun's variables inside this block, with a server on rank 0."""
     ranks = context.ranks
-    places = context.all_gather((ranks.node_rank, ranks.local_rank))
-    plan = [_slot(places, rank) for rank in range(ranks.world_size)]
+    placements = context.all_gather((ranks.node_rank, ranks.local_rank))
+    slots = [_slot(placements, rank) for rank in range(ranks.world_size)]
     port = None
     if ranks.is_main:
         server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer()
         port = server.start()
         slot_info = importlib.import_module("horovod.runner.common.util.hosts").SlotInfo
-        server.init([slot_info(**slot) for slot in plan])
-    slot = plan[ranks.rank]
-    variables = {
-        f"HOROVOD_{name.upper()}": str(slot[name])
-        for name in ("hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-    }
+        server.init([slot_info(**slot) for slot in slots])
+    variables = {f"HOROVOD_{name.upper()}": str(value) for name, value in slots[ranks.rank].items()}
     variables |= {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -184,16 +175,16 @@ def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[s
             del environ[name]
 
 
-def _slot(places: list[tuple[int, int]], rank: int) -> dict[str, Any]:
+def _slot(placements: list[tuple[int, int]], rank: int) -> dict[str, Any]:
     """Return a rank's slot for Horovod, from the (node, local rank) of each rank."""
-    node, local_rank = places[rank]
-    across = sorted(other for other, its_local_rank in places if its_local_rank == local_rank)
+    node, local_rank = placements[rank]
+    cross_nodes = sorted(place[0] for place in placements if place[1] == local_rank)
     return {
         "hostname": f"node-{node}",
         "rank": rank,
-        "size": len(places),
+        "size": len(placements),
         "local_rank": local_rank,
-        "local_size": sum(other == node for other, _ in places),
-        "cross_rank": across.index(node),
-        "cross_size": len(across),
+        "local_size": sum(place[0] == node for place in placements),
+        "cross_rank": cross_nodes.index(node),
+        "cross_size": len(cross_nodes),
     }

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,39 +22,44 @@ from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import pytree
-from hpctrain.training.base import rng
-from hpctrain.training.base.rng import derive_seed
+from hpctrain.training.base.rng import derive_seed, seeded_rng
 from hpctrain.training.base.tensors import slice_batch
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optim.micro_batch_size import preserve_state
-from hpctrain.training.optim.optimizer_setup import OptimizerSetup
-from hpctrain.training.strategies.base import Strategy
-from hpctrain.training.strategies.sharded_params import joint_norm
+from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
+from hpctrain.training.strategies.base import Strategy, joint_norm
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer_config import TrainerConfig
 
 
 #: Default number of micro-batches per stage: more micro-batches reduce the idle time of stages.
-_MICRO_BATCHES_A_STAGE = 4
+_MICRO_BATCHES_PER_STAGE = 4
 
 
-def pipeline_micro_batch_sizes(num_samples: int, most: int | None, num_stages: int) -> list[int]:
+def pipeline_micro_batch_sizes(num_samples: int, max_size: int | None, num_stages: int) -> list[int]:
     """Return the number of samples of each micro-batch of a pipeline, in descending order.
 
     Stages allocate memory for one size at a time. Equal sizes are more efficient than two sizes, unless the
     number of micro-batches doubles or halves.
     """
-    if most is None:
-        wanted = min(_MICRO_BATCHES_A_STAGE * num_stages, num_samples)
-        counts = range(wanted, wanted // 2, -1)
+    if max_size is None:
+        default = min(_MICRO_BATCHES_PER_STAGE * num_stages, num_samples)
+        counts = range(default, default // 2, -1)
     else:
-        least = -(-num_samples // most)
-        counts = range(least, 2 * least)
+        min_count = -(-num_samples // max_size)
+        counts = range(min_count, 2 * min_count)
     count = next((count for count in counts if num_samples % count == 0), counts[0])
-    each, larger = divmod(num_samples, count)
-    return [each + 1] * larger + [each] * (count - larger)
+    size, num_larger = divmod(num_samples, count)
+    return [size + 1] * num_larger + [size] * (count - num_larger)
+
+
+class _MicroBatch(NamedTuple):
+    batch: Any
+    num_samples: int
+    seed: int
+    """Seed of the training step's random numbers, on the first and the last stage."""
 
 
 class Pipeline(Strategy):
@@ -88,12 +92,12 @@ class Pipeline(Strategy):
         return DataRank(0, 1)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Divide the module into stages, and broadcast rank 0's parameters. All ranks must call this."""
+        """Divide the module into stages, and broadcast rank 0's parameters."""
         super().__init__(module, context, settings)
         self._is_pending = False
         if context.is_distributed:
             self._stages = PipelineStages(module, context.ranks.rank, context.ranks.world_size)
-            self._state_gather = OptimizerStateGather(self._stages.owned, context)
+            self._state_gather = OptimizerStateGather(self._stages.parameters, context)
             self._is_last = context.ranks.rank == context.ranks.world_size - 1
             self._shapes: dict[Any, tuple[Any, Any]] = {}
             self._names: list[str] = []
@@ -109,17 +113,24 @@ class Pipeline(Strategy):
             return super().training_step(batch, batch_idx, num_samples)
         self._is_pending = True
         self._state_gather.drop_others()
-        where = (batch_idx, *self.optimizer_idx)
+        arguments = (batch_idx, *self.optimizer_idx)
+        max_size = self.settings.micro_batch_size
+        assert max_size != "auto"  # See `check`.
+        sizes = pipeline_micro_batch_sizes(num_samples, max_size, self.context.ranks.world_size)
+        seed = torch.randint(2**62, (1,))
+        dist.broadcast(seed, src=0, group=self.context.cpu_group)
         ended: list[dict[str, torch.Tensor]] = []
-        size = self.settings.micro_batch_size
-        assert size != "auto"  # See `check`.
-        sizes = pipeline_micro_batch_sizes(num_samples, size, self.context.ranks.world_size)
-        for parts in _equal_parts(batch, sizes, self._shared_seed()):
-            self._run(parts, where, self._loss_of(parts, where, num_samples, ended))
-        return self._scalars(ended, num_samples)
+        for micro_batches in _split(batch, sizes, int(seed)):
+            self._run(micro_batches, arguments, self._loss_of(micro_batches, arguments, num_samples, ended))
+        if not self._names:
+            names = list(ended[0]) if self._is_last else None
+            self._names = self.context.broadcast(names, self.context.ranks.world_size - 1) or []
+        if not self._is_last:
+            return {name: torch.zeros((), device=self.context.device) for name in self._names}, 0
+        return {name: torch.stack([s[name] for s in ended]).sum() for name in self._names}, num_samples
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Do nothing with several ranks: the schedule has already run the backward passes."""
+        # With several ranks, the schedule has already run the backward passes.
         if not self.context.is_distributed:
             super().backward(loss)
 
@@ -135,10 +146,10 @@ class Pipeline(Strategy):
         self._is_pending = False
         self._stages.check_gradients()
         shared = self._stages.shared
-        has = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.int32)
-        dist.all_reduce(has, group=self.context.cpu_group)
-        for parameter, anywhere in zip(shared, has.tolist(), strict=True):
-            if anywhere:
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.int32)
+        dist.all_reduce(has_gradient, group=self.context.cpu_group)
+        for parameter, count in zip(shared, has_gradient.tolist(), strict=True):
+            if count:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(parameter.grad)
 
@@ -146,65 +157,63 @@ class Pipeline(Strategy):
         if not self.context.is_distributed:
             return super().gradient_norm(parameters)
         shared = set(self._stages.shared)
-        gradients = {each: each.grad for each in parameters if each.grad is not None}
-        own = [gradient for each, gradient in gradients.items() if each not in shared]
-        alike = [gradient for each, gradient in gradients.items() if each in shared]
-        return joint_norm(own, alike, self.context.device)
+        gradients: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradients[parameter in shared].append(parameter.grad)
+        return joint_norm(gradients[False], gradients[True], self.context.device)
 
     def sync_buffers(self) -> None:
         if not self.context.is_distributed:
             return
         in_stages = {buffer for buffers in self._stages.buffers for buffer in buffers}
-        others = [buffer for buffer in self.module.buffers() if buffer not in in_stages]
-        for rank, owned in enumerate(self._stages.owned):
+        outside = [buffer for buffer in self.module.buffers() if buffer not in in_stages]
+        for rank, parameters in enumerate(self._stages.parameters):
             # Only the last rank runs the layers after the Sequential.
-            further = others if rank == self.context.ranks.world_size - 1 else []
-            for tensor in (*owned, *self._stages.buffers[rank], *further):
+            further = outside if rank == self.context.ranks.world_size - 1 else []
+            for tensor in (*parameters, *self._stages.buffers[rank], *further):
                 dist.broadcast(tensor.data, src=rank)
         self._state_gather.gather()
 
-    def _shared_seed(self) -> int:
-        seed = torch.randint(2**62, (1,))
-        dist.broadcast(seed, src=0, group=self.context.cpu_group)
-        return int(seed)
-
     def _loss_of(
         self,
-        parts: list[_Part],
-        where: tuple[int, ...],
+        micro_batches: list[_MicroBatch],
+        arguments: tuple[int, ...],
         num_samples: int,
         ended: list[dict[str, torch.Tensor]],
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return a function for the weighted loss of a micro-batch, which adds its scalars to `ended`."""
 
         def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-            part = parts[int(number)]
-            scalars = as_scalars(
-                self._stages.finish_step(output, part.batch, where, part.seed),
-                "loss",
-                type(self.module).__name__,
-            )
-            weight = part.num_samples / num_samples
+            batch, size, seed = micro_batches[int(number)]
+            result = self._stages.finish_step(output, batch, arguments, seed)
+            scalars = as_scalars(result, "loss", type(self.module).__name__)
+            weight = size / num_samples
             ended.append({name: value.detach() * weight for name, value in scalars.items()})
             return scalars["loss"] * weight
 
         return loss_of
 
-    def _run(self, parts: list[_Part], where: tuple[int, ...], loss_of: Callable[..., torch.Tensor]) -> None:
+    def _run(
+        self,
+        micro_batches: list[_MicroBatch],
+        arguments: tuple[int, ...],
+        loss_of: Callable[..., torch.Tensor],
+    ) -> None:
         ranks, device = self.context.ranks, self.context.device
-        inputs, output = self._find_shapes(parts[0].batch, where)
+        inputs, output = self._find_shapes(micro_batches[0].batch, arguments)
         stage = PipelineStage(
-            _Stage(self._stages, parts, where),
+            _Stage(self._stages, micro_batches, arguments),
             ranks.rank,
             ranks.world_size,
             device,
             input_args=inputs,
             output_args=output,
         )
-        kind = Schedule1F1B if len(parts) >= ranks.world_size else ScheduleGPipe
+        kind = Schedule1F1B if len(micro_batches) >= ranks.world_size else ScheduleGPipe
         # `loss_of` scales the loss: torch would scale only gradients inside of the stages.
-        schedule = kind(stage, len(parts), loss_fn=loss_of, scale_grads=False)
-        numbers = torch.arange(len(parts), device=device)
+        schedule = kind(stage, len(micro_batches), loss_fn=loss_of, scale_grads=False)
+        numbers = torch.arange(len(micro_batches), device=device)
         if ranks.rank == 0:
             schedule.step(numbers)
         elif self._is_last:
@@ -212,101 +221,83 @@ class Pipeline(Strategy):
         else:
             schedule.step()
 
-    def _find_shapes(self, batch: Any, where: tuple[int, ...]) -> tuple[Any, Any]:
+    def _find_shapes(self, batch: Any, arguments: tuple[int, ...]) -> tuple[Any, Any]:
         """Return this rank's stage input and output for micro-batches with the shapes of `batch`.
 
         For new shapes, one micro-batch passes through the stages without gradients; all state is preserved.
         """
-        look = tuple(
+        shapes = tuple(
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
             for leaf in pytree.tree_leaves(batch)
         )
-        looks = (look, torch.is_autocast_enabled(self.context.device.type))
-        if looks not in self._shapes:
-            number = torch.zeros(1, dtype=torch.int64, device=self.context.device)
-            inputs = output = number
+        key = (shapes, torch.is_autocast_enabled(self.context.device.type))
+        if key not in self._shapes:
+            inputs = output = torch.zeros(1, dtype=torch.int64, device=self.context.device)
             shape: Any = None
             with preserve_state(self.module), torch.no_grad():
                 for rank in range(self.context.ranks.world_size):
                     if rank == self.context.ranks.rank:
                         if rank > 0:
                             inputs = torch.zeros(shape[0], dtype=shape[1], device=self.context.device)
-                        output = self._stages.forward(inputs, batch, where)
+                        output = self._stages.forward(inputs, batch, arguments)
                     shape = self.context.broadcast((tuple(output.shape), output.dtype), rank)
             # From these, the schedule derives the tensors to receive, and if gradients are sent back.
-            self._shapes[looks] = inputs.requires_grad_(inputs.is_floating_point()), output.requires_grad_()
-        return self._shapes[looks]
-
-    def _scalars(self, ended: list[dict[str, torch.Tensor]], num_samples: int) -> tuple[Any, float]:
-        if not self._names:
-            names = list(ended[0]) if self._is_last else None
-            self._names = self.context.broadcast(names, self.context.ranks.world_size - 1) or []
-        if not self._is_last:
-            return {name: torch.zeros((), device=self.context.device) for name in self._names}, 0
-        return {name: torch.stack([each[name] for each in ended]).sum() for name in self._names}, num_samples
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Micro-batch of a pipeline."""
-
-    batch: Any
-    num_samples: int
-    seed: int
-    """Seed of the training step's random numbers, on the first and the last stage."""
+            self._shapes[key] = inputs.requires_grad_(inputs.is_floating_point()), output.requires_grad_()
+        return self._shapes[key]
 
 
 class _Stage(nn.Module):
     """Stage of this rank for torch's schedules; the first stage receives the number of a micro-batch."""
 
-    def __init__(self, stages: PipelineStages, parts: list[_Part], where: tuple[int, ...]) -> None:
+    def __init__(
+        self, stages: PipelineStages, micro_batches: list[_MicroBatch], arguments: tuple[int, ...]
+    ) -> None:
         super().__init__()
-        self._stages, self._parts, self._where = stages, parts, where
+        self._stages, self._micro_batches, self._arguments = stages, micro_batches, arguments
 
-    def forward(self, held: torch.Tensor) -> torch.Tensor:
-        if not (held.dtype == torch.int64 and held.numel() == 1):
-            return self._stages.forward(held, None, self._where)
-        part = self._parts[int(held)]
-        return self._stages.forward(held, part.batch, self._where, part.seed)
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not (inputs.dtype == torch.int64 and inputs.numel() == 1):
+            return self._stages.forward(inputs, None, self._arguments)
+        batch, _, seed = self._micro_batches[int(inputs)]
+        return self._stages.forward(inputs, batch, self._arguments, seed)
 
 
-def _equal_parts(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_Part]]:
-    low, num_samples = 0, sum(sizes)
-    for size, alike in groupby(sizes):
-        parts = []
-        for _ in alike:
-            part = slice_batch(batch, num_samples, low, low + size)
-            parts.append(_Part(part, size, derive_seed(seed, low)))
-            low += size
-        yield parts
+def _split(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_MicroBatch]]:
+    """Yield the micro-batches of each size."""
+    start, num_samples = 0, sum(sizes)
+    for size, group in groupby(sizes):
+        micro_batches = []
+        for _ in group:
+            samples = slice_batch(batch, num_samples, start, start + size)
+            micro_batches.append(_MicroBatch(samples, size, derive_seed(seed, start)))
+            start += size
+        yield micro_batches
 
 
 class OptimizerStateGather:
-    """Gather the optimizer state of all ranks for a checkpoint, and remove it afterwards.
+    """Gather the optimizer state of all ranks for a checkpoint, and remove it afterwards."""
 
-    Attributes:
-        optimizers: this rank's optimizers, constructed identically on all ranks.
-    """
-
-    def __init__(self, owned: Sequence[Sequence[nn.Parameter]], context: DistributedContext) -> None:
+    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]], context: DistributedContext) -> None:
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._owned, self._context = owned, context
+        self._parameters, self._context = parameters, context
         # A loaded checkpoint contains the state of all ranks.
         self._has_others = True
 
     def gather(self) -> None:
-        """Gather the state of all ranks' optimizers. All ranks must call this.
-
-        State from other ranks is on the CPU.
-        """
-        for rank, owned in enumerate(self._owned):
-            kept: list[Any] = [[optimizer.state.get(p) for p in owned] for optimizer in self.optimizers]
-            states_of_rank = self._context.broadcast(kept, rank, "the state of an optimizer")
+        """Gather the state of all ranks' optimizers. State from other ranks is on the CPU."""
+        for rank, parameters in enumerate(self._parameters):
+            rank_states: list[Any] = [
+                [optimizer.state.get(p) for p in parameters] for optimizer in self.optimizers
+            ]
+            rank_states = self._context.broadcast(rank_states, rank, "the state of an optimizer")
             if rank != self._context.ranks.rank:
-                for optimizer, states in zip(self.optimizers, states_of_rank, strict=True):
-                    _keep(optimizer, owned, states)
+                for optimizer, states in zip(self.optimizers, rank_states, strict=True):
+                    _set_state(optimizer, parameters, states)
         for optimizer in self.optimizers:
-            _put_in_order(optimizer)
+            # In the order of the parameters, to make the states equal on all ranks.
+            for parameter in parameters_of(optimizer):
+                if parameter in optimizer.state:
+                    optimizer.state[parameter] = optimizer.state.pop(parameter)
         self._has_others = True
 
     def drop_others(self) -> None:
@@ -314,27 +305,21 @@ class OptimizerStateGather:
         if not self._has_others:
             return
         self._has_others = False
-        for rank, owned in enumerate(self._owned):
+        for rank, parameters in enumerate(self._parameters):
             if rank != self._context.ranks.rank:
                 for optimizer in self.optimizers:
-                    _keep(optimizer, owned, [None] * len(owned))
+                    _set_state(optimizer, parameters, [None] * len(parameters))
 
 
-def _keep(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], states: list[Any]) -> None:
+def _set_state(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], states: list[Any]
+) -> None:
     """Set an optimizer's state for these parameters; None removes it."""
     for parameter, state in zip(parameters, states, strict=True):
         if state is None:
             optimizer.state.pop(parameter, None)
         else:
             optimizer.state[parameter] = state
-
-
-def _put_in_order(optimizer: torch.optim.Optimizer) -> None:
-    """Sort the state in the order of the parameters, to make it equal on all ranks."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        if parameter in optimizer.state:
-            optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
 class _StageBoundary(Exception):
@@ -351,43 +336,45 @@ class PipelineStages:
     runs on the last stage, which calls the step again and substitutes the stages' output.
 
     Attributes:
-        owned: for each rank, the parameters only in its stage.
+        parameters: for each rank, the parameters only in its stage.
         shared: all other parameters; any rank may have a part of the gradients.
     """
 
     def __init__(self, module: Module, rank: int, num_stages: int) -> None:
         self._module, self._rank = module, rank
-        self._prepared = _largest(module, num_stages)
-        blocks = list(self._prepared)
+        self._sequential = _find_largest(module, num_stages)
+        blocks = list(self._sequential)
         ends = _stage_ends([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages)
-        stages = [blocks[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        stages = [blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         self._layers = nn.Sequential(*stages[rank])
-        everywhere = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-        self.owned: list[list[nn.Parameter]] = []
+        counts = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+        self.parameters: list[list[nn.Parameter]] = []
         self.buffers: list[list[torch.Tensor]] = []
         for stage in stages:
             layers = nn.Sequential(*stage)
             inside = Counter(p for _, p in layers.named_parameters(remove_duplicate=False))
-            self.owned.append([p for p in inside if inside[p] == everywhere[p]])
+            self.parameters.append([p for p in inside if inside[p] == counts[p]])
             self.buffers.append(list(layers.buffers()))
-        taken = {p for owned in self.owned for p in owned}
-        self.shared = [p for p in module.parameters() if p not in taken]
+        in_one_stage = {p for parameters in self.parameters for p in parameters}
+        self.shared = [p for p in module.parameters() if p not in in_one_stage]
 
-    def forward(self, held: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-        """Return the output of this rank's stage for `held`; the first stage starts from the batch.
+    def forward(
+        self, inputs: torch.Tensor, batch: Any, arguments: tuple[int, ...], seed: int = 0
+    ) -> torch.Tensor:
+        """Return the output of this rank's stage for `inputs`; the first stage starts from the batch.
 
         The training step draws the same random numbers from `seed` as in `finish_step`.
         """
         if self._rank > 0:
-            output: torch.Tensor = self._layers(held)
+            output: torch.Tensor = self._layers(inputs)
             return output
 
         def cut(*inputs: Any) -> torch.Tensor:
             raise _StageBoundary(self._layers(*inputs))
 
         try:
-            with rng.seeded_rng(seed), self._replace_sequential(cut):
-                self._module.training_step(batch, *where)
+            with seeded_rng(seed), self._replace_sequential(cut):
+                self._module.training_step(batch, *arguments)
         except _StageBoundary as end:
             return end.output
         raise UserError(
@@ -396,7 +383,7 @@ class PipelineStages:
             "strategy."
         )
 
-    def finish_step(self, output: torch.Tensor, batch: Any, where: tuple[int, ...], seed: int = 0) -> Any:
+    def finish_step(self, output: torch.Tensor, batch: Any, arguments: tuple[int, ...], seed: int) -> Any:
         calls = 0
 
         def give(*_: Any) -> torch.Tensor:
@@ -411,14 +398,14 @@ class PipelineStages:
                 )
             return output
 
-        with rng.seeded_rng(seed), self._replace_sequential(give):
-            return self._module.training_step_end(self._module.training_step(batch, *where))
+        with seeded_rng(seed), self._replace_sequential(give):
+            return self._module.training_step_end(self._module.training_step(batch, *arguments))
 
     def check_gradients(self) -> None:
         """Check that this rank has no gradient for parameters of another stage only."""
-        others = {p for rank, owned in enumerate(self.owned) if rank != self._rank for p in owned}
+        elsewhere = {p for rank, params in enumerate(self.parameters) if rank != self._rank for p in params}
         for name, parameter in self._module.named_parameters():
-            if parameter in others and parameter.grad is not None:
+            if parameter in elsewhere and parameter.grad is not None:
                 raise UserError(
                     f"{type(self._module).__name__}.training_step uses {name} outside the Sequential that "
                     "strategy 'pipeline' splits into stages (for example, in a penalty on all weights). "
@@ -428,22 +415,24 @@ class PipelineStages:
 
     @contextmanager
     def _replace_sequential(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-        self._prepared.forward = forward  # type: ignore[method-assign]
+        self._sequential.forward = forward  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self._prepared.forward
+            del self._sequential.forward
 
 
-def _largest(module: nn.Module, num_stages: int) -> nn.Sequential:
-    rows = [part for part in module.modules() if isinstance(part, nn.Sequential) and len(part) >= num_stages]
-    if not rows:
+def _find_largest(module: nn.Module, num_stages: int) -> nn.Sequential:
+    candidates = [
+        layer for layer in module.modules() if isinstance(layer, nn.Sequential) and len(layer) >= num_stages
+    ]
+    if not candidates:
         raise UserError(
             f"Strategy 'pipeline' splits a torch.nn.Sequential into {num_stages} stages, one per rank, "
             f"but no Sequential in {type(module).__name__} has that many blocks. Put the blocks into one "
             "Sequential, or start fewer ranks."
         )
-    return max(rows, key=lambda row: sum(parameter.numel() for parameter in row.parameters()))
+    return max(candidates, key=lambda layer: sum(parameter.numel() for parameter in layer.parameters()))
 
 
 def _stage_ends(sizes: list[int], num_stages: int) -> list[int]:
@@ -451,7 +440,7 @@ def _stage_ends(sizes: list[int], num_stages: int) -> list[int]:
     total, sum_so_far = sum(sizes), 0
     for number, size in enumerate(sizes, 1):
         sum_so_far += size
-        left_over, missing = len(sizes) - number, num_stages - 1 - len(ends)
-        if missing and (sum_so_far >= total * (len(ends) + 1) / num_stages or left_over == missing):
+        num_left, num_missing = len(sizes) - number, num_stages - 1 - len(ends)
+        if num_missing and (sum_so_far >= total * (len(ends) + 1) / num_stages or num_left == num_missing):
             ends.append(number)
     return [*ends, len(sizes)]
