@@ -84,13 +84,3 @@ def test_a_run_with_a_flipped_bit_has_the_undisturbed_result_after_a_restart(tmp
     seeds = range(12)
     found = run_on_ranks(flips_are_found, tmp_path, seeds, world_size=3, timeout=100.0)
     assert found[0] >= len(seeds) - 2
-
-
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_many_runs_with_a_flipped_bit_have_the_undisturbed_result(tmp_path):
-    seeds = range(1000, 1200)
-    found = run_on_ranks(flips_are_found, tmp_path, seeds, world_size=3, timeout=800.0)
-    assert found[0] >= 0.9 * len(seeds)

@@ -96,21 +96,6 @@ def test_extra_state_of_the_module_is_restored(tmp_path):
     assert resumed.seen["words"] == ("a", None, 0.1)
 
 
-class StepsAtStart(hpctrain.Callback):
-    def __init__(self) -> None:
-        self.seen = []
-
-    def on_fit_start(self, trainer, module):
-        self.seen.append(trainer.step)
-
-
-def test_callbacks_see_the_completed_steps_at_the_start(tmp_path):
-    at_start = StepsAtStart()
-    fit(tmp_path, max_steps=4)
-    fit(tmp_path, max_steps=6, callbacks=[at_start])
-    assert at_start.seen == [4]
-
-
 def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
     module = Line()
     module.seen["deep"] = [{"lock": threading.Lock()}]
@@ -160,33 +145,6 @@ def test_unsupported_optimizer_configuration_is_refused(tmp_path, make_optimizer
     module.configure_optimizers = lambda: optimizer
     with pytest.raises(UserError, match=re.escape(message)):
         fit(tmp_path, module=module)
-
-
-def test_saved_state_is_that_of_the_step_even_if_written_late(tmp_path, monkeypatch):
-    """The disk accepts no data until training is one step further."""
-    reached = threading.Event()
-    from hpctrain.checkpoint import saver
-
-    commit = saver.write_and_commit
-
-    def late(site, step, own_files):
-        assert step == 6 or reached.wait(120)
-        return commit(site, step, own_files)
-
-    monkeypatch.setattr(saver, "write_and_commit", late)
-    module = Line(at={5: reached.set})
-    fit(tmp_path / "late", 6, module, checkpoint_every=4)
-    monkeypatch.undo()
-    fit(tmp_path / "prompt", 6, checkpoint_every=4, checkpoint_async=False)
-    from hpctrain.checkpoint.convert.export_checkpoint import load_on_cpu
-
-    for step in (4, 6):
-        late_one, prompt = (
-            load_on_cpu(RunDir(tmp_path / name).checkpoint(step)).state for name in ("late", "prompt")
-        )
-        assert late_one["user"]["seen"]["steps"] == step
-        assert torch.equal(late_one["user"]["seen"]["mean"], prompt["user"]["seen"]["mean"])
-        assert torch.equal(late_one["module"]["layer.weight"], prompt["module"]["layer.weight"])
 
 
 # --- retention -----------------------------------------------------------------------------------------
@@ -240,20 +198,6 @@ def test_keep_best_without_validation_is_refused(tmp_path):
         fit(tmp_path, keep_best=2)
 
 
-def test_ignored_learning_rate_is_reported(tmp_path, capsys):
-    fit(tmp_path, 2)
-    capsys.readouterr()
-    module = Line()
-    module.rate = 0.5
-    fit(tmp_path, 4, module)
-    output = capsys.readouterr().out
-    assert re.search(
-        r"lr remains [\d.]+, the value in the checkpoint, although the script now sets 0.5\.", output
-    )
-    fit(tmp_path, 6)
-    assert "the value in the checkpoint" not in capsys.readouterr().out
-
-
 def test_run_with_only_corrupt_checkpoints_is_not_restarted_silently(tmp_path):
     fit(tmp_path, 4)
     for step in steps(tmp_path):
@@ -305,14 +249,6 @@ def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch
         )
         assert sentence in resumed["broken"]
         assert f"hpctrain: {sentence}" in output
-
-
-def test_training_starts_over_if_no_checkpoint_is_verified(tmp_path, monkeypatch):
-    fit(tmp_path, 4, checkpoint_every=2)
-    monkeypatch.setenv(VERIFIED_STEP_VARIABLE, "1")
-    fit(tmp_path, 6, checkpoint_every=3)
-    assert events(tmp_path, "resumed") == []
-    assert steps(tmp_path) == [3, 6]
 
 
 # --- disk errors ---------------------------------------------------------------------------------------
@@ -379,11 +315,6 @@ def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
     best = optimal_interval_s(save_s, mtbf_s)
     least = min(overhead(best * factor / 100) for factor in range(20, 500))
     assert overhead(best) <= least * 1.001
-
-
-def test_interval_has_lower_limits():
-    assert checkpoint_interval_s(1e-6, 0.0, 10.0) == 10.0
-    assert checkpoint_interval_s(0.1, 500.0, DAY) == 500.0
 
 
 def test_documented_interval_examples_are_correct():
