@@ -75,27 +75,24 @@ class CheckpointStore:
         self._saver = Saver(self._target, self._retention, checked)
         self._tier: LocalTier | None = None
         if second_tier is not None:
-            self._tier, problem = LocalTier.open(
-                second_tier,
-                self._target,
-                RankCoordinator(group, patience_s + _MARGIN_S),
-                limit_bytes=second_tier_bytes,
-                on_copied=self._saver.on_copied,
-                on_failure=self._saver.on_copy_failed,
-            )
-            self._saver.local_tier, self._saver.notes = self._tier, [problem] if problem else []
+            try:
+                self._tier = self._saver.local_tier = LocalTier(
+                    second_tier,
+                    self._target,
+                    RankCoordinator(group, patience_s + _MARGIN_S),
+                    limit_bytes=second_tier_bytes,
+                    on_copied=self._saver.on_copied,
+                    on_failure=self._saver.report,
+                )
+            except CheckpointError as error:
+                self._saver.notes = [f"{error}. Checkpoints are written directly to {folder}."]
         self._stager = StateStager(self._coordinator)
         self._in_flight: PendingSave | None = None
         #: Size of this rank's share of the latest state, in bytes.
         self.state_bytes = 0
         self._at_exit = functools.partial(_abandon_at_exit, weakref.ref(self))
-        atexit.register(
-            self._at_exit
-        )  # runs before the exit handler of the process group, which was registered earlier
-
-    @property
-    def local_tier(self) -> LocalTier | None:
-        return self._tier
+        # Runs before the exit handler of the process group, which was registered earlier.
+        atexit.register(self._at_exit)
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
         """Allocate the memory for copies of a state of these shapes, in the background."""
@@ -111,9 +108,26 @@ class CheckpointStore:
         score: float | None = None,
         verified_step: int | None = None,
         direct: bool = False,
-    ) -> None:
+    ) -> PendingSave:
         """Copy the state, and write it in the background; `rank_state` is of this rank only (collective)."""
-        self._start_save(step, state, rank_state, score, verified_step, direct=direct)
+        begun = time.monotonic()
+        if self._in_flight is not None:
+            self._join(self._in_flight)
+        staged, problem = None, None
+        try:
+            if self._saver.hung_writer:
+                raise CheckpointError("an earlier save is still waiting for the disk")
+            staged = self._stager.stage(state, rank_state)
+            self.state_bytes = staged.staged_file.num_bytes
+        except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
+            problem = describe_exception(error)
+        save = PendingSave(step, score, begun, staged, problem, direct, verified_step)
+        save.thread = threading.Thread(
+            target=self._saver.run, args=(save,), name="hpctrain-checkpoint", daemon=True
+        )
+        self._in_flight = save
+        save.thread.start()
+        return save
 
     def save(
         self,
@@ -125,7 +139,7 @@ class CheckpointStore:
         verified_step: int | None = None,
     ) -> CommittedSave:
         """Write the state to `folder`, not only to the local tier; raise errors on all ranks (collective)."""
-        save = self._start_save(step, state, rank_state, score, verified_step, direct=True)
+        save = self.async_save(step, state, rank_state, score=score, verified_step=verified_step, direct=True)
         self._join(save)
         self._saver.drop_outcome(save.outcome)
         if isinstance(save.outcome, CheckpointError):
@@ -192,35 +206,6 @@ class CheckpointStore:
 
     def add_score(self, step: int, score: float) -> None:
         self._target.directory.add_score(step, score, self._retention.metric)
-
-    def _start_save(
-        self,
-        step: int,
-        state: Any,
-        rank_state: Mapping[str, torch.Tensor],
-        score: float | None,
-        verified_step: int | None,
-        *,
-        direct: bool,
-    ) -> PendingSave:
-        begun = time.monotonic()
-        if self._in_flight is not None:
-            self._join(self._in_flight)
-        staged, problem = None, None
-        try:
-            if self._saver.hung_writer:
-                raise CheckpointError("an earlier save is still waiting for the disk")
-            staged = self._stager.stage(state, rank_state)
-            self.state_bytes = staged.staged_file.num_bytes
-        except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
-            problem = describe_exception(error)
-        save = PendingSave(step, score, begun, staged, problem, direct, verified_step)
-        save.thread = threading.Thread(
-            target=self._saver.run, args=(save,), name="hpctrain-checkpoint", daemon=True
-        )
-        self._in_flight = save
-        save.thread.start()
-        return save
 
     def _join(self, save: PendingSave, timeout_s: float | None = None) -> None:
         assert save.thread is not None

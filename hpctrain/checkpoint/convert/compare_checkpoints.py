@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
-from hpctrain.checkpoint.format.manifest import TENSORS_NAME, Manifest
+from hpctrain.checkpoint.format.manifest import STATE_NAME, TENSORS_NAME, Manifest
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
-from hpctrain.checkpoint.io.loading import STATE_NAME, suppress_single_process_warning
+from hpctrain.checkpoint.io.loading import suppress_single_process_warning
 from hpctrain.errors import CorruptCheckpoint
 from hpctrain.files import read_regular
 

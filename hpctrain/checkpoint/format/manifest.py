@@ -16,6 +16,8 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 MANIFEST_NAME = "manifest.json"
 #: Table of the tensors of a checkpoint, with their files.
 TENSORS_NAME = "tensors.json"
+#: All values of a checkpoint that are not tensors.
+STATE_NAME = "state.json"
 _FORMAT = 1
 _BLOCK_BYTES = 8 << 20
 #: Precedes the checksum of the manifest, which covers all bytes before this field.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME, FileEntry, Manifest, make_entry
 from hpctrain.checkpoint.io.background_io import IoThread, wait_on_all_ranks
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, boot_identity, new_save_token, temporary_name
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator
@@ -130,6 +131,15 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
         if target.is_leader:
             target.clean_up(hold.close)
     return shared_manifest(coordinator, manifest, directory.folder, failure)
+
+
+def complete_files(
+    tables: Mapping[str, bytes], plain: Any, entries: Iterable[FileEntry], **fields: Any
+) -> dict[str, bytes]:
+    """Return the small files of a checkpoint, with the manifest of all files and of `fields`."""
+    files = {**tables, STATE_NAME: json.dumps(plain).encode("ascii") + b"\n"}
+    small = (make_entry(name, content) for name, content in files.items())
+    return {**files, MANIFEST_NAME: Manifest(files=(*entries, *small), **fields).encode()}
 
 
 def shared_manifest(

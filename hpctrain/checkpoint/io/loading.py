@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
-from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
+from hpctrain.checkpoint.format.manifest import STATE_NAME, FileEntry, Manifest
 from hpctrain.checkpoint.format.state_tree import STATE_KEY, join_tree, rank_key, split_tree
 from hpctrain.checkpoint.io.background_io import IoTask, wait_on_all_ranks
 from hpctrain.checkpoint.io.commit import CommitTarget, shared_manifest
@@ -24,8 +24,6 @@ from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_except
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 from hpctrain.torch_compat import ShardedTensor
-
-STATE_NAME = "state.json"
 
 T = TypeVar("T")
 

@@ -38,35 +38,6 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 class LocalTier:
     def __init__(
         self,
-        folder: Path,
-        shared: CommitTarget,
-        coordinator: RankCoordinator,
-        *,
-        members: list[int],
-        machine: str,
-        limit_bytes: int | None,
-        on_copied: Callable[[Manifest, float], None],
-        on_failure: Callable[[TierCopyFailed], None],
-    ) -> None:
-        self._shared = shared.directory
-        self._limit_bytes, self._num_members = limit_bytes, len(members)
-        leads = coordinator.rank == min(members)
-        directory = CheckpointDir(folder, durable=False)
-        self.target = CommitTarget(
-            shared.coordinator,
-            directory,
-            is_leader=leads,
-            node_local=True,
-            machine=machine,
-            io_timeout_s=shared.io_timeout_s,
-        )
-        self._copier = TierCopier(
-            self.target, shared, coordinator, on_copied=on_copied, on_failure=on_failure
-        )
-
-    @classmethod
-    def open(
-        cls,
         base: Path,
         shared: CommitTarget,
         coordinator: RankCoordinator,
@@ -74,8 +45,8 @@ class LocalTier:
         limit_bytes: int | None,
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
-    ) -> tuple[LocalTier | None, str | None]:
-        """Create a folder in `base` on every node; return the tier, or None and the reason (collective)."""
+    ) -> None:
+        """Create a folder in `base` on every node, or raise CheckpointError on all ranks (collective)."""
         folder = tier_folder(base, shared.directory.folder)
         token = coordinator.broadcast(secrets.token_hex(4), f"opening the local_checkpoints folder {base}")
         marker = folder / f".rank-{token}-{coordinator.rank}"
@@ -87,25 +58,24 @@ class LocalTier:
             make_private_folder(folder, "local_checkpoints")
             marker.touch()
 
-        try:
-            coordinator.run_on_all(mark, failure)
-            machines = coordinator.all_gather(boot_identity(), failure)
-            seen = coordinator.run_on_all(lambda: list(folder.glob(f".rank-{token}-*")), failure)
-            coordinator.run_on_all(marker.unlink, failure)
-        except CheckpointError as error:
-            return None, f"{error}. Checkpoints are written directly to {shared.directory.folder}."
-        members = [int(path.name.rpartition("-")[2]) for path in seen]
-        tier = cls(
-            folder,
-            shared,
-            coordinator,
-            members=members,
+        coordinator.run_on_all(mark, failure)
+        machines = coordinator.all_gather(boot_identity(), failure)
+        markers = coordinator.run_on_all(lambda: list(folder.glob(f".rank-{token}-*")), failure)
+        coordinator.run_on_all(marker.unlink, failure)
+        members = [int(path.name.rpartition("-")[2]) for path in markers]
+        self._shared = shared.directory
+        self._limit_bytes, self._num_members = limit_bytes, len(members)
+        self.target = CommitTarget(
+            shared.coordinator,
+            CheckpointDir(folder, durable=False),
+            is_leader=coordinator.rank == min(members),
+            node_local=True,
             machine=machines[min(members)],
-            limit_bytes=limit_bytes,
-            on_copied=on_copied,
-            on_failure=on_failure,
+            io_timeout_s=shared.io_timeout_s,
         )
-        return tier, None
+        self._copier = TierCopier(
+            self.target, shared, coordinator, on_copied=on_copied, on_failure=on_failure
+        )
 
     def make_room(self, num_bytes: int) -> None:
         """Ensure that a save of `num_bytes` bytes per rank fits (collective)."""

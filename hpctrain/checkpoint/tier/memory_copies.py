@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name, stored_chunks
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, make_entry
+from hpctrain.checkpoint.format.manifest import FileEntry
 from hpctrain.checkpoint.format.staged_file import StagedFile, pin_memory
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity
-from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
+from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, complete_files, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, describe_exception
 from hpctrain.checkpoint.io.file_writer import file_copy_write
-from hpctrain.checkpoint.io.loading import STATE_NAME, list_shared_steps
+from hpctrain.checkpoint.io.loading import list_shared_steps
 from hpctrain.checkpoint.staging import StateStager
 from hpctrain.errors import CheckpointError
 from hpctrain.files import own_file, read_json
@@ -321,15 +321,20 @@ def _commit(
         writes.append(replace(file_copy_write(path), name=rank_file_name(marker["rank"])))
 
     def seal(contributions: list[tuple[list[FileEntry], list[Any]]]) -> dict[str, bytes]:
-        entries = [entry for files, _ in contributions for entry in files]
         markers = sorted((each for _, remark in contributions for each in remark), key=lambda each: each[0])
         tables = build_tables(StoredChunk(*chunk) for _, chunks, *_ in markers for chunk in chunks)
         _, _, plain, verified_step, world_size, _ = markers[0]
-        files = {**tables, STATE_NAME: json.dumps(plain).encode("ascii") + b"\n"}
-        entries += [make_entry(name, content) for name, content in files.items()]
-        finite = None if checked is None else all(each[5] for each in markers)
-        manifest = Manifest(step, world_size, time.time(), None, tuple(entries), finite, verified_step)
-        return {**files, MANIFEST_NAME: manifest.encode()}
+        return complete_files(
+            tables,
+            plain,
+            [entry for entries, _ in contributions for entry in entries],
+            step=step,
+            world_size=world_size,
+            time=time.time(),
+            score=None,
+            finite=None if checked is None else all(each[5] for each in markers),
+            verified_step=verified_step,
+        )
 
     def remark() -> list[Any]:
         fields = ("rank", "chunks", "plain", "verified_step", "world_size")
