@@ -113,7 +113,7 @@ class Saver:
     def drop_outcome(self, outcome: CommittedSave | CheckpointError | None) -> None:
         """Remove `outcome` from the reports: the caller already has it."""
         with self._lock:
-            self._outcomes = [each for each in self._outcomes if each is not outcome]
+            self._outcomes = [reported for reported in self._outcomes if reported is not outcome]
 
     def on_copied(self, manifest: Manifest, begun: float) -> None:
         self.report(_describe_save(self._target.directory, manifest, begun, self._prune(manifest.step)))
@@ -173,7 +173,7 @@ class Saver:
                 metric=None if save.score is None else self._retention.metric,
             )
 
-        own = RankWrite(
+        write = RankWrite(
             [bytes_file_write(rank_file_name(rank), staged_file.content)] if staged_file.content else [],
             seal,
             remark=lambda: (layout, self._checked is None or staged_file.is_finite(self._checked)),
@@ -182,10 +182,10 @@ class Saver:
             abort=save.abort,
         )
         try:
-            manifest = write_and_commit(target, save.step, own)
+            manifest = write_and_commit(target, save.step, write)
         finally:
             # Drop a finished writer, so that its memory can be freed for a larger state.
-            self._writer = None if own.writer is None or own.writer.ended.is_set() else own.writer
+            self._writer = None if write.writer is None or write.writer.ended.is_set() else write.writer
         self._sent_layout = staged_file.items
         return manifest
 

@@ -184,8 +184,8 @@ class CheckpointStore:
         """Load the newest valid checkpoint, preferably finite, distributed as `like` (collective)."""
         if self._in_flight is not None:
             self._join(self._in_flight)
-        found, broken = find_latest_valid(self._target, self._tier)
-        return load(self._coordinator, found, like) if found else None, broken
+        newest, broken = find_latest_valid(self._target, self._tier)
+        return load(self._coordinator, newest, like) if newest else None, broken
 
     def commit_newest_copy(self, folder: Path, limit: int | None = None) -> str | None:
         """Collective."""
@@ -198,7 +198,7 @@ class CheckpointStore:
             tiers.append((self._tier.target, set(self._tier.gather_node_files())))
         sentences = []
         for target, steps in tiers:
-            for later in sorted(each for each in steps if each > step):
+            for later in sorted(saved_step for saved_step in steps if saved_step > step):
                 folder = target.directory.folder / checkpoint_folder_name(later)
                 problem = f"{folder} was saved after step {step}, the last verified step."
                 sentences.append(_set_aside(target, target.directory, later, problem, "unverified"))
@@ -229,40 +229,40 @@ def find_latest_valid(
     """Find the newest valid checkpoint, preferably a finite one; set newer ones aside (collective)."""
     shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
     broken: list[str] = []
-    found: VerifiedCheckpoint | None = None
+    checkpoint: VerifiedCheckpoint | None = None
     not_finite: list[VerifiedCheckpoint] = []
     for step in sorted(shared | held.keys(), reverse=True):
         if step in shared:
             try:
-                found = check_shared(target, step)
+                checkpoint = check_shared(target, step)
             except CorruptCheckpoint as error:
                 broken.append(_set_aside(target, target.directory, step, str(error)))
-        if found is None and tier is not None and step in held:
+        if checkpoint is None and tier is not None and step in held:
             try:
-                found = tier.find(step, held[step])
+                checkpoint = tier.find(step, held[step])
             except CorruptCheckpoint as error:
                 broken.append(_set_aside(tier.target, tier.target.directory, step, str(error)))
-        if found is None:
+        if checkpoint is None:
             continue
-        if found.manifest.finite is not False:
+        if checkpoint.manifest.finite is not False:
             break
-        not_finite.append(found)
-        found = None
-    if found is None and not_finite:
-        found = not_finite[0]
+        not_finite.append(checkpoint)
+        checkpoint = None
+    if checkpoint is None and not_finite:
+        checkpoint = not_finite[0]
     else:
-        for each in not_finite:
+        for skipped in not_finite:
             problem = (
-                f"{each.folder} contains NaN or infinite values in the parameters or the optimizer state."
+                f"{skipped.folder} contains NaN or infinite values in the parameters or the optimizer state."
             )
-            if tier is not None and (step := each.manifest.step) in held:
+            if tier is not None and (step := skipped.manifest.step) in held:
                 moved = _set_aside(tier.target, tier.target.directory, step, problem)
-            if each.folder.parent == target.directory.folder:
-                moved = _set_aside(target, target.directory, each.manifest.step, problem)
+            if skipped.folder.parent == target.directory.folder:
+                moved = _set_aside(target, target.directory, skipped.manifest.step, problem)
             broken.append(moved)
     if tier is not None:
-        tier.reset_to(found)
-    return found, broken
+        tier.reset_to(checkpoint)
+    return checkpoint, broken
 
 
 def _set_aside(

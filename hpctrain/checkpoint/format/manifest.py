@@ -34,18 +34,18 @@ class FileEntry:
         """Raise CorruptCheckpoint if the file differs, CheckpointError if it cannot be read at the moment."""
         path = folder / self.name
         try:
-            found = checksum(path, on_read)
+            actual = checksum(path, on_read)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path} is missing, but the manifest lists it.") from None
         except OSError as error:
             raise _unreadable(path, error) from error
-        if found.bytes != self.bytes:
+        if actual.bytes != self.bytes:
             raise CorruptCheckpoint(
-                f"{path} is {found.bytes} bytes long, but the manifest records {self.bytes}."
+                f"{path} is {actual.bytes} bytes long, but the manifest records {self.bytes}."
             )
-        if found != self:
+        if actual != self:
             raise CorruptCheckpoint(
-                f"{path} has checksum {found.xxh3_128}, but the manifest records {self.xxh3_128}."
+                f"{path} has checksum {actual.xxh3_128}, but the manifest records {self.xxh3_128}."
             )
 
 

@@ -147,14 +147,14 @@ class _Envelope:
         self._record_seen, self._left = False, num_bytes
 
     def write(self, block: Any) -> int:
-        rest = memoryview(block).cast("B")
-        written = len(rest)
+        remaining = memoryview(block).cast("B")
+        written = len(remaining)
         if not self._record_seen:
-            self.head += rest
-            rest = memoryview(self._split())
-        skipped = min(self._left, len(rest))
+            self.head += remaining
+            remaining = memoryview(self._split())
+        skipped = min(self._left, len(remaining))
         self._left -= skipped
-        self.tail += rest[skipped:]
+        self.tail += remaining[skipped:]
         return written
 
     def flush(self) -> None: ...
@@ -170,9 +170,9 @@ class _Envelope:
         if len(self.head) < begin:
             return b""
         self._record_seen = True
-        rest = bytes(self.head[begin:])
+        following = bytes(self.head[begin:])
         del self.head[begin:]
-        return rest
+        return following
 
 
 @cache

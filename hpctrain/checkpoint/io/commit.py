@@ -67,7 +67,7 @@ class RankWrite(Generic[RemarkT]):
     """Set by `write_and_commit`. If the disk hangs, this may still run after the return."""
 
 
-def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Manifest:
+def write_and_commit(target: CommitTarget, step: int, write: RankWrite[Any]) -> Manifest:
     """Write a checkpoint and commit it. All ranks must call this.
 
     Saves cannot mix. Each save has a new folder name, which rank 0 sends with the step. Every rank compares
@@ -80,28 +80,31 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
     coordinator, directory = target.coordinator, target.directory
     failure = f"the checkpoint of step {step} was not written to {directory.folder}"
     token, machine, alike = coordinator.broadcast(
-        (new_save_token(), boot_identity(), (step, own.fingerprint)), failure
+        (new_save_token(), boot_identity(), (step, write.fingerprint)), failure
     )
     name = temporary_name(step, target.machine or machine, token)
-    coordinator.raise_on_all(_difference(alike, (step, own.fingerprint)), failure)
+    coordinator.raise_on_all(_difference(alike, (step, write.fingerprint)), failure)
     hold = ExitStack()
     try:
         target.run_on_leaders(
-            lambda: hold.enter_context(directory.temporary_folder(name)), failure, own.abort
+            lambda: hold.enter_context(directory.temporary_folder(name)), failure, write.abort
         )
-        own.writer = FileWriter(
-            directory.folder / name, own.files, durable=directory.durable, ready=own.ready
+        write.writer = FileWriter(
+            directory.folder / name, write.files, durable=directory.durable, ready=write.ready
         )
         entries = write_on_all_ranks(
-            coordinator, own.writer, own.abort, timeout_s=target.io_timeout_s, failure=failure
+            coordinator, write.writer, write.abort, timeout_s=target.io_timeout_s, failure=failure
         )
-        brought = coordinator.gather(([astuple(entry) for entry in entries], own.remark()), failure)
+        brought = coordinator.gather(([astuple(entry) for entry in entries], write.remark()), failure)
 
         def seal() -> Mapping[str, bytes]:
             if not coordinator.is_main:
                 return {}
-            return own.finalize(
-                [([FileEntry(*entry) for entry in entries], remark) for entries, remark in brought]
+            return write.finalize(
+                [
+                    ([FileEntry(*entry) for entry in entries], contribution)
+                    for entries, contribution in brought
+                ]
             )
 
         files = coordinator.run_on_all(seal, failure)
@@ -118,7 +121,7 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
             return Manifest.decode(files[MANIFEST_NAME], directory.folder / name)
 
         try:
-            manifest = target.run_on_leaders(commit, failure, own.abort)
+            manifest = target.run_on_leaders(commit, failure, write.abort)
         except PeerLost:
             raise
         except CheckpointError:
@@ -143,17 +146,17 @@ def complete_files(
 
 
 def shared_manifest(
-    coordinator: RankCoordinator, own: Manifest | None, path: Path, waiting_for: str
+    coordinator: RankCoordinator, manifest: Manifest | None, path: Path, waiting_for: str
 ) -> Manifest:
     """Return rank 0's manifest of the checkpoint at `path` (collective)."""
-    content = coordinator.broadcast(None if own is None else own.encode(), waiting_for)
+    content = coordinator.broadcast(None if manifest is None else manifest.encode(), waiting_for)
     assert content is not None
     return Manifest.decode(content, path)
 
 
-def _difference(of_main: tuple[int, Any], own: tuple[int, Any]) -> str | None:
-    if of_main == own:
+def _difference(of_main: tuple[int, Any], of_rank: tuple[int, Any]) -> str | None:
+    if of_main == of_rank:
         return None
-    if of_main[0] != own[0]:
-        return f"this rank is saving step {own[0]}, but rank 0 is saving step {of_main[0]}"
+    if of_main[0] != of_rank[0]:
+        return f"this rank is saving step {of_rank[0]}, but rank 0 is saving step {of_main[0]}"
     return "the names, types or shapes of this rank's tensors differ from those of rank 0"

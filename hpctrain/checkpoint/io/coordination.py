@@ -100,16 +100,16 @@ class RankCoordinator:
         def transfer(group: dist.ProcessGroup) -> None:
             # The time limit applies to each message.
             for start in range(0, max(sizes), _PART_BYTES):
-                part = slice(start, start + _PART_BYTES)
+                block = slice(start, start + _PART_BYTES)
                 pending: list[Any] = [
-                    dist.irecv(tensor[part], self._members[source], group)
+                    dist.irecv(tensor[block], self._members[source], group)
                     for source, tensor in incoming.items()
-                    if len(tensor[part])
+                    if len(tensor[block])
                 ]
-                if target is not None and len(outgoing[part]):
-                    pending.append(dist.isend(outgoing[part], self._members[target], group))
-                for each in pending:
-                    each.wait()
+                if target is not None and len(outgoing[block]):
+                    pending.append(dist.isend(outgoing[block], self._members[target], group))
+                for work in pending:
+                    work.wait()
 
         self._communicate(waiting_for, transfer)
 

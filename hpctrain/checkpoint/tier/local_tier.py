@@ -121,8 +121,8 @@ class LocalTier:
             )
         except OSError as error:
             reason = describe_exception(error)
-            why = f"its checkpoints could not be compared with those in {shared}: {reason}"
-            return [f"{directory.folder} was kept, because {why}."]
+            problem = f"its checkpoints could not be compared with those in {shared}: {reason}"
+            return [f"{directory.folder} was kept, because {problem}."]
         if newest > in_shared:
             return [f"Step {newest} exists only in {directory.folder}; it was not copied to {shared}."]
         if self.target.is_leader:
@@ -137,14 +137,14 @@ class LocalTier:
 
     def find(self, step: int, node_files: list[NodeFiles | None]) -> VerifiedCheckpoint:
         """Return the checkpoint of a step if the available parts are complete (collective)."""
-        found = find_complete(self.target, step, node_files)
-        if found.all_ranks_see_all:
+        on_nodes = find_complete(self.target, step, node_files)
+        if on_nodes.all_ranks_see_all:
             return VerifiedCheckpoint(
-                self.target.directory.folder / checkpoint_folder_name(step), found.manifest
+                self.target.directory.folder / checkpoint_folder_name(step), on_nodes.manifest
             )
-        large = [entry.name for entry in found.own if entry.name.endswith(LARGE_SUFFIX)]
-        self._copier.copy(step, large, found.small)
-        return VerifiedCheckpoint(self._shared.folder / checkpoint_folder_name(step), found.manifest)
+        large = [entry.name for entry in on_nodes.own if entry.name.endswith(LARGE_SUFFIX)]
+        self._copier.copy(step, large, on_nodes.small)
+        return VerifiedCheckpoint(self._shared.folder / checkpoint_folder_name(step), on_nodes.manifest)
 
     def reset_to(self, verified: VerifiedCheckpoint | None) -> None:
         """Drop steps that can no longer be loaded; copy the loaded step (collective)."""

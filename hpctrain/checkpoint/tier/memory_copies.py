@@ -74,8 +74,10 @@ class MemoryCopies:
     def __init__(self, folder: Path, coordinator: RankCoordinator, attempt: int) -> None:
         self._folder, self._coordinator, self._attempt = folder, coordinator, attempt
         machines = coordinator.all_gather((boot_identity(), str(folder)), "copies in memory")
-        self._on_node = [rank for rank, each in enumerate(machines) if each == machines[coordinator.rank]]
-        targets = find_neighbors([machines.index(each) for each in machines])
+        self._on_node = [
+            rank for rank, machine in enumerate(machines) if machine == machines[coordinator.rank]
+        ]
+        targets = find_neighbors([machines.index(machine) for machine in machines])
         self._target = targets.get(coordinator.rank)
         self._sources = [source for source, target in targets.items() if target == coordinator.rank]
         self._files = {
@@ -138,13 +140,13 @@ class MemoryCopies:
 
     def clear(self) -> None:
         self.wait()
-        for copy_file in (each for files in self._files.values() for each in files):
+        for copy_file in (of_slot for files in self._files.values() for of_slot in files):
             copy_file.marker.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove the copies, and the folder if it is then empty."""
         self.clear()
-        for copy_file in (each for files in self._files.values() for each in files):
+        for copy_file in (of_slot for files in self._files.values() for of_slot in files):
             copy_file.path.unlink(missing_ok=True)
         with suppress(FileNotFoundError):  # another rank of the node removed the folder meanwhile
             if not any(self._folder.glob("[0-9]*")):
@@ -155,8 +157,10 @@ class MemoryCopies:
         sizes = self._coordinator.all_gather(num_bytes, "the size of the state")
         copies = 4 if self.has_neighbors else 2
         needed, free = copies * sum(sizes[rank] for rank in self._on_node), free_memory(self._folder)
-        fits = self._coordinator.all_gather([needed <= _MAX_MEMORY_SHARE * free, needed, free], "free memory")
-        for is_enough, required, available in fits:
+        of_nodes = self._coordinator.all_gather(
+            [needed <= _MAX_MEMORY_SHARE * free, needed, free], "free memory"
+        )
+        for is_enough, required, available in of_nodes:
             if not is_enough:
                 self.problem = (
                     f"copies of the state in memory need {required / 2**20:.0f} MiB on a node, more than "
@@ -219,7 +223,8 @@ class MemoryCopies:
 def find_neighbors(leaders: list[int]) -> dict[int, int]:
     """Return the rank on the next node that stores a copy of each rank's part; empty with a single node."""
     nodes = [
-        [rank for rank, other in enumerate(leaders) if other == leader] for leader in sorted(set(leaders))
+        [rank for rank, leader_of_rank in enumerate(leaders) if leader_of_rank == leader]
+        for leader in sorted(set(leaders))
     ]
     if len(nodes) == 1:
         return {}
@@ -264,13 +269,16 @@ def commit_newest_copy(
 ) -> str | None:
     """Write the newest complete copy, if newer than all checkpoints, and remove all copies (collective)."""
     coordinator = target.coordinator
-    own = _read_markers(folder)
-    seen = coordinator.all_gather(
-        [(each["step"], each["attempt"], each["world_size"], each["rank"]) for each in own.values()],
+    markers = _read_markers(folder)
+    of_ranks = coordinator.all_gather(
+        [
+            (marker["step"], marker["attempt"], marker["world_size"], marker["rank"])
+            for marker in markers.values()
+        ],
         f"the copies of the state in {folder}",
     )
     holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
-    for holder, copies in enumerate(seen):
+    for holder, copies in enumerate(of_ranks):
         for *key, source in copies:
             holders.setdefault((key[0], key[1], key[2]), {}).setdefault(source, []).append(holder)
     complete = [
@@ -283,7 +291,7 @@ def commit_newest_copy(
     if newest is not None and newest[0] > newest_checkpoint:
         mine = {
             path: marker
-            for path, marker in own.items()
+            for path, marker in markers.items()
             if (marker["step"], marker["attempt"], marker["world_size"]) == newest
             and _choose(holders[newest][marker["rank"]], marker["rank"]) == coordinator.rank
         }
@@ -313,15 +321,20 @@ def _read_markers(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _commit(
-    target: CommitTarget, own: Mapping[Path, dict[str, Any]], step: int, checked: Callable[[str], bool] | None
+    target: CommitTarget,
+    copies: Mapping[Path, dict[str, Any]],
+    step: int,
+    checked: Callable[[str], bool] | None,
 ) -> None:
     writes = []
-    for path, marker in own.items():
+    for path, marker in copies.items():
         os.truncate(path, marker["bytes"])
         writes.append(replace(file_copy_write(path), name=rank_file_name(marker["rank"])))
 
     def seal(contributions: list[tuple[list[FileEntry], list[Any]]]) -> dict[str, bytes]:
-        markers = sorted((each for _, remark in contributions for each in remark), key=lambda each: each[0])
+        markers = sorted(
+            (marker for _, of_rank in contributions for marker in of_rank), key=lambda marker: marker[0]
+        )
         tables = build_tables(StoredChunk(*chunk) for _, chunks, *_ in markers for chunk in chunks)
         _, _, plain, verified_step, world_size, _ = markers[0]
         return complete_files(
@@ -332,7 +345,7 @@ def _commit(
             world_size=world_size,
             time=time.time(),
             score=None,
-            finite=None if checked is None else all(each[5] for each in markers),
+            finite=None if checked is None else all(marker[5] for marker in markers),
             verified_step=verified_step,
         )
 
@@ -343,7 +356,7 @@ def _commit(
                 *(marker[name] for name in fields),
                 checked is None or _is_finite(path, marker["chunks"], checked),
             ]
-            for path, marker in own.items()
+            for path, marker in copies.items()
         ]
 
     write_and_commit(target, step, RankWrite(writes, seal, remark))
@@ -351,7 +364,7 @@ def _commit(
 
 def _is_finite(path: Path, chunks: list[Any], checked: Callable[[str], bool]) -> bool:
     content = memoryview(path.read_bytes())
-    for chunk in (StoredChunk(*each) for each in chunks):
+    for chunk in (StoredChunk(*fields) for fields in chunks):
         if checked(chunk.key):
             data = io.BytesIO(content[chunk.offset : chunk.offset + chunk.length])
             tensor = torch.load(data, weights_only=True)

@@ -46,14 +46,14 @@ class NodeCheckpoint:
 def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]:
     """Return the files in the node folders of all ranks, by step (collective)."""
     coordinator, folder = target.coordinator, target.directory.folder
-    own = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
-    told = coordinator.all_gather(
-        {step: (held.manifest, sorted(held.names)) for step, held in own.items()},
+    of_node = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
+    of_ranks = coordinator.all_gather(
+        {step: (held.manifest, sorted(held.names)) for step, held in of_node.items()},
         "listing the local_checkpoints folder",
     )
     everyone = [
         {step: NodeFiles(manifest, frozenset(names)) for step, (manifest, names) in held.items()}
-        for held in told
+        for held in of_ranks
     ]
     steps = {step for node_files in everyone for step in node_files}
     return {step: [node_files.get(step) for node_files in everyone] for step in steps}
@@ -63,12 +63,12 @@ def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | 
     """Verify the parts of a step (collective)."""
     coordinator, path = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
     # If two attempts saved this step, use the version that more ranks see.
-    kinds = [each.manifest for each in node_files if each is not None]
+    kinds = [files.manifest for files in node_files if files is not None]
     kind = max(sorted(set(kinds)), key=kinds.count)
-    holders = [rank for rank, each in enumerate(node_files) if each is not None and each.manifest == kind]
+    holders = [rank for rank, files in enumerate(node_files) if files is not None and files.manifest == kind]
     reads = coordinator.rank == holders[0]
     own_small = check_on_all(coordinator, lambda _: read_small_files(path) if reads else None)
-    small = next(each for each in coordinator.all_gather(own_small, f"reading {path}") if each is not None)
+    small = next(files for files in coordinator.all_gather(own_small, f"reading {path}") if files is not None)
     manifest = Manifest.decode(small.get(MANIFEST_NAME, b""), path)
     shares, loads = {rank: list[FileEntry]() for rank in holders}, dict.fromkeys(holders, 0)
     for entry in manifest.files:
@@ -80,13 +80,13 @@ def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | 
         rank = min(seeing, key=lambda rank: loads[rank])
         shares[rank].append(entry)
         loads[rank] += entry.bytes
-    own = shares.get(coordinator.rank, [])
-    check_files(coordinator, path, own, all_see_it=False)
+    share = shares.get(coordinator.rank, [])
+    check_files(coordinator, path, share, all_see_it=False)
     everything = {entry.name for entry in manifest.files}
     all_see_all = len(holders) == coordinator.world_size and all(
-        _names(each) >= everything for each in node_files
+        _names(files) >= everything for files in node_files
     )
-    return NodeCheckpoint(manifest, small, own, all_see_all)
+    return NodeCheckpoint(manifest, small, share, all_see_all)
 
 
 def read_small_files(path: Path) -> dict[str, bytes]:
@@ -97,7 +97,7 @@ def read_small_files(path: Path) -> dict[str, bytes]:
 
 
 def _local_node_files(folder: Path) -> dict[int, NodeFiles]:
-    own: dict[int, NodeFiles] = {}
+    of_steps: dict[int, NodeFiles] = {}
     for step in list_checkpoint_steps(folder):
         path = folder / checkpoint_folder_name(step)
         try:
@@ -110,8 +110,8 @@ def _local_node_files(folder: Path) -> dict[int, NodeFiles]:
             )
         except (OSError, CheckpointError):
             content, names = b"", frozenset()
-        own[step] = NodeFiles(xxhash.xxh3_128_hexdigest(content), names)
-    return own
+        of_steps[step] = NodeFiles(xxhash.xxh3_128_hexdigest(content), names)
+    return of_steps
 
 
 def _names(holding: NodeFiles | None) -> frozenset[str]:
@@ -195,13 +195,13 @@ class TierCopier:
                     raise CorruptCheckpoint(f"{path / entry.name} has changed since it was written.")
             return files
 
-        own = RankWrite(
+        write = RankWrite(
             [file_copy_write(path / name) for name in large], seal, lambda: None, abort=self._abort
         )
-        return write_and_commit(self._shared, step, own)
+        return write_and_commit(self._shared, step, write)
 
-    def _copy_all(self, first: int) -> None:
-        step: int | None = first
+    def _copy_all(self, first_step: int) -> None:
+        step: int | None = first_step
         while step is not None:
             begun = time.monotonic()
             try:
@@ -218,11 +218,11 @@ class TierCopier:
     def _copy_shares(self, step: int) -> Manifest:
         """Copy a step, and divide its large files among the ranks that see them (collective)."""
         failure = f"step {step} was not copied from {self._nodes.directory.folder}"
-        own = self._coordinator.run_on_all(lambda: self._large_files(step), failure)
-        seen = self._coordinator.all_gather(own, failure)
+        names = self._coordinator.run_on_all(lambda: self._large_files(step), failure)
+        names_of_ranks = self._coordinator.all_gather(names, failure)
         shares: dict[str, int] = {}
-        for name in {name for names in seen for name in names}:
-            holders = [rank for rank, names in enumerate(seen) if name in names]
+        for name in {name for names in names_of_ranks for name in names}:
+            holders = [rank for rank, names in enumerate(names_of_ranks) if name in names]
             # The rank that wrote the file, if it exists in this attempt.
             shares[name] = min(holders, key=lambda rank: (rank_file_name(rank) != name, rank))
         large = sorted(name for name, rank in shares.items() if rank == self._coordinator.rank)
@@ -230,7 +230,7 @@ class TierCopier:
 
     def _large_files(self, step: int) -> list[str]:
         path = self._nodes.directory.folder / checkpoint_folder_name(step)
-        return [each.name for each in path.glob(f"*{LARGE_SUFFIX}")]
+        return [file.name for file in path.glob(f"*{LARGE_SUFFIX}")]
 
     def _next_step(self) -> int | None:
         if not self._coordinator.is_main:

@@ -106,6 +106,6 @@ class BatchPlan:
         return RankBatch(step, epoch, batch, size, data_rank.largest(size), indices, low)
 
 
-def split_range(count: int, part: int, num_parts: int) -> tuple[int, int]:
+def split_range(count: int, number: int, num_ranges: int) -> tuple[int, int]:
     """Return the range of `part` if `count` items are split into `num_parts`; part 0 is among the largest."""
-    return -(-count * part // num_parts), -(-count * (part + 1) // num_parts)
+    return -(-count * number // num_ranges), -(-count * (number + 1) // num_ranges)

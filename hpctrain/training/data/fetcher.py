@@ -89,14 +89,14 @@ class ColumnFetcher:
         """Fetch several small batches together, in the time of one batch."""
         orders = iter(orders)
         for epoch, indices in orders:
-            most = min(_BLOCK_BATCHES, _BLOCK_BYTES // (self._sample_bytes * len(indices) or 1))
-            block = [indices, *(indices for _, indices in islice(orders, max(0, most - 1)))]
+            max_batches = min(_BLOCK_BATCHES, _BLOCK_BYTES // (self._sample_bytes * len(indices) or 1))
+            block = [indices, *(indices for _, indices in islice(orders, max(0, max_batches - 1)))]
             if len(block) == 1:
                 yield self.fetch(epoch, indices)
                 continue
             sizes = [len(indices) for indices in block]
-            parts = [torch.split(part, sizes) for part in self._parts(torch.cat(block))]
-            yield from map(self._batch, zip(*parts, strict=True))
+            columns = [torch.split(rows, sizes) for rows in self._parts(torch.cat(block))]
+            yield from map(self._batch, zip(*columns, strict=True))
 
     def _parts(self, indices: torch.Tensor) -> list[torch.Tensor]:
         if self._subset is not None:
@@ -106,10 +106,10 @@ class ColumnFetcher:
             for column, is_plain in self._columns
         ]
 
-    def _batch(self, parts: Sequence[torch.Tensor]) -> Any:
+    def _batch(self, columns: Sequence[torch.Tensor]) -> Any:
         if self._names is not None:
-            return dict(zip(self._names, parts, strict=True))
-        return parts[0] if self._alone else list(parts)
+            return dict(zip(self._names, columns, strict=True))
+        return columns[0] if self._alone else list(columns)
 
 
 def _index_rows(column: Any, indices: torch.Tensor) -> torch.Tensor:
@@ -191,28 +191,28 @@ def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
 
 def _columns(dataset: Any, name: str, *, strict: bool) -> list[Any] | None:
     """Return the tensors and arrays of equal length in `dataset`; None for other data sets."""
-    parts: list[Any]
+    columns: list[Any]
     if type(dataset) is TensorDataset:
-        parts = list(dataset.tensors)
+        columns = list(dataset.tensors)
     elif isinstance(dataset, Mapping):
-        parts = list(dataset.values())
+        columns = list(dataset.values())
     elif type(dataset) is tuple:
-        parts = list(dataset)
+        columns = list(dataset)
     else:
-        parts = [dataset]
-    if not parts or not all(_is_column(part) for part in parts):
-        if isinstance(dataset, Mapping) and parts and strict:
+        columns = [dataset]
+    if not columns or not all(_is_column(column) for column in columns):
+        if isinstance(dataset, Mapping) and columns and strict:
             raise UserError(
                 f"{name} is a dict, so each of its values must be a tensor or a numeric NumPy array with "
                 "at least one dimension."
             )
         return None
-    lengths = [len(part) for part in parts]
+    lengths = [len(column) for column in columns]
     if len(set(lengths)) > 1:
         if type(dataset) is tuple and not strict:
             return None
         raise UserError(f"The tensors or arrays of {name} have different lengths: {lengths}.")
-    return parts
+    return columns
 
 
 def _is_column(value: Any) -> bool:

@@ -125,9 +125,10 @@ class StreamStepSource(StepSource):
         if coming and coming[0].epoch > cursor.epoch:
             cursor = StreamCursor(coming[0].epoch)
         lengths = self._plan.lengths_in(cursor.epoch)
-        own = self._buffers.checkpoints(cursor.epoch, cursor.taken(lengths).tolist())
+        of_shards = self._buffers.checkpoints(cursor.epoch, cursor.taken(lengths).tolist())
         gathered = self._context.all_gather(
-            {shard: checkpoint and tuple(checkpoint) for shard, checkpoint in own.items()}, "train_dataset"
+            {shard: checkpoint and tuple(checkpoint) for shard, checkpoint in of_shards.items()},
+            "train_dataset",
         )
         of_ranks = {
             shard: fields and ReaderCheckpoint(*fields)
@@ -156,12 +157,12 @@ class StreamStepSource(StepSource):
         ):
             self._plan.reset(StreamCursor(cursor.epoch))
             self._checkpoints = {}
-            remark = (
+            message = (
                 "train_dataset had no state_dict() or load_state_dict() when the checkpoint was saved, "
                 f"so its position is not restored. Epoch {cursor.epoch} starts over and repeats "
                 f"{pluralize(int(taken.sum()), 'sample')}."
             )
-            return [remark]
+            return [message]
         self._plan.reset(cursor, lengths)
         self._checkpoints = {
             shard: None if has_ended[shard] else checkpoint or ReaderCheckpoint()

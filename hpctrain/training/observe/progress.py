@@ -22,25 +22,27 @@ class Progress:
         self._counted: tuple[float, int] | None = None
 
     def show(self, step: int, scalars: Mapping[str, float]) -> None:
-        now = time.monotonic()
-        if self._is_main and (now - self._shown_at >= _LINE_INTERVAL_S or step == self._last_step):
-            self._shown_at = now
+        shown_at = time.monotonic()
+        if self._is_main and (shown_at - self._shown_at >= _LINE_INTERVAL_S or step == self._last_step):
+            self._shown_at = shown_at
             total = "" if self._last_step is None else f"/{self._last_step}"
-            print(f"step {step}{total}  {format_scalars(scalars)}{self._samples_per_second(now, step)}")
+            print(f"step {step}{total}  {format_scalars(scalars)}{self._samples_per_second(shown_at, step)}")
 
     def print_message(self, text: str) -> None:
         if self._is_main:
             print(text)
 
-    def _samples_per_second(self, now: float, step: int) -> str:
+    def _samples_per_second(self, counted_at: float, step: int) -> str:
         """Return the rate since the last call; empty initially and for short intervals."""
         before = self._counted
-        if before is not None and (now - before[0] < _PACE_AFTER_S or step <= before[1]):
+        if before is not None and (counted_at - before[0] < _PACE_AFTER_S or step <= before[1]):
             return ""
-        self._counted = now, step
+        self._counted = counted_at, step
         if before is None:
             return ""
-        return f"  {format_number((step - before[1]) * self._batch_size / (now - before[0]))} samples/s"
+        return (
+            f"  {format_number((step - before[1]) * self._batch_size / (counted_at - before[0]))} samples/s"
+        )
 
 
 def format_scalars(scalars: Mapping[str, float]) -> str:

@@ -95,7 +95,7 @@ class RunWriter:
             self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
 
     def write_ignored(self, ignored: Sequence[IgnoredValue]) -> None:
-        self.write_environment({"ignored": [each.record for each in ignored]})
+        self.write_environment({"ignored": [value.record for value in ignored]})
 
     def is_logged(self, step: int) -> bool:
         return self._metrics is not None and step % self._log_every == 0
@@ -104,7 +104,11 @@ class RunWriter:
         """Log the results that have a time sample: one object per step."""
         if self._metrics is not None:
             self._metrics.append(
-                *(self._metrics_record(each, each.timing) for each in results if each.timing is not None)
+                *(
+                    self._metrics_record(result, result.timing)
+                    for result in results
+                    if result.timing is not None
+                )
             )
 
     def write_samples(self, rank_batch: RankBatch) -> None:
@@ -166,11 +170,11 @@ class _MetricsWriter:
         self._file, self._attempt = BufferedLineWriter(run.metrics, print), attempt
         self._since = time.perf_counter()
 
-    def write(self, values: Mapping[str, float], step: int, more: Mapping[str, Any]) -> None:
-        now = time.perf_counter()
-        spent, self._since = {"all": round(now - self._since, 6)}, now
+    def write(self, values: Mapping[str, float], step: int, fields: Mapping[str, Any]) -> None:
+        written_at = time.perf_counter()
+        spent, self._since = {"all": round(written_at - self._since, 6)}, written_at
         place = {"step": step, "time": time.time(), "attempt": self._attempt, "spent": spent}
-        self._file.append({**values, **place, **more})
+        self._file.append({**values, **place, **fields})
 
 
 @cache

@@ -148,8 +148,8 @@ def _end(scheduler: Any) -> tuple[str, int] | None:
         case lr_scheduler.PolynomialLR():
             return "total_iters", scheduler.total_iters
         case lr_scheduler.SequentialLR():
-            last = _end(scheduler._schedulers[-1])
-            return last and (last[0], scheduler._milestones[-1] + last[1])
+            final = _end(scheduler._schedulers[-1])
+            return final and (final[0], scheduler._milestones[-1] + final[1])
         case lr_scheduler.ChainedScheduler():
             return min(filter(None, map(_end, scheduler._schedulers)), key=lambda end: end[1], default=None)
         case lr_scheduler.LambdaLR():  # of Transformers

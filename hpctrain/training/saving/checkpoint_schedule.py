@@ -41,9 +41,9 @@ class CheckpointSchedule:
 
     @property
     def mtbf_s(self) -> float:
-        own = self._num_nodes * (self._clock() - self._started)
-        seen = InterruptionHistory(self._history.count, self._history.node_seconds + own)
-        return seen.node_mtbf_s(self._node_mtbf_s) / self._num_nodes
+        node_seconds = self._num_nodes * (self._clock() - self._started)
+        history = InterruptionHistory(self._history.count, self._history.node_seconds + node_seconds)
+        return history.node_mtbf_s(self._node_mtbf_s) / self._num_nodes
 
     @property
     def interval_s(self) -> float:

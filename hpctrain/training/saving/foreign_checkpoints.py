@@ -61,9 +61,9 @@ class ForeignCheckpoints:
         """Step of the last decision, or of the loaded checkpoint."""
         self._log = RunWriter(self.run, self.context, os.environ, partial(print, flush=True))
 
-    def watch(self, *parts: nn.Module | torch.optim.Optimizer) -> None:
+    def watch(self, *modules_and_optimizers: nn.Module | torch.optim.Optimizer) -> None:
         """Save nothing after the parameters or optimizer states become NaN or infinite."""
-        self._watched = parts
+        self._watched = modules_and_optimizers
         if not self._are_finite():
             self._watched = ()
 
@@ -105,14 +105,14 @@ class ForeignCheckpoints:
         if self.context.ranks.is_main:
             print(f"hpctrain: resumed after step {self._step} from {path}", flush=True)
 
-    def report(self, ignored: Sequence[IgnoredValue], remarks: Iterable[str | None], remedy: str) -> None:
+    def report(self, ignored: Sequence[IgnoredValue], messages: Iterable[str | None], remedy: str) -> None:
         """Record and print the values of the script that do not apply, and other remarks."""
         if not self.context.ranks.is_main:
             return
         if self.run is not None:
             self._log.write_ignored(ignored)
-        for remark in filter(None, [*(f"{each} {remedy}" for each in ignored), *remarks]):
-            print(f"hpctrain: {remark}", flush=True)
+        for message in filter(None, [*(f"{value} {remedy}" for value in ignored), *messages]):
+            print(f"hpctrain: {message}", flush=True)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
         """Return the action of all ranks after `step`: stop after a save, save, or neither."""
@@ -139,8 +139,8 @@ class ForeignCheckpoints:
         with activity.in_phase(RankPhase.SAVE):
             if self.context.ranks.is_main:
                 make_folder(folder)
-                for left in folder.glob(f".saving-{self._prefix}-*"):
-                    _remove(left)
+                for leftover in folder.glob(f".saving-{self._prefix}-*"):
+                    _remove(leftover)
             self.context.barrier()
             write(hidden)
             self.context.barrier()
@@ -176,8 +176,8 @@ class ForeignCheckpoints:
     def restore_rng_state(self, states: Sequence[dict[str, torch.Tensor]], step: int) -> None:
         """Restore the random state of this rank; with another number of ranks, seed each rank differently."""
         ranks = self.context.ranks
-        own = states[ranks.rank] if len(states) == ranks.world_size else None
-        rng.resume_rng_state(own, "rank", ranks.rank, "step", step)
+        of_rank = states[ranks.rank] if len(states) == ranks.world_size else None
+        rng.resume_rng_state(of_rank, "rank", ranks.rank, "step", step)
 
     def _steps(self) -> dict[int, Path]:
         if self.run is None:
@@ -191,27 +191,27 @@ class ForeignCheckpoints:
         }
 
 
-def _trained_tensors(parts: Iterable[nn.Module | torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    for part in parts:
-        if isinstance(part, nn.Module):
-            yield from part.parameters()
+def _trained_tensors(watched: Iterable[nn.Module | torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    for stateful in watched:
+        if isinstance(stateful, nn.Module):
+            yield from stateful.parameters()
         else:
-            for state in part.state.values():
+            for state in stateful.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    own = local_part(tensor.detach())
+    local = local_part(tensor.detach())
     # There is no check for numbers of eight bits.
-    return own.dtype.itemsize == 1 or bool(own.isfinite().all())
+    return local.dtype.itemsize == 1 or bool(local.isfinite().all())
 
 
 def _sync(path: Path) -> int:
     """Sync a file, or all files of a folder, to disk; return their size in bytes."""
     size = 0
-    for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        fsync_path(each)
-        size += each.stat().st_size if each.is_file() else 0
+    for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        fsync_path(entry)
+        size += entry.stat().st_size if entry.is_file() else 0
     return size
 
 
