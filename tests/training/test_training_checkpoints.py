@@ -25,7 +25,6 @@ from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.training.saving import checkpoint_schedule as cadence_module
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 from hpctrain.training.saving.training_checkpoints import FinalSavePlan, StopDeadline, plan_final_save
 
@@ -102,25 +101,6 @@ def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
     with pytest.raises(CheckpointError, match=r"state/user/seen/deep/0/lock has type _thread\.lock"):
         fit(tmp_path, module=module)
     assert not RunDir(tmp_path).metrics.exists()
-
-
-class TwoOptimizers(Line):
-    """Two optimizers for different parameters, each with a schedule."""
-
-    def configure_optimizers(self):
-        optimizers = [torch.optim.AdamW([self.layer.weight], lr=0.1), torch.optim.SGD([self.layer.bias], 0.1)]
-        return optimizers, [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}
-            for optimizer in optimizers
-        ]
-
-
-def test_several_optimizers_and_schedulers_are_resumed(tmp_path):
-    uninterrupted = fit(tmp_path / "whole", 6, TwoOptimizers())
-    fit(tmp_path / "parts", 3, TwoOptimizers())
-    resumed = fit(tmp_path / "parts", 6, TwoOptimizers())
-    assert torch.equal(resumed.layer.weight, uninterrupted.layer.weight)
-    assert torch.equal(resumed.layer.bias, uninterrupted.layer.bias)
 
 
 @pytest.mark.parametrize(
@@ -252,39 +232,6 @@ def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch
 
 
 # --- disk errors ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_failed_save_is_reported_and_retried_after_a_pause(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cadence_module, "_MIN_BACKOFF_S", 0.05)
-    run = RunDir(tmp_path)
-    run.checkpoints.write_text("in the way")
-    attempted = []
-    begin = CheckpointStore.async_save
-    monkeypatch.setattr(
-        CheckpointStore,
-        "async_save",
-        lambda self, step, *a, **k: (attempted.append(step), begin(self, step, *a, **k)),
-    )
-    begun = time.monotonic()
-
-    def wait_for_end_of_pause() -> None:
-        # The last pause is at most as long as all earlier ones together.
-        time.sleep(2 * (time.monotonic() - begun))
-
-    actions = {30: run.checkpoints.unlink, 31: wait_for_end_of_pause}
-    module = Line(at={n: lambda: time.sleep(0.02) for n in range(1, 60)} | actions)
-    fit(tmp_path, 60, module, checkpoint_every=1)
-    failures = events(tmp_path, "failure")
-    assert 1 <= len(failures) < 10
-    assert "step 1 " in failures[0]["cause"]
-    assert "Training continues" in capsys.readouterr().out
-    assert "rank" not in failures[0], "a failed save is no failed rank"
-    # The last save before step 30 may succeed, because the obstacle is removed meanwhile.
-    num_attempted = len([step for step in attempted if step < 30])
-    assert num_attempted - len(failures) in (0, 1), "in the pause nothing is tried"
-    assert steps(tmp_path)[-1] == 60
-    assert len(events(tmp_path, "checkpoint")) > 3
 
 
 def test_records_are_buffered_until_they_can_be_written(tmp_path):
