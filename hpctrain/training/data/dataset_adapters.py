@@ -34,8 +34,7 @@ def make_step_source(
     name = "train_dataset"
     loader_parts, unpacked = unpack_dataloader(dataset, loading, name)
     source: StepSource
-    if is_stream(loader_parts.dataset):
-        _check_divisible_stream(data_rank, name)
+    if _is_stream(loader_parts, data_rank, name):
         if data_rank.world_size != context.ranks.world_size:
             raise UserError(
                 "train_dataset is a stream, which hpctrain divides among the ranks, but "
@@ -59,12 +58,14 @@ def make_step_source(
     return source
 
 
-def _check_divisible_stream(data_rank: DataRank, name: str) -> None:
-    if data_rank.grain_size is not None:
+def _is_stream(loader_parts: DataLoaderParts, data_rank: DataRank, name: str) -> bool:
+    is_a_stream = is_stream(loader_parts.dataset)
+    if is_a_stream and data_rank.grain_size is not None:
         raise UserError(
             f"{name} is a stream, which elastic_determinism does not support: its samples are divided among "
             "the ranks by shard, not by grain. Use a map-style data set, with __len__ and __getitem__."
         )
+    return is_a_stream
 
 
 def _check_equal(context: DistributedContext, identity: dict[str, Any], name: str) -> None:
@@ -90,14 +91,12 @@ def make_validation_set(
     data_rank: DataRank,
     context: DistributedContext,
     name: str = "val_dataset",
-) -> _ValidationMap | _ValidationStream:
+) -> ValidationSet:
     """Collective."""
     loading = replace(loading, global_batch_size_is_set=False, accumulate_grad_batches=1)
     loader_parts, loading = unpack_dataloader(dataset, loading, name)
-    if is_stream(loader_parts.dataset):
-        _check_divisible_stream(data_rank, name)
-    make = _ValidationStream if is_stream(loader_parts.dataset) else _ValidationMap
-    data: _ValidationMap | _ValidationStream = make(loader_parts, loading, data_rank, name)
+    make = _ValidationStream if _is_stream(loader_parts, data_rank, name) else _ValidationMap
+    data: ValidationSet = make(loader_parts, loading, data_rank, name)
     _check_equal(context, data.identity(), name)
     return data
 

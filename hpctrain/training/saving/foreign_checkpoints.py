@@ -71,12 +71,10 @@ class ForeignCheckpoints:
         """Return false, and print the reason, if the watched state of `step` is not finite on all ranks."""
         if self.run is None or not self._watched or self._are_finite():
             return True
-        if self.context.ranks.is_main:
-            print(
-                f"hpctrain: after step {step}, the optimizer state or the parameters contain NaN or infinite "
-                "values. They are not saved, so that the newest checkpoint remains the last finite one.",
-                flush=True,
-            )
+        self._print(
+            f"after step {step}, the optimizer state or the parameters contain NaN or infinite values. They "
+            "are not saved, so that the newest checkpoint remains the last finite one."
+        )
         self._saved_at = time.monotonic()
         return False
 
@@ -102,17 +100,13 @@ class ForeignCheckpoints:
     def log_resumed(self, path: Path) -> None:
         self._step = self.step_of(path)
         self._log.write_resumed(self._to_optimizer_step(self._step), path, 0.0)
-        if self.context.ranks.is_main:
-            print(f"hpctrain: resumed after step {self._step} from {path}", flush=True)
+        self._print(f"resumed after step {self._step} from {path}")
 
     def report(self, ignored: Sequence[IgnoredValue], messages: Iterable[str | None], remedy: str) -> None:
         """Record and print the values of the script that do not apply, and other remarks."""
-        if not self.context.ranks.is_main:
-            return
-        if self.run is not None:
-            self._log.write_ignored(ignored)
+        self._log.write_ignored(ignored)
         for message in filter(None, [*(f"{value} {remedy}" for value in ignored), *messages]):
-            print(f"hpctrain: {message}", flush=True)
+            self._print(message)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
         """Return the action of all ranks after `step`: stop after a save, save, or neither."""
@@ -151,8 +145,7 @@ class ForeignCheckpoints:
                 self._log.write_checkpoint(
                     self._to_optimizer_step(step), folder / name, size, time.monotonic() - begun
                 )
-                for old in sorted(self._steps().items())[: -self._keep_last]:
-                    _remove(old[1])
+                self._prune(self._keep_last)
             self.context.barrier()
         self._saved_at = time.monotonic()
 
@@ -167,9 +160,7 @@ class ForeignCheckpoints:
             write_atomic(path / self._marker, f"{step}\n")
             self._log.write_checkpoint(step, path, size, 0.0)
             if keep_last:
-                for _, old in sorted(self._steps().items())[:-keep_last]:
-                    if old.name != best:
-                        _remove(old)
+                self._prune(keep_last, best)
         self.context.barrier()
         self._saved_at = time.monotonic()
 
@@ -178,6 +169,15 @@ class ForeignCheckpoints:
         ranks = self.context.ranks
         of_rank = states[ranks.rank] if len(states) == ranks.world_size else None
         rng.resume_rng_state(of_rank, "rank", ranks.rank, "step", step)
+
+    def _print(self, message: str) -> None:
+        if self.context.ranks.is_main:
+            print(f"hpctrain: {message}", flush=True)
+
+    def _prune(self, keep_last: int, best: str | None = None) -> None:
+        for _, path in sorted(self._steps().items())[:-keep_last]:
+            if path.name != best:
+                _remove(path)
 
     def _steps(self) -> dict[int, Path]:
         if self.run is None:
