@@ -24,13 +24,9 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 LARGE_SUFFIX = ".distcp"
 
 
-@dataclass(frozen=True)
-class NodeFiles:
-    """The files of a step that a rank sees in the folder of its node."""
-
-    manifest: str
-    names: frozenset[str]
-    """Files whose size matches the manifest."""
+#: The files of a step in the folder of a node: checksum of the manifest, and names of the files whose size
+#: matches the manifest.
+NodeFiles = tuple[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -47,32 +43,26 @@ def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]
     """Return the files in the node folders of all ranks, by step (collective)."""
     coordinator, folder = target.coordinator, target.directory.folder
     of_node = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
-    of_ranks = coordinator.all_gather(
-        {step: (held.manifest, sorted(held.names)) for step, held in of_node.items()},
-        "listing the local_checkpoints folder",
-    )
-    everyone = [
-        {step: NodeFiles(manifest, frozenset(names)) for step, (manifest, names) in held.items()}
-        for held in of_ranks
-    ]
-    steps = {step for node_files in everyone for step in node_files}
-    return {step: [node_files.get(step) for node_files in everyone] for step in steps}
+    of_ranks = coordinator.all_gather(of_node, "listing the local_checkpoints folder")
+    steps = {step for of_rank in of_ranks for step in of_rank}
+    return {step: [of_rank.get(step) for of_rank in of_ranks] for step in steps}
 
 
 def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | None]) -> NodeCheckpoint:
     """Verify the parts of a step (collective)."""
     coordinator, path = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
     # If two attempts saved this step, use the version that more ranks see.
-    kinds = [files.manifest for files in node_files if files is not None]
+    kinds = [checksum for checksum, _ in filter(None, node_files)]
     kind = max(sorted(set(kinds)), key=kinds.count)
-    holders = [rank for rank, files in enumerate(node_files) if files is not None and files.manifest == kind]
+    names = {rank: set(files[1]) for rank, files in enumerate(node_files) if files and files[0] == kind}
+    holders = list(names)
     reads = coordinator.rank == holders[0]
     own_small = check_on_all(coordinator, lambda _: read_small_files(path) if reads else None)
     small = next(files for files in coordinator.all_gather(own_small, f"reading {path}") if files is not None)
     manifest = Manifest.decode(small.get(MANIFEST_NAME, b""), path)
     shares, loads = {rank: list[FileEntry]() for rank in holders}, dict.fromkeys(holders, 0)
     for entry in manifest.files:
-        seeing = [rank for rank in holders if entry.name in _names(node_files[rank])]
+        seeing = [rank for rank in holders if entry.name in names[rank]]
         if not seeing:
             raise CorruptCheckpoint(
                 f"{path} is incomplete: no node of this attempt has a complete copy of {entry.name}."
@@ -84,7 +74,7 @@ def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | 
     check_files(coordinator, path, share, all_see_it=False)
     everything = {entry.name for entry in manifest.files}
     all_see_all = len(holders) == coordinator.world_size and all(
-        _names(files) >= everything for files in node_files
+        names_of_rank >= everything for names_of_rank in names.values()
     )
     return NodeCheckpoint(manifest, small, share, all_see_all)
 
@@ -103,19 +93,15 @@ def _local_node_files(folder: Path) -> dict[int, NodeFiles]:
         try:
             content = read_regular(path / MANIFEST_NAME)
             files = Manifest.decode(content, path).files
-            names = frozenset(
+            names = sorted(
                 entry.name
                 for entry in files
                 if (path / entry.name).is_file() and (path / entry.name).stat().st_size == entry.bytes
             )
         except (OSError, CheckpointError):
-            content, names = b"", frozenset()
-        of_steps[step] = NodeFiles(xxhash.xxh3_128_hexdigest(content), names)
+            content, names = b"", []
+        of_steps[step] = xxhash.xxh3_128_hexdigest(content), names
     return of_steps
-
-
-def _names(holding: NodeFiles | None) -> frozenset[str]:
-    return frozenset() if holding is None else holding.names
 
 
 class TierCopyFailed(CheckpointError):
