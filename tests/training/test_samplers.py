@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
     Subset,
     SubsetRandomSampler,
@@ -92,11 +91,7 @@ LOADERS = {
     "drop_last": lambda: loader(shuffle=True, drop_last=True),
     "list": lambda: loader(sampler=[3, 1, 4, 1, 5, 9, 2]),
     "weighted": lambda: loader(sampler=WeightedRandomSampler(range(1, SIZE + 1), 17)),
-    "weighted, drop_last": lambda: loader(
-        sampler=WeightedRandomSampler(range(1, SIZE + 1), 17), drop_last=True
-    ),
     "subset": lambda: loader(sampler=SubsetRandomSampler(range(3, 15))),
-    "replacement": lambda: loader(sampler=RandomSampler(Numbers(), replacement=True, num_samples=30)),
     "own generators": lambda: loader(sampler=OwnSampler()),
     "distributed": lambda: loader(sampler=DistributedSampler(Numbers(), 2, 1)),
     "torchdata": lambda: StatefulDataLoader(
@@ -108,7 +103,6 @@ LOADERS = {
     "buckets": lambda: DataLoader(
         Numbers(), batch_sampler=Buckets(SubsetRandomSampler(range(20))), collate_fn=list
     ),
-    "lists of samples": lambda: DataLoader(Numbers(), batch_sampler=[[1, 2, 3], [4]], collate_fn=list),
     "lengths": lambda: DataLoader(
         Numbers(), batch_sampler=hpctrain.LengthGroupedBatchSampler(range(SIZE), 4), collate_fn=list
     ),
@@ -441,14 +435,9 @@ class Counting(Sampler[int]):
         yield from [self.count, 0]
 
 
-def endless() -> Any:
-    while True:
-        yield 0
-
-
 class Endless(Sampler[int]):
     def __iter__(self) -> Any:
-        return endless()
+        return repeat(0)
 
 
 @pytest.mark.parametrize(
