@@ -38,7 +38,6 @@ def longest_save_s(measured_s: float) -> float:
 
 
 def checkpoint_interval_s(stall_s: float, write_s: float, mtbf_s: float) -> float:
-    """Return the seconds from the start of one save to the start of the next."""
     return max(MIN_INTERVAL_S, write_s, stall_s + optimal_interval_s(stall_s, mtbf_s))
 
 

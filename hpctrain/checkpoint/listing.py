@@ -29,8 +29,6 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class BestMetric:
-    """The metric that selects the best checkpoints of a run."""
-
     metric: str
     mode: Literal["min", "max"]
 

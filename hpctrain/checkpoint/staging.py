@@ -110,7 +110,6 @@ class StateStager:
         return _CachedPlan(looks, tuple(item for item, _ in writes), alike), [data for _, data in writes]
 
     def _allocate(self, items: Sequence[WriteItem], gpu: torch.device | None) -> None:
-        """Build a new image, in the existing memory if it is large enough."""
         self._staged_file = None
         staged_file = StagedFile(items)
         if self._memory is None or len(self._memory) < staged_file.num_bytes:

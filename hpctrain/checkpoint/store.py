@@ -95,7 +95,6 @@ class CheckpointStore:
         atexit.register(self._at_exit)
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
-        """Allocate the memory for copies of a state of these shapes, in the background."""
         if self.wait(0.0):
             self._stager.prepare(state, rank_state)
 
@@ -152,7 +151,6 @@ class CheckpointStore:
         return self._saver.collect_outcomes()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds for the save in flight; return True if none is left."""
         save = self._in_flight
         if save is None or save.thread is None:
             return True

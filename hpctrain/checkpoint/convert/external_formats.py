@@ -104,7 +104,6 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _first(content: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str | None, list[Any] | None]:
-    """Return the first of `names` that has a value, and its states as a list."""
     for name in names:
         if states := content.get(name):
             return name, list(states) if isinstance(states, (list, tuple)) else [states]
@@ -128,7 +127,6 @@ def _without_wrappers(name: str, segments: Iterable[str] = (_DDP_PREFIX, *_WRAPP
 
 
 def _unwrapped(weights: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the weights without what wrappers add to the names, and a remark for each removed segment."""
     plain = {_without_wrappers(name, _WRAPPERS): value for name, value in weights.items()}
     messages = [
         f"removed {segment!r} (added by {wrapper}) from the names"

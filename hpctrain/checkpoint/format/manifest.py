@@ -143,7 +143,6 @@ def checksum(path: Path, on_read: Callable[[], object] = lambda: None) -> FileEn
 
 
 def read_verified(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint and verify every file."""
     manifest = Manifest.read(folder)
     for entry in manifest.files:
         entry.verify(folder)

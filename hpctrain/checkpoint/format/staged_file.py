@@ -84,7 +84,6 @@ class StagedFile:
 
 
 def _record_events(data: Sequence[torch.Tensor]) -> list[Any]:
-    """Record an event in the current stream of each GPU with data."""
     events = []
     for gpu in sorted({source.device.index for source in data if source.is_cuda}):
         with torch.cuda.device(gpu):
@@ -106,7 +105,6 @@ class _CopyDone:
 
     @property
     def is_pending(self) -> bool:
-        """True if a copy may still be in progress."""
         return bool(self._events)
 
     def synchronize(self) -> None:

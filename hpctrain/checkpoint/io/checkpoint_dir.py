@@ -101,7 +101,6 @@ class CheckpointDir:
         return True
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, ascending; the contents are not checked."""
         return list_checkpoint_steps(self.folder)
 
     def prune(self, newest: int, retention: Retention) -> list[str]:
@@ -147,12 +146,10 @@ class CheckpointDir:
         shutil.rmtree(hidden)
 
     def discard(self, step: int) -> None:
-        """Delete the checkpoint of a step, if it exists and deletion is possible."""
         with suppress(OSError):
             self.delete(step)
 
     def quarantine(self, step: int, suffix: str = "broken") -> Path:
-        """Rename a damaged or unverified checkpoint: it is ignored, but can be inspected."""
         folder = self.folder / checkpoint_folder_name(step)
         taken = {entry.name for entry in self.folder.iterdir()}
         free = next(i for i in range(len(taken) + 1) if f"{folder.name}.{suffix}-{i}" not in taken)

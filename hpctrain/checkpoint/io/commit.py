@@ -46,7 +46,6 @@ class CommitTarget:
         return task.result if task else None
 
     def clean_up(self, work: Callable[[], object]) -> None:
-        """Run a cleanup on this rank, with a short wait if the disk hangs."""
         self.io_thread.submit(work).wait(min(self.io_timeout_s, _CLEANUP_TIMEOUT_S))
 
 
@@ -139,7 +138,6 @@ def write_and_commit(target: CommitTarget, step: int, write: RankWrite[Any]) -> 
 def complete_files(
     tables: Mapping[str, bytes], plain: Any, entries: Iterable[FileEntry], **fields: Any
 ) -> dict[str, bytes]:
-    """Return the small files of a checkpoint, with the manifest of all files and of `fields`."""
     files = {**tables, STATE_NAME: json.dumps(plain).encode("ascii") + b"\n"}
     small = (make_entry(name, content) for name, content in files.items())
     return {**files, MANIFEST_NAME: Manifest(files=(*entries, *small), **fields).encode()}
@@ -148,7 +146,7 @@ def complete_files(
 def shared_manifest(
     coordinator: RankCoordinator, manifest: Manifest | None, path: Path, waiting_for: str
 ) -> Manifest:
-    """Return rank 0's manifest of the checkpoint at `path` (collective)."""
+    """Collective."""
     content = coordinator.broadcast(None if manifest is None else manifest.encode(), waiting_for)
     assert content is not None
     return Manifest.decode(content, path)

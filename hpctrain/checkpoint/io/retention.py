@@ -12,8 +12,6 @@ from hpctrain.rundir import rank_steps
 
 @dataclass(frozen=True)
 class Retention:
-    """Retention rules; a checkpoint is kept if any rule applies."""
-
     last: int = 3
     every: int | None = None
     """Keep the checkpoints whose step is a multiple of this number; None keeps none by this rule."""

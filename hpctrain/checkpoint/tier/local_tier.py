@@ -78,7 +78,7 @@ class LocalTier:
         )
 
     def make_room(self, num_bytes: int) -> None:
-        """Ensure that a save of `num_bytes` bytes per rank fits (collective)."""
+        """Collective."""
         self._drop_superseded(keep_newest=True)
         self.target.coordinator.run_on_all(
             lambda: self._check_room(num_bytes), "the local_checkpoints folder was not used"

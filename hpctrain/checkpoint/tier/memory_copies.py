@@ -144,7 +144,6 @@ class MemoryCopies:
             copy_file.marker.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the copies, and the folder if it is then empty."""
         self.clear()
         for copy_file in (of_slot for files in self._files.values() for of_slot in files):
             copy_file.path.unlink(missing_ok=True)
@@ -184,7 +183,6 @@ class MemoryCopies:
         return f'{json.dumps(marker)[:-1]}, "chunks": {self._layout[1]}}}'.encode()
 
     def _finish(self, slot: int, content: memoryview, marker: bytes, ready: Any) -> None:
-        """Mark the copy as complete, and exchange it with the neighbors."""
         try:
             if ready is not None and marker:
                 ready.synchronize()

@@ -40,7 +40,7 @@ class NodeCheckpoint:
 
 
 def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]:
-    """Return the files in the node folders of all ranks, by step (collective)."""
+    """Collective."""
     coordinator, folder = target.coordinator, target.directory.folder
     of_node = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
     of_ranks = coordinator.all_gather(of_node, "listing the local_checkpoints folder")
@@ -49,7 +49,7 @@ def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]
 
 
 def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | None]) -> NodeCheckpoint:
-    """Verify the parts of a step (collective)."""
+    """Collective."""
     coordinator, path = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
     # If two attempts saved this step, use the version that more ranks see.
     kinds = [checksum for checksum, _ in filter(None, node_files)]
@@ -80,7 +80,6 @@ def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | 
 
 
 def read_small_files(path: Path) -> dict[str, bytes]:
-    """Return the content of all files except the large ones."""
     return {
         entry.name: entry.read_bytes() for entry in path.iterdir() if not entry.name.endswith(LARGE_SUFFIX)
     }
@@ -136,7 +135,6 @@ class TierCopier:
 
     @property
     def pending_steps(self) -> set[int]:
-        """Steps not yet copied, on rank 0."""
         with self._lock:
             return self._in_use | {step for step, _ in self._pending}
 
@@ -152,7 +150,7 @@ class TierCopier:
             return False
 
     def start(self, step: int) -> None:
-        """Copy this step and steps requested during the copy (collective)."""
+        """Collective."""
         if self._thread is not None:
             self._thread.join()  # the end has already been requested
         self._thread = threading.Thread(

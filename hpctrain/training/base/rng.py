@@ -12,7 +12,7 @@ import torch
 
 
 def derive_seed(*components: object) -> int:
-    """Return a seed in [0, 2^63), independent for different `parts` such as (seed, purpose, rank)."""
+    """Return a seed in [0, 2^63), independent for different components such as (seed, purpose, rank)."""
     digest = hashlib.blake2b("/".join(map(str, components)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

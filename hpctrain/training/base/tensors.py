@@ -69,7 +69,6 @@ def slice_batch(batch: Any, num_samples: int, low: int, high: int) -> Any:
 
 
 def group_by_type(tensors: Iterable[T]) -> list[list[T]]:
-    """Return groups of tensors with equal dtype and device, which can be concatenated."""
     groups: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)

@@ -25,7 +25,6 @@ class DataRank:
         return min(low * unit, count), min(high * unit, count)
 
     def largest(self, count: int) -> int:
-        """Return the largest number of samples that a rank receives from a batch of `count`."""
         unit = self.grain_size or 1
         return min(count, -(-count // (unit * self.world_size)) * unit)
 
@@ -107,5 +106,5 @@ class BatchPlan:
 
 
 def split_range(count: int, number: int, num_ranges: int) -> tuple[int, int]:
-    """Return the range of `part` if `count` items are split into `num_parts`; part 0 is among the largest."""
+    """Return range `number` if `count` items are split into `num_ranges`; range 0 is among the largest."""
     return -(-count * number // num_ranges), -(-count * (number + 1) // num_ranges)

@@ -55,8 +55,6 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
 
 
 class _Rows:
-    """Samples of a data set of columns, for a `collate_fn`."""
-
     def __init__(self, dataset: Any, columns: list[Any]) -> None:
         self._dataset, self._columns = dataset, columns
 
@@ -86,7 +84,6 @@ class ColumnFetcher:
         return self._batch(self._parts(indices))
 
     def batches(self, orders: Iterable[BatchOrder]) -> Iterator[Any]:
-        """Fetch several small batches together, in the time of one batch."""
         orders = iter(orders)
         for epoch, indices in orders:
             max_batches = min(_BLOCK_BATCHES, _BLOCK_BYTES // (self._sample_bytes * len(indices) or 1))

@@ -98,7 +98,6 @@ class MixtureOrder(SampleOrder):
         return self._cached_block[1][row][low : low + stop - start]
 
     def _divide(self, block: int) -> tuple[list[list[int]], tuple[list[int], list[float]]]:
-        """Return the samples of each data set per step of a block, and the totals after it."""
         taken, planned = self._before[block]
         planned = [*planned]
         counts: list[list[int]] = []

@@ -57,7 +57,6 @@ class SampleSeeds:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Restore the generators of this process at the end of the block."""
         generators = _own_generators() if self._seed_globals else None
         try:
             yield

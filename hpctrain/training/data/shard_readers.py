@@ -35,8 +35,6 @@ def list_rank_shards(rank: int, num_shards: int, world_size: int) -> list[int]:
 
 
 class ReaderCheckpoint(NamedTuple):
-    """Position in a shard at which reading can start."""
-
     number: int = 0
     """Number of samples of the shard before this position."""
     state: Any = None
@@ -46,8 +44,6 @@ class ReaderCheckpoint(NamedTuple):
 
 
 class ShardChunk(NamedTuple):
-    """Consecutive samples of a shard."""
-
     epoch: int
     shard: int
     checkpoint: ReaderCheckpoint | None
@@ -81,8 +77,6 @@ class ShardedStream:
 
 
 class _ShardReader:
-    """Reader of one shard in one epoch."""
-
     def __init__(self, stream: ShardedStream, shard: int, epoch: int, checkpoint: ReaderCheckpoint) -> None:
         self.epoch, self.shard, self.number = epoch, shard, checkpoint.number
         self._opened_at, self._name = checkpoint, stream.name

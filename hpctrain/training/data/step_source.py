@@ -55,7 +55,6 @@ class StepSource:
     remarks: Sequence[str] = ()
 
     def identity(self) -> dict[str, Any]:
-        """Return all values that determine the order of samples."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +66,6 @@ class StepSource:
         raise NotImplementedError
 
     def begin(self, after: int) -> None:
-        """Prepare the steps after `after`, the last trained step."""
         raise NotImplementedError
 
     def steps(self) -> Iterator[StepData]:

@@ -43,8 +43,6 @@ UNKNOWN_LENGTH = 2**62
 
 
 class StreamCursor(NamedTuple):
-    """Position in a stream, between two batches."""
-
     epoch: int = 0
     batch: int = 0
     """Number of batches of the epoch before this position."""
@@ -60,8 +58,6 @@ class StreamCursor(NamedTuple):
 
 
 class StreamBatch(NamedTuple):
-    """Global batch of a stream."""
-
     epoch: int
     batch_idx: int
     picks: torch.Tensor
@@ -284,8 +280,6 @@ class StreamStepSource(StepSource):
 
 
 class _ShardBuffer:
-    """Samples of one shard and epoch that are read but not yet trained."""
-
     def __init__(self, checkpoint: ReaderCheckpoint | None, length: int | None = None) -> None:
         self.samples: dict[int, Any] = {}
         self.read = checkpoint.number if checkpoint is not None else 0
@@ -308,8 +302,6 @@ class _ShardBuffer:
 
 
 class ShardBuffers:
-    """Buffers of this rank's shards, by epoch and shard."""
-
     def __init__(
         self,
         shards: Sequence[int],

@@ -351,7 +351,6 @@ class GradientSum:
     def grain(
         self, number: int | None, *, is_last: bool, hashes: dict[int, int] | None = None
     ) -> Iterator[None]:
-        """Add the gradients of the backward pass in this block."""
         self._grain, self._is_last, self._hashes = number, is_last, hashes
         self._next, self._seen = 0, set()
         for bucket in self._buckets:
@@ -473,7 +472,6 @@ class GradientSum:
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
     def _add_buffers(self) -> None:
-        """Add the changes of the buffers in a pass, and undo them."""
         with torch.no_grad():
             for name, buffer in self._buffers():
                 before, number = self._before.get(name), self._buffer_numbers.get(name)

@@ -70,8 +70,6 @@ def format_scalars(scalars: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, summed over all ranks."""
-
     step: int
     epoch: int
     scalars: dict[str, float]
@@ -143,7 +141,6 @@ class RunWriter:
         return self._metrics is not None and step % self._log_every == 0
 
     def write_steps(self, results: Iterable[StepResult]) -> None:
-        """Log the results that have a time sample: one object per step."""
         if self._metrics is not None:
             self._metrics.append(
                 *(

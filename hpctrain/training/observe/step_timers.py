@@ -34,7 +34,6 @@ class StepTimer:
         self._started_at, self._data_wait_s, self._data_counted_s = self._since, 0.0, 0.0
 
     def sample(self) -> TimingSample:
-        """Return a sample for the current time, and restart the sums."""
         sampled_at = time.perf_counter()
         taken = {
             "all": sampled_at - self._since,
@@ -54,7 +53,6 @@ class StepTimer:
         return seconds
 
     def data_wait(self) -> tuple[float, float]:
-        """Return the seconds of waiting for data, and all seconds, since the start."""
         return self._data_wait_s, time.perf_counter() - self._started_at
 
     @contextmanager
@@ -97,7 +95,6 @@ class ComputeTimer:
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, context: DistributedContext
     ) -> None:
-        """Register hooks for the last gradient and the update; the exchange is in between."""
         self._on_gpu = context.device.type == "cuda"
         self._started_at = self._elsewhere = self._local_done = 0.0
         self._events: list[torch.cuda.Event] = []

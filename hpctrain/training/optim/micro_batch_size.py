@@ -78,7 +78,6 @@ def fits_in_memory(module: nn.Module, device: torch.device, forward_backward: Ca
 
 
 def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the buffers of `module` and the random generators."""
     generators = rng.capture_rng_state()
     buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in module.buffers()]
 

@@ -78,7 +78,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def only_trainable(module: nn.Module, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Enable gradients only for the parameters `own` of `module` within the block."""
+    """Enable gradients only for these parameters of `module` within the block."""
     ids = {id(parameter) for parameter in parameters}
     frozen = [p for p in module.parameters() if p.requires_grad and id(p) not in ids]
     for parameter in frozen:

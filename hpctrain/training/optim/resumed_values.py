@@ -24,8 +24,6 @@ _REMEDY = (
 
 
 class IgnoredValue(NamedTuple):
-    """Value set by the script that a resumed run ignores."""
-
     name: str
     owner: str
     """Optimizer or scheduler, such as "CosineAnnealingLR"; empty for the only optimizer."""
@@ -60,7 +58,6 @@ def ignored_after_load(
     script: Mapping[str, Any],
     configured: Mapping[str, Any] | None,
 ) -> list[IgnoredValue]:
-    """Return the `ignored_values` of objects whose states another library has just loaded."""
     groups = [{"param_groups": optimizer.param_groups} for optimizer in optimizers]
     states = [scheduler.state_dict() for scheduler in schedulers]
     return ignored_values(schedulers, script, (groups, states), configured)
@@ -114,7 +111,6 @@ def advance_period(
 def check_ends(
     schedules: Iterable[tuple[Any, int | None]], last_step: int, ignored: Sequence[IgnoredValue]
 ) -> list[str]:
-    """Return messages on schedules that end before training does."""
     messages = []
     for scheduler, period in schedules:
         end = _end(scheduler)

@@ -54,11 +54,9 @@ class CheckpointManager:
         return None if self._in_flight is None else time.monotonic() - self._in_flight.since
 
     def check(self) -> None:
-        """Check that the state can be saved, to detect errors before the first save."""
         split_tree(self._state.tree(), "state")
 
     def prepare(self) -> None:
-        """Allocate the memory for copies of the state, in the background."""
         with suppress(CheckpointError):  # `async_save` raises and reports the error again
             self.store.prepare(self._state.tree(), rng.capture_rng_state())
 
@@ -269,7 +267,6 @@ class DiskSpaceWait:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the free space on the disk of a folder, which may not exist."""
     for existing in (folder, *folder.parents):
         with suppress(OSError):
             return shutil.disk_usage(existing).free

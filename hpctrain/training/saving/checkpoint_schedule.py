@@ -108,7 +108,7 @@ class VerificationSteps:
         )
 
     def end_run(self, run: RunDir, context: DistributedContext) -> NoReturn:
-        """End the run after its last state is saved (collective)."""
+        """Collective."""
         if context.ranks.is_main:
             # Otherwise, the supervisor would continue the run.
             run.cancel_request.touch()

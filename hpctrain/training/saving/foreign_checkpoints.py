@@ -103,7 +103,6 @@ class ForeignCheckpoints:
         self._print(f"resumed after step {self._step} from {path}")
 
     def report(self, ignored: Sequence[IgnoredValue], messages: Iterable[str | None], remedy: str) -> None:
-        """Record and print the values of the script that do not apply, and other remarks."""
         self._log.write_ignored(ignored)
         for message in filter(None, [*(f"{value} {remedy}" for value in ignored), *messages]):
             self._print(message)

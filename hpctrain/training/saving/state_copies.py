@@ -53,8 +53,6 @@ class CopyInterval:
 
 
 class StateCopies:
-    """Copies of the state of a training run in memory, as seen by one rank."""
-
     def __init__(
         self, components: Components, environ: Mapping[str, str], *, was_out_of_memory: bool
     ) -> None:

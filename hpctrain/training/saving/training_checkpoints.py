@@ -146,7 +146,7 @@ class TrainingCheckpoints:
         return self._deadline.left_s(for_requeue=for_requeue) - longest_save_s(write_s or 0.0)
 
     def resume(self) -> None:
-        """Load the newest complete checkpoint of the run, if any (collective)."""
+        """Collective."""
         if self._manager is None:
             return
         self._manager.check()
