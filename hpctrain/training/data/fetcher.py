@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
@@ -18,17 +18,6 @@ Collate = Callable[[list[Any]], Any]
 BatchOrder = tuple[int, torch.Tensor]
 #: Maximum number of batches to fetch together, and their total size in bytes, to fit into a core's cache.
 _BLOCK_BATCHES, _BLOCK_BYTES = 32, 1 << 18
-
-
-class Fetcher(Protocol):
-    num_samples: int
-    refuses_none: bool
-
-    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
-        """Return the batch of the samples `indices`, an int64 tensor of shape [n], n ≥ 1."""
-
-    def batches(self, orders: Iterable[BatchOrder]) -> Iterator[Any]:
-        """Yield the batch for each order; may read orders in advance."""
 
 
 def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, name: str) -> Fetcher:
@@ -143,6 +132,7 @@ class SampleFetcher:
             yield self.fetch(epoch, indices)
 
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        """Return the batch of the samples `indices`, an int64 tensor of shape [n], n ≥ 1."""
         inner: list[int] = (indices if self._subset is None else self._subset[indices]).tolist()
         if self._is_plain:
             return self._collate([self._dataset[index] for index in inner])
@@ -175,6 +165,9 @@ class SampleFetcher:
                 "torch.utils.data.Subset."
             )
         return self._collate(samples)
+
+
+Fetcher = ColumnFetcher | SampleFetcher
 
 
 def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
