@@ -30,7 +30,11 @@ def collect_environment(
         **collect_platform(context),
         "gradient_bytes": sum(gradient_parts) or None,
         "gradient_buckets": len(gradient_parts) or None,
-        "settings": plain_config(settings),
+        "settings": {
+            field.name: value
+            for field in fields(settings)
+            if isinstance(value := getattr(settings, field.name), str | int | float | bool | None)
+        },
     }
 
 
@@ -76,15 +80,6 @@ def hash_code(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _is_installed(file: str) -> bool:
     return file.startswith(sys.base_prefix + os.sep) or "site-packages" in file
-
-
-def plain_config(settings: TrainerConfig) -> dict[str, Any]:
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return {
-        name: value
-        for name, value in values.items()
-        if value is None or isinstance(value, str | int | float | bool)
-    }
 
 
 #: Minimum training time in seconds, and minimum fraction of waiting, for a hint.
