@@ -34,8 +34,7 @@ from hpctrain.training.module import Module, check_initialized, find_run, takes_
 from hpctrain.training.observe.environment_info import collect_environment, hash_code
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import LossGuard
-from hpctrain.training.observe.progress import Progress
-from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.observe.run_writer import Progress, RunWriter
 from hpctrain.training.observe.step_timers import ComputeTimer, StepTimer
 from hpctrain.training.optim.optimizer_setup import (
     OptimizerSetup,

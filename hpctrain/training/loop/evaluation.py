@@ -26,7 +26,7 @@ from hpctrain.training.data.loader_config import make_loader_config, to_device
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
 from hpctrain.training.module import Module, as_scalars, collect_logged, find_run
-from hpctrain.training.observe.progress import format_scalars
+from hpctrain.training.observe.run_writer import format_scalars
 from hpctrain.training.optim.micro_batch_size import preserve_state, snapshot_buffers
 from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
