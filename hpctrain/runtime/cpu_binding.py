@@ -1,4 +1,4 @@
-"""Binding of a rank to the CPUs next to its GPU. Data workers inherit it."""
+"""Bind a rank to the CPUs next to its GPU. Data workers inherit the binding."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ SYSFS = Path("/sys")
 
 @dataclass(frozen=True)
 class CpuBinding:
-    """CPUs for a rank, and a message for its log."""
-
     cpus: frozenset[int]
     message: str
+    """For the log of the rank."""
 
 
 def bind_cpus(ranks: Ranks, environ: Mapping[str, str]) -> CpuBinding | None:
@@ -48,9 +47,9 @@ def choose_cpus(
     ranks: Ranks, environ: Mapping[str, str], allowed: frozenset[int], bus_ids: Sequence[str], sysfs: Path
 ) -> CpuBinding | None:
     """Return CPUs of `allowed` for a rank; None if there is no reason to choose."""
-    of_job, threads = _read_count(environ, "SLURM_CPUS_ON_NODE"), _read_count(environ, "OMP_NUM_THREADS")
+    num_cpus, threads = _read_count(environ, "SLURM_CPUS_ON_NODE"), _read_count(environ, "OMP_NUM_THREADS")
     # Other jobs may also use the CPUs if Slurm does not confine jobs, so the ranks do not divide the CPUs.
-    divides = len(allowed) == of_job
+    divides = len(allowed) == num_cpus
     local = [_read_cpus(sysfs / "bus/pci/devices" / bus_id / "local_cpulist") for bus_id in bus_ids]
     try:
         index = plan_device(ranks, environ, len(bus_ids)).index
@@ -59,7 +58,7 @@ def choose_cpus(
     if index is None:
         return _divide_node(ranks, allowed, threads, sysfs) if divides else None
     gpu, near = f"GPU {bus_ids[index]}", local[index] & allowed
-    if len(allowed) < of_job:
+    if len(allowed) < num_cpus:
         if near or not local[index]:
             return None
         return CpuBinding(
@@ -89,10 +88,10 @@ def _divide_node(ranks: Ranks, allowed: frozenset[int], threads: int, sysfs: Pat
     are_equal = len({len(node) for node in nodes}) == 1 and frozenset().union(*nodes) == allowed
     if num_ranks == 1 or count < 2 or not are_equal or (count % num_ranks and num_ranks % count):
         return None
-    first = ranks.local_rank * count // num_ranks
-    own = frozenset().union(*nodes[first : first + max(1, count // num_ranks)])
+    start = ranks.local_rank * count // num_ranks
+    cpus = frozenset().union(*nodes[start : start + max(1, count // num_ranks)])
     per_node = max(1, num_ranks // count)
-    share = _share(own, ranks.local_rank % per_node, per_node, sysfs)
+    share = _share(cpus, ranks.local_rank % per_node, per_node, sysfs)
     if len(share) < threads:
         return None
     return CpuBinding(

@@ -1,10 +1,8 @@
-"""The process of each rank: `python -P -m hpctrain.runtime.worker [ENVIRONMENT] '[KIND, PROGRAM, ARG, ...]'`.
+"""Run a program as a rank: `python -P -m hpctrain.runtime.worker [ENVIRONMENT] '[KIND, PROGRAM, ARG, ...]'`.
 
 The process detects its rank, writes its output to the rank's log, and runs the user's program with the
-variables that `env://` and torchrun scripts expect. It does not import torch.
-
-The program and its arguments are passed as one JSON word, because srun interprets some words, such as a
-single `:`.
+variables that `env://` and torchrun scripts expect. It does not import torch. The program and its arguments
+are one JSON word, because srun interprets some words, such as a single `:`.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,7 +42,6 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.program.heartbeat import (
     heartbeat_message,
@@ -85,15 +84,12 @@ from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 _LAST_LINES = 5
 #: Maximum seconds between the stop signals that Slurm sends to the processes of a step.
 _LATE_SIGNAL_TIMEOUT_S = 2.0
+_LOG_INDEX_INTERVAL_S = 1.0
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run the program in the last word of `argv`, with its arguments, as the rank of this process.
-
-    A preceding word selects the environment of the ranks: Slurm, or a torchrun agent.
-    """
     startup_times.end(StartupPart.INTERPRETER)
-    *environment, words = argv
+    *environment, program_json = argv
     ignore_signals_at_exit()
     exit_on_stop_signal()
     start_signal_recorder()
@@ -102,10 +98,11 @@ def main(argv: list[str]) -> NoReturn:
         # A killed agent cannot end its ranks.
         die_with_parent()
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
-    show_title, program_name = title_writer(words), Path(json.loads(words)[1]).name
+    show_title, program_name = title_writer(program_json), Path(json.loads(program_json)[1]).name
     if STANDBY_VARIABLE in os.environ:
         show_title(f"standby worker: {program_name}")
-    ranks, printed, connect = _join_attempt(environment[0] if environment else "slurm", attempt, words)
+    source = environment[0] if environment else "slurm"
+    ranks, printed, connect = _join_attempt(source, attempt, program_json)
     title = f"rank {ranks.rank} of {ranks.world_size}: {program_name}"
     show_title(title)
     os.register_at_fork(after_in_child=partial(show_title, f"child of {title}"))
@@ -122,7 +119,7 @@ def main(argv: list[str]) -> NoReturn:
     # For ranks that cannot respond to the supervisor because native code holds the GIL.
     faulthandler.register(signal.SIGQUIT)
     redirect_imports(os.environ)
-    program = _resolve_program(words)
+    program = _resolve_program(program_json)
     group_check = ProcessGroupCheck(os.environ)
     step_log = StepLog(run, attempt) if ranks.is_main else None
     if step_log is not None:
@@ -142,8 +139,8 @@ def main(argv: list[str]) -> NoReturn:
         # Slurm may signal the command, or other ranks, before this process.
         wait_for_stop_signal(_LATE_SIGNAL_TIMEOUT_S)
         _exit_now(EXIT_CONTINUE if is_failure_part_of_stop(os.environ) else _exit_code(failed.code), sampler)
-    except SystemExit as leaving:
-        argument = leaving.code
+    except SystemExit as exit_request:
+        argument = exit_request.code
     except BaseException as error:  # noqa: BLE001 (the rank reports the error and exits)
         if is_exiting() or has_stopped():
             traceback.print_exception(error)
@@ -158,30 +155,29 @@ def main(argv: list[str]) -> NoReturn:
     _exit_with(argument, sampler, log, lambda failure: write_failure(failure_file, failure, log, os.environ))
 
 
-def _resolve_program(words: str) -> Program:
-    kind, entry, *args = json.loads(words)
+def _resolve_program(program_json: str) -> Program:
+    kind, entry, *args = json.loads(program_json)
     return Program.resolve(kind, entry, args)
 
 
 def _join_attempt(
-    source: str, attempt: int, words: str
+    source: str, attempt: int, program_json: str
 ) -> tuple[Ranks, bytes, Callable[[], SupervisorConnection] | None]:
-    """Return the ranks, the output so far, and a function that connects to the supervisor, if there is one.
-
-    A standby worker first waits for the start message.
-    """
+    """Return the ranks, the output so far, and a function that connects to the supervisor, if there is one."""
     # srun and the local launcher set Slurm's variables. Values from an outer torchrun or the user's shell
     # must not turn a rank into a single process.
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
     ranks = _detect_ranks(source)
-    where, ahead = os.environ.pop(SUPERVISOR_ADDRESS_VARIABLE, None), os.environ.pop(STANDBY_VARIABLE, None)
-    if where is None:
+    address, modules = (
+        os.environ.pop(name, None) for name in (SUPERVISOR_ADDRESS_VARIABLE, STANDBY_VARIABLE)
+    )
+    if address is None:
         return ranks, b"", None
-    connect = partial(SupervisorConnection, where, ranks, attempt)
-    if ahead is None:
+    connect = partial(SupervisorConnection, address, ranks, attempt)
+    if modules is None:
         return ranks, b"", connect
     connection = connect()
-    message = wait_for_start(connection, json.loads(ahead), _resolve_program(words).import_folder)
+    message = wait_for_start(connection, json.loads(modules), _resolve_program(program_json).import_folder)
     for name in HISTORY_VARIABLES:  # they may no longer apply
         os.environ.pop(name, None)
     os.environ.update(message.variables)
@@ -239,12 +235,12 @@ def _exit_with(
         )
         _exit_normally(EXIT_CONTINUE, sampler)
     if code != 0:
-        said = f"the script called sys.exit({argument!r})"
+        cause = f"the script called sys.exit({argument!r})"
         lines = [line for line in read_last_lines(log, _LAST_LINES) if line.strip()]
         if lines and not isinstance(argument, str):
-            said += f" after the output {lines[-1].strip()!r}"
+            cause += f" after the output {lines[-1].strip()!r}"
         # Without a traceback, `logs --errors` shows the end of the log.
-        write({**failure_record(RuntimeError(said), os.environ), "traceback": ""})
+        write({**failure_record(RuntimeError(cause), os.environ), "traceback": ""})
         _exit_now(code, sampler)
     wait_until_group_is_reported()
     _exit_normally(0, sampler)
@@ -264,10 +260,7 @@ def _detect_ranks(source: str) -> Ranks:
 
 
 def _redirect_output(log: Path, printed: bytes) -> None:
-    """Append stdout and stderr, also of native code, to `log` line by line, after `printed`.
-
-    If the log cannot be opened, such as on a full disk, the launcher's output is used.
-    """
+    """Append stdout and stderr, also of native code, to `log` line by line, after `printed`."""
     try:
         make_folder(log.parent)
         fd = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -284,6 +277,37 @@ def _redirect_output(log: Path, printed: bytes) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     make_stdio_lossy()
+
+
+def start_log_index(path: Path, rank: int) -> None:
+    """Record the length of this rank's log over time, for merging the logs of all ranks; ignore errors.
+
+    The ranks of a node share a record file that remains open: on a shared file system, opening and closing
+    are slower than writing a line.
+    """
+    try:
+        fd = own_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+    except OSError:
+        return
+    log = os.dup(1)
+    threading.Thread(
+        target=_record_lengths, args=(fd, log, rank), name="hpctrain-log-times", daemon=True
+    ).start()
+
+
+def _record_lengths(fd: int, log: int, rank: int) -> None:
+    recorded = 0
+    while True:
+        time.sleep(_LOG_INDEX_INTERVAL_S)
+        if (size := os.fstat(log).st_size) == recorded:
+            continue
+        record = {"time": round(time.time(), 2), "rank": rank, "bytes": size}
+        try:
+            # A single write, so that the ranks of a node do not mix lines.
+            os.write(fd, (json.dumps(record) + "\n").encode("ascii"))
+        except OSError:
+            return
+        recorded = size
 
 
 def _exit_code(code: object) -> int:

@@ -15,9 +15,9 @@ from hpctrain.files import read_json_lines
 _RANK = """
 import os, sys
 from pathlib import Path
-from hpctrain.runtime import log_index
-log_index._INTERVAL_S = 0.02
-log_index.start_log_index(Path(sys.argv[1]), 3)
+from hpctrain.runtime import worker
+worker._LOG_INDEX_INTERVAL_S = 0.02
+worker.start_log_index(Path(sys.argv[1]), 3)
 for line in sys.stdin:
     os.write(1, line.encode())
 """
