@@ -211,7 +211,7 @@ def _traceback(error: BaseException) -> str:
 def _next_failure_index(
     failure: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[int | None, str | None]:
-    """Return the number of this failure in the attempt, and the cause of all; None if rank 0 hosts no store."""
+    """Return the number of this failure in the attempt, and the cause of all; None without a store."""
     # A rank that never imported torch has no peers that could fail as a consequence.
     if "torch" not in sys.modules:
         return None, None

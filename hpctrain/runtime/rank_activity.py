@@ -1,7 +1,4 @@
-"""Current activity of this rank: attributes set by the training and read by the heartbeat thread.
-
-Setting an attribute takes a fraction of a microsecond, and is done in every step.
-"""
+"""Hold the activity of this rank: attributes set by the training in every step, and read by the heartbeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that accompanies a rank and exits with it: a separate interpreter does not slow down the rank."""
+"""Start a process beside a rank, which exits with it: a separate interpreter does not slow down the rank."""
 
 from __future__ import annotations
 
@@ -36,12 +36,9 @@ class Sidecar:
             self._process.stdin.flush()
 
     def stop(self, limit_s: float, final_input: str = "") -> bool:
-        """Request the exit of the process; kill it after `limit_s` seconds. Return true if it was not killed.
-
-        A line is written to its standard input, which then closes. The line is required because a child of
-        this process may keep the pipe open.
-        """
+        """Request the exit of the process; kill it after `limit_s` seconds, and return false."""
         assert self._process.stdin is not None
+        # A child of this process may keep the pipe open.
         self.write(f"{final_input}\n".encode())
         with suppress(OSError):
             self._process.stdin.close()

@@ -86,7 +86,7 @@ class Connection:
 
 
 class SupervisorConnection(Connection):
-    """An open connection to the supervisor at ADDRESS:PORT:SECRET, with an authentication code in each line."""
+    """A connection to the supervisor at ADDRESS:PORT:SECRET, with an authentication code in each line."""
 
     def __init__(self, supervisor: str, ranks: Ranks, attempt: int) -> None:
         """Connect, and introduce this rank."""

@@ -163,7 +163,7 @@ def _resolve_program(program_json: str) -> Program:
 def _join_attempt(
     source: str, attempt: int, program_json: str
 ) -> tuple[Ranks, bytes, Callable[[], SupervisorConnection] | None]:
-    """Return the ranks, the output so far, and a function that connects to the supervisor, if there is one."""
+    """Return the ranks, the output so far, and a function that connects to the supervisor, if any."""
     # srun and the local launcher set Slurm's variables. Values from an outer torchrun or the user's shell
     # must not turn a rank into a single process.
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
