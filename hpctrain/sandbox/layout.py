@@ -45,14 +45,10 @@ class SandboxSize:
     cpus_per_node: int = 8
     #: Seconds between the SIGTERM of a preemption and the SIGKILL.
     preempt_grace_s: int = 30
-    #: Run slurmdbd and a database, so that `sacct` works.
-    accounting: bool = False
     #: GPU type in Slurm, such as `a100`; empty for none.
     gpu_type: str = ""
     #: Lines of `slurm.conf` that replace default lines with the same key or partition, or are added.
     settings: tuple[str, ...] = ()
-    #: Slurm version of a test, such as `26.05`; empty for the installed one.
-    slurm: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", tuple(self.settings))  # JSON only has lists
@@ -76,7 +72,6 @@ class SandboxSize:
         return (
             f"{pluralize(self.nodes, 'node')} × ({pluralize(self.cpus_per_node, 'CPU')},"
             f" {pluralize(self.gpus_per_node, f'{kind}GPU')}), {self.preempt_grace_s} s grace time"
-            f"{', accounting' if self.accounting else ''}{f', Slurm {self.slurm}' if self.slurm else ''}"
             f"{''.join(f', {line}' for line in self.settings)}"
         )
 
@@ -86,7 +81,7 @@ class SandboxLayout:
     """Layout of one sandbox. Only `save` and `load` access files.
 
     The controller listens on `port`. Node k, counted from 1, has the name `NAME-k` and the address
-    `127.26.<block>.k`; its slurmd listens on `port` + k. Slurmdbd has the port after the last node's.
+    `127.26.<block>.k`; its slurmd listens on `port` + k.
     """
 
     folder: Path
@@ -108,12 +103,8 @@ class SandboxLayout:
 
     @property
     def ports(self) -> range:
-        """All ports: of the controller, the nodes, and slurmdbd if there is accounting."""
+        """Ports of the controller and the nodes, and a spare one for slurmdbd."""
         return range(self.port, self.port + _num_ports(self.shape))
-
-    @property
-    def slurmdbd_port(self) -> int:
-        return self.port + self.shape.nodes + 1
 
     @property
     def conf(self) -> Path:
@@ -148,28 +139,19 @@ class SandboxLayout:
         return self.folder / "log"
 
     @property
-    def accounting(self) -> Path:
-        """Folder of MariaDB and slurmdbd: data, socket, logs."""
-        return self.folder / "accounting"
-
-    @property
-    def database_socket(self) -> Path:
-        return self.accounting / "socket"
-
-    @property
     def commands(self) -> Path:
-        """Folder of Slurm's commands, if the sandbox has another version than the installed one."""
+        """Folder of Slurm's commands, if a test uses another version than the installed one."""
         return self.folder / "bin"
 
     @property
     def launcher(self) -> Path:
-        """Script that runs a command with the sandbox's Slurm version, if that is not the installed one."""
+        """Script that runs a command with that version."""
         return self.folder / "run-with-slurm"
 
     @property
     def search_path(self) -> str:
-        """Search path with Slurm's commands."""
-        return f"{self.commands}:/usr/sbin:/usr/bin:/sbin:/bin" if self.shape.slurm else SEARCH_PATH
+        """Search path of Slurm's commands."""
+        return f"{self.commands}:{SEARCH_PATH}"
 
     def save(self) -> None:
         record = {"shape": asdict(self.shape), "port": self.port, "block": self.block}
@@ -186,7 +168,7 @@ class SandboxLayout:
 
 
 def _num_ports(shape: SandboxSize) -> int:
-    return 1 + shape.nodes + shape.accounting
+    return 2 + shape.nodes
 
 
 def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:

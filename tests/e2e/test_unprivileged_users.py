@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from helpers.accounting_slurm import AccountingSandbox
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
 from helpers.training_runs import LAST_STEP, check_preempted_run_continues, preempt
@@ -36,7 +37,7 @@ def site(user) -> Iterator[sandbox.Sandbox]:
         "PartitionName=cheap Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=0",
     ]
     try:
-        box = sandbox.up(name, nodes=2, gpus_per_node=1, accounting=True, settings=settings)
+        box = sandbox.up(name, nodes=2, gpus_per_node=1, kind=AccountingSandbox, settings=settings)
         manage(box, "add", "qos", "small")
         manage(box, "add", "account", "lab")
         manage(box, "add", "user", user.name, "Account=lab", "QOS=normal,small")

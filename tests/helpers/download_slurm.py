@@ -95,7 +95,7 @@ def download_slurm(version: str, cache: Path = CACHE) -> Path:
     return folder
 
 
-def link_commands(plan: SandboxLayout, packages: Path) -> None:
+def link_commands(plan: SandboxLayout, version: str, packages: Path) -> None:
     """Create the launcher of a sandbox and its folder of Slurm's commands, and configure the plugins.
 
     Raises:
@@ -103,7 +103,7 @@ def link_commands(plan: SandboxLayout, packages: Path) -> None:
     """
     mount = f'/bin/mount -t overlay overlay -o lowerdir={packages}/usr:/usr /usr && exec "$@"'
     text = _LAUNCHER.format(
-        version=plan.shape.slurm,
+        version=version,
         name=plan.launcher.name,
         cluster=plan.name,
         mark=f"/{_MARK}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from helpers.download_slurm import download_slurm, link_commands, matches_version
 from hpctrain.errors import UserError
 from hpctrain.sandbox import Sandbox, installed_version, up
+from hpctrain.sandbox.layout import SandboxLayout
 
 #: The last has a smoke test in `make test`; `make test-slurm-versions` runs many tests with each.
 SLURM_VERSIONS = ("24.11", "26.05")
@@ -26,9 +27,19 @@ def need_slurm_version(version: str) -> None:
         pytest.skip(f"Slurm {version} is not available: {error}")
 
 
-def up_with_version(name: str, *, slurm: str = "", **options: Any) -> Sandbox:
+def up_with_version(
+    name: str, *, slurm: str = "", kind: type[Sandbox] = Sandbox, settings: Sequence[str] = (), **options: Any
+) -> Sandbox:
     """Start a sandbox with a Slurm version, which is downloaded the first time; empty: the installed one."""
-    if slurm and not matches_version(slurm, installed_version()):
-        packages = download_slurm(slurm)
-        options |= {"slurm": slurm, "link_commands": partial(link_commands, packages=packages)}
-    return up(name, **options)
+    if not slurm or matches_version(slurm, installed_version()):
+        return up(name, kind=kind, settings=settings, **options)
+    packages = download_slurm(slurm)
+
+    class VersionedSandbox(kind):
+        @staticmethod
+        def prepare(plan: SandboxLayout) -> None:
+            link_commands(plan, slurm, packages)
+            kind.prepare(plan)
+
+    # With 3 s, Slurm 24.11 regards healthy nodes as lost.
+    return up(name, kind=VersionedSandbox, settings=["SlurmdTimeout=5", *settings], **options)

@@ -35,14 +35,6 @@ def test_other_lines_are_unchanged(tmp_path_factory: object, content: bytes) -> 
     assert path.read_bytes() == content
 
 
-def test_adding_twice_has_no_further_effect(tmp_path: Path) -> None:
-    path = _file(tmp_path, b"# no newline at the end")
-    etc_hosts.add_hosts("box", ADDRESSES, path)
-    once = path.read_bytes()
-    etc_hosts.add_hosts("box", ADDRESSES, path)
-    assert path.read_bytes() == once
-
-
 def test_sandbox_removes_only_its_own_lines(tmp_path: Path) -> None:
     path = _file(tmp_path, b"")
     etc_hosts.add_hosts("box", ADDRESSES, path)
