@@ -373,3 +373,11 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def file_size(path: Path) -> int:
+    """Return the length of a file in bytes; 0 without a file."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

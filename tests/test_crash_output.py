@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from hpctrain.crash_output import find_crash_output, useful_lines
+from hpctrain.records.crash_output import find_crash_output, useful_lines
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.classify import classify
 from hpctrain.supervisor.failures.failure_files import RankFailure

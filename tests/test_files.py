@@ -24,8 +24,8 @@ from hpctrain.files import (
     write_atomic,
 )
 from hpctrain.records.log_tail import RecordTail, read_last_records
+from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
-from hpctrain.serialization import CallPayload
 
 
 @pytest.fixture

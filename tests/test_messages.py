@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import run_on_ranks
 
-from hpctrain import detect, messages
+from hpctrain import detect
+from hpctrain.checkpoint.io import messages
 from hpctrain.errors import RendezvousError, UserError
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 

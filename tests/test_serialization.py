@@ -13,7 +13,7 @@ import pytest
 from helpers.commands import run_command
 
 from hpctrain.errors import UserError
-from hpctrain.serialization import CallPayload, FunctionCall, dumps
+from hpctrain.records.serialization import CallPayload, FunctionCall, dumps
 
 LOCK = threading.Lock()
 
@@ -120,7 +120,7 @@ def test_payload_is_read_without_the_functions_module(tmp_path):
     module.write_text("def f():\n    return 5\n")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import mine, pathlib; from "
-        "hpctrain.serialization import *; "
+        "hpctrain.records.serialization import *; "
         "CallPayload.serialize(FunctionCall(mine.f)).write(pathlib.Path('p.pkl'))"
     )
     run_command([sys.executable, "-c", code, tmp_path], cwd=tmp_path)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.tracebacks import fold
+from hpctrain.records.crash_output import fold
 
 PACKAGE = Path(__file__).parents[1] / "hpctrain"
 TORCH = "/opt/lib/python3.12/site-packages/torch"

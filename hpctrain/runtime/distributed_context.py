@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from hpctrain import messages
+from hpctrain.checkpoint.io import messages
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.addresses import gloo_variables
 from hpctrain.cluster.connection_owners import foreign_users

@@ -20,10 +20,10 @@ from typing import Any
 from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import DataWorkerKilled, DiskFull, SilentCorruption, UserError
 from hpctrain.files import make_folder, write_atomic
+from hpctrain.records.crash_output import fold, is_peer_lost
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.snapshot_imports import describe_missing_copy
 from hpctrain.text import signal_name
-from hpctrain.tracebacks import fold, is_peer_lost
 
 #: Keys in the attempt's store: the number of failures, which orders them without a common clock, and the
 #: first failure that is not a consequence of another failure.

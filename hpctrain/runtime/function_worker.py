@@ -24,6 +24,7 @@ from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.files import make_folder, write_atomic
+from hpctrain.records.serialization import CallPayload, FunctionCall, dumps
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.failure_file import mark_non_retryable
@@ -31,7 +32,6 @@ from hpctrain.runtime.gloo_shutdown import shut_down_process_group
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.stopping.signal_recorder import clear_stop_signals
 from hpctrain.runtime.stopping.stop_signals import StoppedBeforeTraining, capture_stop_signals
-from hpctrain.serialization import CallPayload, FunctionCall, dumps
 
 
 def main() -> None:

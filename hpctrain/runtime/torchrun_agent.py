@@ -24,9 +24,9 @@ from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.host_name import host_name
 from hpctrain.cluster.parent_death import die_with_supervisor
 from hpctrain.cluster.processes import child_pids
-from hpctrain.crash_output import find_crash_output
 from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, own_file, write_atomic
+from hpctrain.records.crash_output import find_crash_output
 from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS

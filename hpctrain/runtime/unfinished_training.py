@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, describe_unfinished
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, write_atomic
+from hpctrain.records.crash_output import UNFINISHED, UNFINISHED_ADVICE, describe_unfinished
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
 from hpctrain.runtime.rank_activity import activity

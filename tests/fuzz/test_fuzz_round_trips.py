@@ -8,9 +8,10 @@ from helpers.fuzzing import FOLDER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain import files, messages
+from hpctrain import files
 from hpctrain.authentication import Signed, seal, unseal
 from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
+from hpctrain.checkpoint.io import messages
 from hpctrain.errors import Unauthenticated
 from hpctrain.records.lease import LeaseHolder, newest_lease
 from hpctrain.records.log_tail import read_last_records

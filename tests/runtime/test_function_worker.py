@@ -16,11 +16,11 @@ from helpers.commands import environment
 
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
+from hpctrain.records.serialization import CallPayload, FunctionCall
 from hpctrain.rundir import RunDir
 from hpctrain.runtime import function_worker
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.stopping.stop_signals import StoppedBeforeTraining
-from hpctrain.serialization import CallPayload, FunctionCall
 
 PAYLOAD = CallPayload(b"", ("/of the program",))
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpctrain import messages
+from hpctrain.checkpoint.io import messages
 from hpctrain.errors import CheckpointError, DiskFull, RendezvousError
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class SaveAborted(CheckpointError):
 class RankCoordinator:
     """The ranks that save together, as seen by one rank. Every method except `rank_of` is a collective.
 
-    See `hpctrain.messages.gather` for the types of values that can be exchanged.
+    See `messages.gather` for the types of values that can be exchanged.
 
     Attributes:
         limit_s: maximum time that a rank may block the others, in seconds.

@@ -8,9 +8,8 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from hpctrain.crash_output import file_size
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError, SpecError
-from hpctrain.files import open_regular
+from hpctrain.files import file_size, open_regular
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import query_config
