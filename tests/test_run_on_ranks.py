@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_on_ranks
-from helpers.waiting import wait_for
 
 pytestmark = pytest.mark.ranks
 
@@ -45,13 +42,6 @@ def end_on_rank_1(mode: str) -> int:
     return 7
 
 
-def fork_and_return() -> int:
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(60)
-    return pid
-
-
 def test_each_rank_returns_its_value():
     results = run_on_ranks(add_ranks, 10, world_size=3)
     assert [result[:2] for result in results] == [(0, 33.0), (1, 33.0), (2, 33.0)]
@@ -82,13 +72,3 @@ def test_rank_that_ends_early_fails_the_test_unless_expected():
     with pytest.raises(AssertionError, match="rank 1 of 2 ended with exit code -9 before it returned"):
         run_on_ranks(end_on_rank_1, "kill")
     assert run_on_ranks(end_on_rank_1, "kill", killed=[1]) == [7, None]
-
-
-def test_children_of_a_rank_are_killed():
-    for pid in run_on_ranks(fork_and_return):
-        wait_for(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), 10, "the end of a child")
-
-
-def test_local_function_is_refused():
-    with pytest.raises(ValueError, match="top level"):
-        run_on_ranks(lambda: sys.exit())

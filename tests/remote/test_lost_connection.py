@@ -26,16 +26,6 @@ def numbers(text: str, label: str = "") -> list[int]:
     return [int(number) for number in found]
 
 
-@pytest.mark.long
-def test_logs_of_two_ranks_continue_after_each_cut(laptop: Laptop, proxy: CuttingProxy):
-    options = ("--ntasks-per-node", "2", "--independent-ranks")
-    laptop.hpctrain(*SUBMIT, *options, "train.py", "500")
-    result = laptop.hpctrain("--on", "alpha", "logs", "-f", "a", timeout=100)
-    assert result.stderr.count("was lost. Reconnecting") >= 3
-    for rank in range(2):
-        assert numbers(result.stdout, f"[{rank}] ") == list(range(500))
-
-
 @pytest.mark.extended
 def test_followed_submission_continues_after_each_cut(laptop: Laptop, proxy: CuttingProxy):
     result = laptop.hpctrain(*SUBMIT, "--ntasks-per-node", "1", "--follow", "train.py", "500", timeout=100)

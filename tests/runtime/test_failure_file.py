@@ -82,14 +82,6 @@ def test_killed_data_worker_is_named(number, reset, reason, kind):
     assert not reset or "ConnectionResetError" in record["traceback"]
 
 
-def test_unknown_signal_handler_is_replaced(monkeypatch):
-    """Python returns None for the handler of C code."""
-    install = signal.signal
-    monkeypatch.setattr(signal, "signal", lambda *change: install(*change) and None)
-    with no_death_handler():
-        pass
-
-
 def test_report_of_torch_names_the_signal():
     words = "DataLoader worker (pid 7) is killed by signal: Segmentation fault. It is possible that"
     record = failure_record(RuntimeError(words), {})
