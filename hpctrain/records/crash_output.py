@@ -76,8 +76,8 @@ def find_crash_output(log: Path, outer_log: Path, since: int = 0, number: int | 
         message = _abort_reason(log)
     if file_size(log) > 0:
         return CrashOutput(log, message)
-    if number is None and not log.exists() and (found := _newest_traceback(outer_log, since)):
-        return CrashOutput(outer_log, found["last"], f"{found[0]}\n")
+    if number is None and not log.exists() and (match := _newest_traceback(outer_log, since)):
+        return CrashOutput(outer_log, match["last"], f"{match[0]}\n")
     return CrashOutput(outer_log if file_size(outer_log) > since or not log.exists() else log, message)
 
 
@@ -95,8 +95,8 @@ def _abort_reason(log: Path) -> str:
 def describe_unfinished(what: str, step: int | None, last_step: int | None) -> str:
     """Return a clause with the step of the training at which the script exited with code 0."""
     of = "" if last_step is None else f" of {last_step}"
-    where = f"after step {step}{of}" if step else f"before step 1{of}"
-    return f"the script exited with code 0 before {what} finished ({where})"
+    place = f"after step {step}{of}" if step else f"before step 1{of}"
+    return f"the script exited with code 0 before {what} finished ({place})"
 
 
 def _end_of(path: Path, since: int) -> str:

@@ -138,10 +138,10 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bo
 def _describe_store(ranks: Ranks) -> str:
     """Return the address of the store, and other users of this node with a connection to it."""
     users = foreign_users(ranks.master_port)
-    others = "no other user is connected to it from this node"
+    connected = "no other user is connected to it from this node"
     if users:
-        others = f"other users connected to it from this node: {', '.join(users)}"
+        connected = f"other users connected to it from this node: {', '.join(users)}"
     return (
         f"store at {ranks.master_addr}:{ranks.master_port} ({ranks.sources.get('master_addr')}, "
-        f"{ranks.sources.get('master_port')}); {others}"
+        f"{ranks.sources.get('master_port')}); {connected}"
     )

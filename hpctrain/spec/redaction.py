@@ -81,4 +81,4 @@ def redact_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
 def _redacted(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
-    return [_redacted(one) for one in value] if isinstance(value, list) else value
+    return [_redacted(item) for item in value] if isinstance(value, list) else value
