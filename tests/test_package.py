@@ -10,7 +10,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY
 from helpers.commands import run_command
 
 REPO = Path(__file__).parents[1]
@@ -57,13 +56,3 @@ def test_demo_installs_no_development_packages(tmp_path):
         assert [line for line in printed.splitlines() if "make_venv" in line] == [
             f"scripts/make_venv.sh {extras}"
         ]
-
-
-def test_make_test_ends_with_a_list_of_skipped_tests(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 1\n")
-    python.chmod(0o755)
-    line = run_command([REPOSITORY / "scripts/say_not_tested.sh", python]).stdout
-    assert line.startswith(
-        "Not tested: the long tests (make test-long); the Horovod strategy (scripts/install_ho"
-    )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY
 from helpers.ssh_cluster import Laptop, SshCluster, started
 
 pytestmark = pytest.mark.slow
@@ -86,19 +83,6 @@ def test_missing_hpctrain_and_slurm(laptop: Laptop, cluster: SshCluster):
         "alpha has hpctrain 0.0.1, but this machine has 0.1.0. Install the same version there with "
         "`hpctrain --on alpha setup`."
     )
-
-
-@pytest.mark.long
-def test_a_named_python_is_remembered(laptop: Laptop, cluster: SshCluster):
-    cluster.write_profile(PATH="/usr/bin:/bin", PYTHONPATH=str(REPOSITORY))
-    place = ("--python", sys.executable, "--folder", "~/else where")
-    laptop.hpctrain("--on", "alpha", "setup", *place)
-    result = laptop.hpctrain("--on", "alpha", "list")
-    assert "No runs in runs." in result.stderr
-    assert (cluster.home / "else where").is_dir()
-    laptop.hpctrain("--on", "alpha", "setup", "--python", "", check=False)
-    record = json.loads((laptop.home / ".local/state/hpctrain/clusters.json").read_text())
-    assert record["alpha"]["pythons"] == {str(laptop.project): None}
 
 
 def test_a_file_that_is_a_folder_on_the_cluster(laptop: Laptop, cluster: SshCluster):

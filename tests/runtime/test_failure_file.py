@@ -89,14 +89,6 @@ def test_report_of_torch_names_the_signal():
     assert kind_of(record) is EndKind.SIGNAL
 
 
-@pytest.mark.slow
-def test_error_of_the_data_set_is_kept():
-    record = record_of(DataLoader(Tensors(ConnectionResetError("reset by peer")), num_workers=1))
-    assert record["error"] == "ConnectionResetError"
-    # The data set lost the connection to a server, not to another rank.
-    assert kind_of(record) is EndKind.PYTHON
-
-
 def test_message_of_a_spawned_process_is_the_last_line_of_its_traceback():
     text = "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n"
     text += '  File "train.py", line 3\nValueError: x\n'

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
-import time
 
 import pytest
 from helpers.waiting import wait_for
@@ -114,38 +110,3 @@ def test_pause_is_distinguished_from_native_code_and_from_a_sleeping_machine(mon
     assert pause(21.0, 21.0, 20.0) is None
     assert pause(1.0, 1.0, 0.0) is None
     assert pause(-3600.0, 1.0, 0.0) is None
-
-
-WAIT = """
-import ctypes, select, sys, threading
-from hpctrain.runtime import supervisor_connection
-supervisor_connection._SUSPENDED_S = 1.0
-
-def wait():
-    before = supervisor_connection._times()
-    print("waiting", flush=True)
-    is_waiting.set()
-    select.select([], [], [], 0.5)
-    print(supervisor_connection._find_pause(before, 0.5), flush=True)
-
-thread, is_waiting = threading.Thread(target=wait), threading.Event()
-thread.start()
-is_waiting.wait(30)
-if sys.argv[1] == "sleep":
-    ctypes.PyDLL(None).sleep(4)
-thread.join()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reason", ["sleep", "stop"])
-def test_native_code_that_holds_the_gil_is_no_pause(reason):
-    command = [sys.executable, "-c", WAIT, reason]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "waiting\n"
-        if reason == "stop":
-            process.send_signal(signal.SIGSTOP)
-            time.sleep(4.0)
-            process.send_signal(signal.SIGCONT)
-        is_paused = process.communicate(timeout=60)[0] != "None\n"
-    assert is_paused is (reason == "stop")

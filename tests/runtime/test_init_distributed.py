@@ -68,19 +68,11 @@ def test_gloo_connects_hosts_whose_names_are_loopback_addresses(hosts):
 
 
 @pytest.mark.long
-def test_gloo_connects_hosts_with_ipv6_only(hosts):
-    for host in hosts.names:
-        hosts.set_hosts(host, {name: hosts.address6(name) for name in hosts.names})
-    assert [result["sum"] for result in join_on(hosts)] == [[1.0, 2.0]] * 2
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("num_nodes", "num_ranks"), [(2, 3), (4, 8)], ids=str)
-def test_trainer_under_plain_srun(slurm, tmp_path, num_nodes, num_ranks):
+def test_trainer_under_plain_srun(slurm, tmp_path):
     """No variable tells the ranks where to connect."""
     script = SCRIPTS / "train_classifier.py"
     env = {**slurm.env, "HPCTRAIN_RUN_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = ["srun", f"-N{num_nodes}", f"-n{num_ranks}", sys.executable, script, "--epochs", "1"]
+    command = ["srun", "-N2", "-n3", sys.executable, script, "--epochs", "1"]
     run_command(command, env, cwd=tmp_path, timeout=100)
     assert [record["step"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == list(range(1, 14))
-    assert len(list((tmp_path / "samples").iterdir())) == num_ranks
+    assert len(list((tmp_path / "samples").iterdir())) == 3

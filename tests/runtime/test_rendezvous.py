@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from helpers.commands import run_command
 from helpers.separate_hosts import SeparateHosts, need_separate_hosts
 from helpers.waiting import slowness
 from torch.distributed import PrefixStore, TCPStore
@@ -118,13 +117,6 @@ def test_two_processes_with_one_rank_are_reported_to_all(key, rank):
         assert "on n2" in text
 
 
-def test_different_world_sizes_are_reported_to_all(key):
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(join, ranks_of(key, 0, 2)), pool.submit(join, ranks_of(key, 1, 4))]
-    for text in failures(futures):
-        assert "The world size is 4 on rank 1 on n1, but 2 on rank 0 on n1." in text
-
-
 def test_port_that_another_program_uses_is_reported(key, monkeypatch):
     monkeypatch.setattr(module, "_CONFLICT_LIMIT_S", 0.5)
     # It accepts connections, but does not answer.
@@ -133,17 +125,6 @@ def test_port_that_another_program_uses_is_reported(key, monkeypatch):
             join(ranks_of(key, 0, 2))
         with pytest.raises(RendezvousError, match="the program at this port does not answer"):
             join(ranks_of(key, 1, 2), timeout_s=SHORT_S)
-
-
-def test_too_low_limit_on_open_files_is_reported():
-    script = (
-        "import resource; from hpctrain.cluster.ranks import Ranks\n"
-        "from hpctrain.runtime.rendezvous import connect_store\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
-        "connect_store(Ranks(0, 100, 0, 100, 0, 1, '127.0.0.1', 0, 'test'), {}, 30)"
-    )
-    result = run_command([sys.executable, "-c", script], check=False)
-    assert "requires 100 connections, one to each other rank, but may open only 64 files" in result.stderr
 
 
 RANK = """
@@ -255,17 +236,6 @@ def test_address_of_rank_0_is_found(hosts, names):
                 "n2", {"n1 net98": "fd77::98", "n1": hosts.address("n1"), "n2": hosts.address("n2")}
             )
     assert_joined(step.join(env=env))
-
-
-@pytest.mark.extended
-def test_unresolvable_name_times_out_with_a_message(hosts):
-    """Report: PT#150532, an unresolvable name hangs."""
-    for host in hosts.names:
-        hosts.set_hosts(host, {})
-    texts = [str(result["failed"]) for result in Step(hosts, "n1.cluster").join(timeout_s=SHORT_S)]
-    # A rank on rank 0's own host needs no name.
-    assert all("ranks 2-3 did not join" in text for text in texts[:2])
-    assert all("the name n1.cluster: Temporary failure in name resolution" in text for text in texts[2:])
 
 
 def test_two_hosts_that_claim_rank_0_are_both_reported(hosts):
