@@ -56,7 +56,7 @@ def choose_cpus(
     except EnvironmentMismatch:  # The script will fail when it selects its device.
         return None
     if index is None:
-        return _divide_node(ranks, allowed, threads, sysfs) if divides else None
+        return None
     gpu, near = f"GPU {bus_ids[index]}", local[index] & allowed
     if len(allowed) < num_cpus:
         if near or not local[index]:
@@ -78,25 +78,6 @@ def choose_cpus(
     numa = _read_text(sysfs / "bus/pci/devices" / bus_ids[index] / "numa_node")
     place = f" (NUMA node {numa})" if numa.isdecimal() else ""
     return CpuBinding(near, f"bound to CPUs {format_cpus(near)}, the CPUs closest to {gpu}{place}")
-
-
-def _divide_node(ranks: Ranks, allowed: frozenset[int], threads: int, sysfs: Path) -> CpuBinding | None:
-    """Divide the CPUs if all shares are equal, and each is part of a NUMA node or consists of whole ones."""
-    folders = sorted((sysfs / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    nodes = [cpus for folder in folders if (cpus := _read_cpus(folder / "cpulist") & allowed)]
-    count, num_ranks = len(nodes), ranks.local_world_size
-    are_equal = len({len(node) for node in nodes}) == 1 and frozenset().union(*nodes) == allowed
-    if num_ranks == 1 or count < 2 or not are_equal or (count % num_ranks and num_ranks % count):
-        return None
-    start = ranks.local_rank * count // num_ranks
-    cpus = frozenset().union(*nodes[start : start + max(1, count // num_ranks)])
-    per_node = max(1, num_ranks // count)
-    share = _share(cpus, ranks.local_rank % per_node, per_node, sysfs)
-    if len(share) < threads:
-        return None
-    return CpuBinding(
-        share, f"bound to CPUs {format_cpus(share)} (local rank {ranks.local_rank} of {num_ranks})"
-    )
 
 
 def _share(cpus: frozenset[int], index: int, count: int, sysfs: Path) -> frozenset[int]:

@@ -28,12 +28,6 @@ class RankActivity:
             and None if their number is unknown.
     """
 
-    __slots__ = (
-        *("compute_s", "data_s", "exchange_s", "is_managed", "logs_metrics", "phase"),
-        *("optimizer_steps", "progress_count", "restored_steps", "step"),
-        *("measured_steps", "timed_steps"),
-    )
-
     def __init__(self) -> None:
         self.phase = RankPhase.START
         self.step = self.progress_count = self.optimizer_steps = 0

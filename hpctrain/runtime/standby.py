@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from hpctrain.errors import Unauthenticated
 from hpctrain.runtime.snapshot_imports import redirect_imports
@@ -43,16 +42,13 @@ def select_slow_modules(loaded: Iterable[str]) -> list[str]:
     return [name for name in _SLOW_MODULES if name in names]
 
 
-@dataclass(frozen=True)
-class StartMessage:
-    variables: dict[str, str]
-    """Variables that were unknown when the process was started."""
-    printed: bytes
-    """Output of the imports, for the rank's log."""
+def wait_for_start(
+    connection: SupervisorConnection, modules: list[str], import_folder: str
+) -> tuple[dict[str, str], bytes]:
+    """Import `modules` as for a program in `import_folder`, and wait for the start message, or exit.
 
-
-def wait_for_start(connection: SupervisorConnection, modules: list[str], import_folder: str) -> StartMessage:
-    """Import `modules` as for a program in `import_folder`, and wait for the start message, or exit."""
+    Returns the variables that were unknown when the process was started, and the output of the imports.
+    """
     with tempfile.TemporaryFile() as printed:
         launcher_fds = [os.dup(fd) for fd in (1, 2)]
         for fd in (1, 2):
@@ -75,7 +71,7 @@ def wait_for_start(connection: SupervisorConnection, modules: list[str], import_
             os.dup2(launcher_fd, fd)
             os.close(launcher_fd)
         printed.seek(0)
-        return StartMessage(message["go"], printed.read())
+        return message["go"], printed.read()
 
 
 def _import(modules: list[str], import_folder: str) -> None:

@@ -177,13 +177,14 @@ def _join_attempt(
     if modules is None:
         return ranks, b"", connect
     connection = connect()
-    message = wait_for_start(connection, json.loads(modules), _resolve_program(program_json).import_folder)
+    import_folder = _resolve_program(program_json).import_folder
+    variables, printed = wait_for_start(connection, json.loads(modules), import_folder)
     for name in HISTORY_VARIABLES:  # they may no longer apply
         os.environ.pop(name, None)
-    os.environ.update(message.variables)
+    os.environ.update(variables)
     # The connection that is already open; a new connection if it is lost.
     connections = chain([connection], iter(connect, None))
-    return _detect_ranks(source), message.printed, partial(next, connections)
+    return _detect_ranks(source), printed, partial(next, connections)
 
 
 def _start_heartbeat(

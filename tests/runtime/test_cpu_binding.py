@@ -29,10 +29,6 @@ def sysfs(tmp_path) -> Path:
         path = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         path.parent.mkdir(parents=True)
         path.write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
-    for number, cpus in enumerate(SOCKETS):
-        path = tmp_path / f"devices/system/node/node{number}/cpulist"
-        path.parent.mkdir(parents=True)
-        path.write_text(f"{cpus}\n")
     for number, bus_id in enumerate(BUS_IDS):
         path = tmp_path / "bus/pci/devices" / bus_id
         path.mkdir(parents=True)
@@ -79,19 +75,6 @@ def test_rank_that_slurm_bound_keeps_its_cpus_with_fake_gpu(sysfs):
 @pytest.mark.parametrize("environ", [{}, {"SLURM_CPUS_ON_NODE": "8"}])
 def test_ranks_do_not_divide_cpus_that_other_jobs_may_use_with_fake_gpus(sysfs, environ):
     assert chosen(sysfs, 4, environ=environ, bus_ids=BUS_IDS) == ["4-7,12-15"] * 2 + ["0-3,8-11"] * 2
-    assert chosen(sysfs, 2, environ=environ) == [None, None]
-
-
-def test_ranks_without_gpus_divide_fake_numa_nodes(sysfs):
-    assert chosen(sysfs, 2) == list(SOCKETS)
-    assert chosen(sysfs, 4) == ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]
-    # A rank would be on two NUMA nodes, shares would differ, or there is nothing to gain.
-    assert chosen(sysfs, 3) == [None] * 3
-    assert chosen(sysfs, 2, allowed=ALL - {5}, environ={"SLURM_CPUS_ON_NODE": "15"}) == [None] * 2
-    assert chosen(sysfs, 1) == [None]
-    socket = frozenset(range(4))
-    assert chosen(sysfs, 2, allowed=socket, environ={"SLURM_CPUS_ON_NODE": "4"}) == [None] * 2
-    assert chosen(sysfs, 4, environ={**WHOLE_NODE, "OMP_NUM_THREADS": "5"}) == [None] * 4
 
 
 class TwoGpus(FakeDriver):
