@@ -74,7 +74,7 @@ def up(
     click.echo(f"Sandbox {name} {how}{restarted}: {box.shape}.")
     click.echo(f"  nodes        {', '.join(box.nodes)}")
     click.echo("  partitions   preemptible (default), urgent (its jobs preempt those in preemptible)")
-    click.echo(f"  files, logs  {box.plan.folder}")
+    click.echo(f"  files, logs  {box.folder}")
     selection = "" if name == "default" else f" --name {name}"
     click.echo(f'\nTo use the sandbox, run `eval "$(hpctrain sandbox env{selection})"`, or:')
     click.echo(_exports(box))
@@ -154,7 +154,7 @@ def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
         "preempt_grace_s": box.shape.preempt_grace_s,
         "partitions": ["preemptible", "urgent"],
         "slurm": sandbox.installed_version(),
-        "folder": str(box.plan.folder),
+        "folder": str(box.folder),
         "env": box.env,
         "sandboxes": sandbox.list_names(),
     }

@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,41 +51,22 @@ _READY = {"idle", "mixed", "allocated", "completing", "planned"}
 
 
 @dataclass(frozen=True)
-class Sandbox:
+class Sandbox(SandboxLayout):
     """A Slurm cluster on this machine."""
-
-    plan: SandboxLayout
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def shape(self) -> SandboxSize:
-        return self.plan.shape
-
-    @property
-    def nodes(self) -> list[str]:
-        return self.plan.nodes
-
-    @property
-    def conf(self) -> Path:
-        return self.plan.conf
 
     @property
     def env(self) -> dict[str, str]:
         """Environment variables that make Slurm's commands use this sandbox."""
         variables = {"SLURM_CONF": str(self.conf)}
-        if self.plan.commands.exists():
-            variables["PATH"] = f"{self.plan.commands}:{os.environ.get('PATH', SEARCH_PATH)}"
+        if self.commands.exists():
+            variables["PATH"] = f"{self.commands}:{os.environ.get('PATH', SEARCH_PATH)}"
         return variables
 
-    @staticmethod
-    def prepare(plan: SandboxLayout) -> None:
+    def prepare(self) -> None:
         """Change the files of a new sandbox before its daemons start, in a subclass."""
 
     def list_daemons(self) -> list[Daemon]:
-        return daemons(self.plan)
+        return daemons(self)
 
     def daemons(self) -> dict[str, int | None]:
         """Return the pid of each daemon, or None if it is not running."""
@@ -126,7 +106,7 @@ class Sandbox:
         self._slurmd(node)
 
         def on_node(process: ProcessInfo) -> bool:
-            return belongs_to_sandbox(self.plan.folder, process, node)
+            return belongs_to_sandbox(self.folder, process, node)
 
         # Slurm 26.05 overwrites the environment of slurmstepd, the parent of a job's processes.
         parents = {process.parent for process in processes() if on_node(process)}
@@ -172,7 +152,7 @@ class Sandbox:
 
     def _run(self, *argv: str) -> str:
         """Return the output of a Slurm command that uses the sandbox; its times are UTC."""
-        environ = {"PATH": self.plan.search_path, "LC_ALL": "C.UTF-8", "TZ": "UTC"}
+        environ = {"PATH": self.search_path, "LC_ALL": "C.UTF-8", "TZ": "UTC"}
         try:
             return run_slurm(argv, {**environ, "SLURM_CONF": str(self.conf)}, timeout_s=_COMMAND_LIMIT_S)
         except SchedulerError as error:
@@ -189,7 +169,7 @@ class Sandbox:
             jobs = self._run(*list_jobs).split()
 
     def _slurmd(self, node: str) -> Daemon:
-        for daemon in daemons(self.plan):
+        for daemon in daemons(self):
             if daemon.node == node:
                 return daemon
         raise SpecError(f"Sandbox {self.name} has no node {node!r}. Its nodes are {', '.join(self.nodes)}.")
@@ -203,8 +183,7 @@ class Sandbox:
 
 def find(name: str = "default") -> Sandbox | None:
     """Return the sandbox of that name, if it exists; its health is not checked."""
-    plan = SandboxLayout.load(folder_of(name))
-    return None if plan is None else Sandbox(plan)
+    return Sandbox.load(folder_of(name))
 
 
 def up(
@@ -231,28 +210,25 @@ def up(
     shape, folder = SandboxSize(**size), folder_of(name)
     check_requirements()
     with sandbox_lock():
-        plan = SandboxLayout.load(folder)
-        if plan is not None:
-            if plan.shape != shape:
+        if (sandbox := kind.load(folder)) is not None:
+            if sandbox.shape != shape:
                 raise SpecError(
-                    f"Sandbox {name} already exists with {plan.shape}, but {shape} was requested. Remove "
+                    f"Sandbox {name} already exists with {sandbox.shape}, but {shape} was requested. Remove "
                     f"the existing sandbox (`hpctrain sandbox down --name {name}`), or use another --name."
                 )
-            return _start(kind(plan), limit_s)
+            return _start(sandbox, limit_s)
         remove(folder)
         try:
-            return _start(kind(create_folder(folder, shape, kind.prepare)), limit_s)
+            return _start(create_folder(folder, shape, kind), limit_s)
         except BaseException:
             remove(folder, came_up=False)
             raise
 
 
-def create_folder(
-    folder: Path, shape: SandboxSize, prepare: Callable[[SandboxLayout], None] = Sandbox.prepare
-) -> SandboxLayout:
+def create_folder(folder: Path, shape: SandboxSize, kind: type[Sandbox] = Sandbox) -> Sandbox:
     """Create the files that the daemons of a new sandbox read."""
     folder.mkdir()
-    plan = allocate(folder, shape)
+    plan = kind(folder, shape, *allocate(folder, shape))
     for path in (plan.munge, plan.state, plan.spool, plan.logs, folder / "dev"):
         path.mkdir()
     host = socket.gethostname().partition(".")[0]
@@ -266,7 +242,7 @@ def create_folder(
     (plan.munge / "key").chmod(0o400)
     for path in (plan.munge, plan.munge / "key"):
         shutil.chown(path, MUNGE_USER, MUNGE_USER)
-    prepare(plan)
+    plan.prepare()
     try:
         for number, device in enumerate(plan.devices):
             os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(_DEVICE_MAJOR, number))
@@ -282,7 +258,7 @@ def create_folder(
 
 def _start(sandbox: Sandbox, limit_s: float) -> Sandbox:
     try:
-        etc_hosts.add_hosts(sandbox.name, sandbox.plan.addresses)
+        etc_hosts.add_hosts(sandbox.name, sandbox.addresses)
     except OSError as error:
         raise UserError(
             f"Cannot add the node names to {etc_hosts.HOSTS}: {error.strerror}. Slurm must be able to "
@@ -310,10 +286,7 @@ def down(name: str = "default") -> bool:
 
 
 def remove(folder: Path, *, came_up: bool = True) -> None:
-    """Remove the sandbox in `folder`, even an incomplete one. The caller holds the lock.
-
-    A sandbox that was never up has no jobs to cancel, and its controller may not respond.
-    """
+    """Remove the sandbox in `folder`, even an incomplete one. The caller holds the lock."""
 
     def ours(process: ProcessInfo) -> bool:
         return belongs_to_sandbox(folder, process)
@@ -323,8 +296,7 @@ def remove(folder: Path, *, came_up: bool = True) -> None:
             f"This process runs in a job of sandbox {folder.name}, so it would be killed with the "
             "sandbox. Run this command outside the sandbox."
         )
-    plan = SandboxLayout.load(folder)
-    sandbox = Sandbox(plan) if came_up and plan is not None else None
+    sandbox = Sandbox.load(folder) if came_up else None
     if sandbox is not None and sandbox.daemons()["slurmctld"] is not None:
         # A hanging controller must not prevent the removal.
         with suppress(SchedulerError):

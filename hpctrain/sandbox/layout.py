@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import read_json, try_lock, write_atomic
@@ -117,7 +118,6 @@ class SandboxLayout:
 
     @property
     def munge(self) -> Path:
-        """Folder of munged: key, socket, log."""
         return self.folder / "munge"
 
     @property
@@ -126,12 +126,10 @@ class SandboxLayout:
 
     @property
     def state(self) -> Path:
-        """State folder of the controller."""
         return self.folder / "state"
 
     @property
     def spool(self) -> Path:
-        """Parent of one folder per node with the scripts and sockets of its jobs."""
         return self.folder / "spool"
 
     @property
@@ -150,7 +148,6 @@ class SandboxLayout:
 
     @property
     def search_path(self) -> str:
-        """Search path of Slurm's commands."""
         return f"{self.commands}:{SEARCH_PATH}"
 
     def save(self) -> None:
@@ -158,7 +155,7 @@ class SandboxLayout:
         write_atomic(self.folder / "sandbox.json", json.dumps(record))
 
     @classmethod
-    def load(cls, folder: Path) -> SandboxLayout | None:
+    def load(cls, folder: Path) -> Self | None:
         """Load the layout of the sandbox in `folder`; None if it is missing or incomplete."""
         try:
             record = read_json(folder / "sandbox.json")
@@ -171,22 +168,19 @@ def _num_ports(shape: SandboxSize) -> int:
     return 2 + shape.nodes
 
 
-def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:
-    """Return the layout of a new sandbox in `folder`, whose ports and addresses are unused.
-
-    The caller holds the lock until it is saved.
-    """
-    others = [plan for other in list_folders(folder.parent) if (plan := SandboxLayout.load(other))]
-    blocks = set(range(1, 255)) - {plan.block for plan in others}
-    taken = {port for plan in others for port in plan.ports}
+def allocate(folder: Path, shape: SandboxSize) -> tuple[int, int]:
+    """Return an unused port and block for a new sandbox in `folder`. The caller holds the lock."""
+    plans = [plan for path in list_folders(folder.parent) if (plan := SandboxLayout.load(path))]
+    blocks = set(range(1, 255)) - {plan.block for plan in plans}
+    taken = {port for plan in plans for port in plan.ports}
     free_run: list[int] = []
     for port in _PORTS:
         free_run = [*free_run, port] if port not in taken and _is_free(port) else []
         if blocks and len(free_run) == _num_ports(shape):
-            return SandboxLayout(folder, shape, free_run[0], min(blocks))
+            return free_run[0], min(blocks)
     raise SchedulerError(
         f"Cannot find {_num_ports(shape)} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, or a "
-        f"free address block in 127.26.0.0/16. Existing sandboxes on this machine: {len(others)}. Remove "
+        f"free address block in 127.26.0.0/16. Existing sandboxes on this machine: {len(plans)}. Remove "
         "sandboxes that are no longer needed (hpctrain sandbox down)."
     )
 

@@ -227,7 +227,7 @@ def lasting_stragglers(run: Run) -> list[dict[str, object]]:
 
 @pytest.mark.long
 def test_kill_of_a_rank_while_the_disk_is_full(slurm, reference, tmp_path):
-    if slurm.plan.commands.exists():
+    if slurm.commands.exists():
         pytest.skip("the daemons of a downloaded version do not see disks that are mounted later")
     with mounted_disk(tmp_path / "disk", "size=16m") as disk:
         run = submit(

@@ -61,17 +61,16 @@ def need_accounting() -> None:
 class AccountingSandbox(Sandbox):
     """A sandbox with slurmdbd and MariaDB. `sandbox.up(…, kind=AccountingSandbox)` starts one."""
 
-    @staticmethod
-    def prepare(plan: SandboxLayout) -> None:
-        folder = _folder(plan)
+    def prepare(self) -> None:
+        folder = _folder(self)
         folder.mkdir(mode=0o755)
         shutil.chown(folder, _USER, _USER)
-        values = {"port": plan.ports[-1], "munge_socket": plan.munge_socket, "folder": folder}
-        text = plan.conf.read_text()
+        values = {"port": self.ports[-1], "munge_socket": self.munge_socket, "folder": folder}
+        text = self.conf.read_text()
         for line in _SETTINGS.format(**values).splitlines():
             text = with_setting(text, line)
-        plan.conf.write_text(text)
-        conf = plan.conf.with_name("slurmdbd.conf")
+        self.conf.write_text(text)
+        conf = self.conf.with_name("slurmdbd.conf")
         conf.write_text(_SLURMDBD_CONF.format(**values))
         # Required by slurmdbd, because the file may contain a password.
         conf.chmod(0o600)
@@ -81,7 +80,7 @@ class AccountingSandbox(Sandbox):
             "--skip-test-db",
         ]
         subprocess.run(
-            ["mariadb-install-db", *_storage(plan), *options, "--skip-name-resolve"],
+            ["mariadb-install-db", *_storage(self), *options, "--skip-name-resolve"],
             env={"PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8"},
             user=_USER,
             group=_USER,
@@ -95,19 +94,19 @@ class AccountingSandbox(Sandbox):
 
     def list_daemons(self) -> list[Daemon]:
         munged, *others = super().list_daemons()
-        plan, folder, environ = self.plan, _folder(self.plan), daemon_environ(self.plan)
+        folder, environ = _folder(self), daemon_environ(self)
         database_socket = folder / "socket"
         mariadbd = (
             *(
                 "mariadbd",
-                *_storage(plan),
+                *_storage(self),
                 f"--socket={database_socket}",
                 f"--pid-file={folder}/mariadbd.pid",
             ),
             *("--skip-networking", "--innodb-lock-wait-timeout=900"),
         )
         # The argument of slurmdbd only identifies the process.
-        slurmdbd = ("slurmdbd", str(plan.conf.with_name("slurmdbd.conf")))
+        slurmdbd = ("slurmdbd", str(self.conf.with_name("slurmdbd.conf")))
         variables = {**environ, "MYSQL_UNIX_PORT": str(database_socket)}
         return [
             munged,
@@ -118,14 +117,14 @@ class AccountingSandbox(Sandbox):
                 folder / "slurmdbd.log",
                 variables,
                 launcher=munged.launcher,
-                address=plan.ports[-1],
+                address=self.ports[-1],
             ),
             *others,
         ]
 
     def _trouble(self) -> str | None:
         query = ("sacctmgr", "--noheader", "--parsable2", "list", "cluster", self.name, "format=ControlPort")
-        if (trouble := super()._trouble()) is None and self._run(*query).strip() != str(self.plan.port):
+        if (trouble := super()._trouble()) is None and self._run(*query).strip() != str(self.port):
             return "the controller has not registered with slurmdbd"
         return trouble
 

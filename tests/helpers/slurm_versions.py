@@ -11,7 +11,6 @@ import pytest
 from helpers.download_slurm import download_slurm, link_commands, matches_version
 from hpctrain.errors import UserError
 from hpctrain.sandbox import Sandbox, installed_version, up
-from hpctrain.sandbox.layout import SandboxLayout
 
 #: The last has a smoke test in `make test`; `make test-slurm-versions` runs many tests with each.
 SLURM_VERSIONS = ("24.11", "26.05")
@@ -36,10 +35,9 @@ def up_with_version(
     packages = download_slurm(slurm)
 
     class VersionedSandbox(kind):
-        @staticmethod
-        def prepare(plan: SandboxLayout) -> None:
-            link_commands(plan, slurm, packages)
-            kind.prepare(plan)
+        def prepare(self) -> None:
+            link_commands(self, slurm, packages)
+            super().prepare()
 
     # With 3 s, Slurm 24.11 regards healthy nodes as lost.
     return up(name, kind=VersionedSandbox, settings=["SlurmdTimeout=5", *settings], **options)

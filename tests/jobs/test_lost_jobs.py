@@ -39,7 +39,7 @@ def lose_job_state(slurm: SlurmJobs) -> None:
     pid = box.daemons()["slurmctld"]
     next(process for process in processes() if process.pid == pid).kill()
     wait_for(lambda: box.daemons()["slurmctld"] is None, 5, "the end of slurmctld")
-    for path in box.plan.state.glob("job_state*"):
+    for path in box.state.glob("job_state*"):
         path.unlink()
     box.start()
 

@@ -69,7 +69,8 @@ def test_concurrent_sandboxes_share_no_port_and_no_address(tmp_path: Path) -> No
     plans = []
     for name in ("one", "two", "three"):
         (tmp_path / name).mkdir()
-        plan = allocate(tmp_path / name, SandboxSize(nodes=5))
+        shape = SandboxSize(nodes=5)
+        plan = SandboxLayout(tmp_path / name, shape, *allocate(tmp_path / name, shape))
         plan.save()
         plans.append(plan)
     assert len({port for plan in plans for port in plan.ports}) == 3 * 7
@@ -78,11 +79,11 @@ def test_concurrent_sandboxes_share_no_port_and_no_address(tmp_path: Path) -> No
 
 
 def test_port_in_use_is_not_allocated(tmp_path: Path) -> None:
-    first = allocate(tmp_path / "one", SandboxSize(nodes=2))
+    port, _ = allocate(tmp_path / "one", SandboxSize(nodes=2))
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", first.ports[1]))
+        listener.bind(("127.0.0.1", port + 1))
         listener.listen()
-        assert listener.getsockname()[1] not in allocate(tmp_path / "one", SandboxSize(nodes=2)).ports
+        assert allocate(tmp_path / "one", SandboxSize(nodes=2))[0] > port + 1
 
 
 def test_config_has_nodes_devices_and_partitions(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_up_and_down_beside_another_sandbox_leave_no_trace(
     for _ in range(2):
         box = sandbox.up(name, nodes=2, gpus_per_node=1)
         assert set(box.node_states().values()) == {"idle"}
-        assert not set(box.plan.ports) & set(slurm.plan.ports)
+        assert not set(box.ports) & set(slurm.ports)
         # A task that leaves its session and clears its environment, and a pending job.
         _sbatch(box, "env -i setsid sleep 300 & echo $!; sleep 300", log, "-N2", "--gpus-per-node=1")
         _sbatch(box, "sleep 300", tmp_path / "queued.out", "-N2", "--gpus-per-node=1")
@@ -154,7 +154,7 @@ def test_up_after_a_killed_up_starts_over(name: str, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         # As after SIGKILL: no clean-up runs, and no layout was saved.
         patch.setattr(cluster, "remove", lambda *_, **__: None)
-        patch.setattr(cluster.SandboxLayout, "save", _interrupt)
+        patch.setattr(cluster.Sandbox, "save", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             sandbox.up(name, nodes=1)
     assert folder_of(name).exists()
@@ -165,9 +165,9 @@ def test_up_after_a_killed_up_starts_over(name: str, monkeypatch: pytest.MonkeyP
 def test_down_removes_the_remains_of_a_crash(name: str, remains: str) -> None:
     before = _host_lines(name)
     box = sandbox.up(name, nodes=1, gpus_per_node=1)
-    (box.plan.folder / "sandbox.json").unlink()
+    (box.folder / "sandbox.json").unlink()
     if remains == "nothing but processes":
-        run_command(["rm", "-rf", box.plan.folder])
+        run_command(["rm", "-rf", box.folder])
     sandbox.down(name)
     assert _sandbox_processes(name) == []
     assert not folder_of(name).exists()
@@ -197,7 +197,7 @@ def test_job_cannot_take_down_its_own_sandbox(slurm: sandbox.Sandbox) -> None:
 
 
 def test_files_are_readable_for_all_users_except_the_key(slurm: sandbox.Sandbox) -> None:
-    plan = slurm.plan
+    plan = slurm
     modes = {
         path.name: path.stat().st_mode & 0o777 for path in (ROOT, plan.conf, plan.munge, plan.munge / "key")
     }
