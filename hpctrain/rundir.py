@@ -482,8 +482,8 @@ def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, 
 
     A verification must not write to the folder that the script chose: it belongs to the verified run.
     """
-    own = environ.get(RUN_DIR_VARIABLE)
-    return own if VERIFY_STEPS_VARIABLE in environ or not run_dir else os.fspath(run_dir)
+    run_folder = environ.get(RUN_DIR_VARIABLE)
+    return run_folder if VERIFY_STEPS_VARIABLE in environ or not run_dir else os.fspath(run_dir)
 
 
 def event_record(kind: EventKind, attempt: int, **fields: Any) -> dict[str, Any]:

@@ -165,9 +165,9 @@ def suggest(word: str, known: Iterable[str], *, otherwise: str | None = None) ->
     """Return a sentence with the closest match in `known`."""
     from difflib import get_close_matches
 
-    known = list(known)
+    names = list(known)
     for spelling in dict.fromkeys((word, word.replace("-", "_"), word.replace("_", "-"))):
-        parts = [name for name in known if spelling in re.split("[-_]", name)]
-        if close := get_close_matches(spelling, known, 1) or parts[:3]:
+        matches = [name for name in names if spelling in re.split("[-_]", name)]
+        if close := get_close_matches(spelling, names, 1) or matches[:3]:
             return f"Did you mean {join_or(map(repr, close))}?"
-    return f"Choose from {', '.join(known)}." if otherwise is None else otherwise
+    return f"Choose from {', '.join(names)}." if otherwise is None else otherwise

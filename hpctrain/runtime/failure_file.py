@@ -148,7 +148,7 @@ def name_killed_worker(error: BaseException) -> BaseException:
     """Return an error that names the killed worker of a torch DataLoader if `error` is its consequence."""
     with no_death_handler():
         if match := _KILLED_WORKER.search(str(error)):
-            pid, number = int(match["pid"]), _SIGNALS.get(match["signal"], signal.SIGKILL)
+            pid, number = int(match["pid"]), int(_SIGNALS.get(match["signal"], signal.SIGKILL))
         else:
             worker = wait_for_dead_worker(error, _loader_workers(error))
             if worker is None or worker.exitcode is None or worker.exitcode > 0:

@@ -54,9 +54,9 @@ def main(environ: Mapping[str, str]) -> None:
     host = environ.get("SLURMD_NODENAME")
 
     def exit_on_stop(_number: int, _frame: FrameType | None) -> None:
-        record = {"rank": ranks.rank, "host": host, "trouble": [], "stopped": True}
+        stopped = json.dumps({"rank": ranks.rank, "host": host, "trouble": [], "stopped": True})
         with suppress(OSError):
-            write_atomic(path, json.dumps(record) + "\n", durable=False)
+            write_atomic(path, f"{stopped}\n", durable=False)
         os._exit(EXIT_CONTINUE)
 
     for number in STOP_SIGNALS:

@@ -109,5 +109,5 @@ def with_setting(text: str, line: str) -> str:
     return changed if number else f"{text}{line}\n"
 
 
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+def _span(start: int, end: int) -> str:
+    return str(start) if start == end else f"{start}-{end}"

@@ -115,7 +115,7 @@ def _run_command(command: list[str], relay: ChildRelay | None) -> NoReturn:
     for number in STOP_SIGNALS:
         # Recorded by `signal_recorder`. They also reach the command, which decides when to exit.
         signal.signal(number, lambda *_: None)
-    command = [copied_path(word, os.environ) if os.path.exists(word) else word for word in command]
+    command = [copied_path(path, os.environ) if os.path.exists(path) else path for path in command]
     try:
         environ = {**os.environ, **(relay.variables if relay is not None else {})}
         child = subprocess.Popen(command, env=environ, preexec_fn=die_with_parent)

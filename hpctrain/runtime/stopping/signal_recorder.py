@@ -145,7 +145,8 @@ def _watch(record: _SignalRecord) -> None:
         if number is not None and record.report is not None:
             with contextlib.suppress(OSError):  # The supervisor has exited.
                 record.report(number)
-        instruction, num_polls = None, 0
+        instruction: tuple[int, int] | None = None
+        num_polls = 0
         while (number := record.first_stop_signal()) is not None:
             previous, instruction = instruction, _handler_instruction(main_thread, number)
             if instruction is None or instruction != previous:
