@@ -29,7 +29,6 @@ def new_secret() -> dict[str, str]:
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
-    """Return the secret in `environ`, or empty bytes."""
     return environ.get(SECRET_VARIABLE, "").encode(errors="surrogateescape")
 
 
@@ -49,7 +48,6 @@ def code(key: bytes, *fields: object) -> bytes:
 
 
 def matches(received: bytes, expected: bytes) -> bool:
-    """Compare two codes in constant time."""
     return hmac.compare_digest(received, expected)
 
 

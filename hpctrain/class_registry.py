@@ -40,7 +40,6 @@ class Registry(Generic[T]):
     """Classes registered by a script."""
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Return a decorator that registers a class under `name`."""
 
         def register(kind: type[T]) -> type[T]:
             self.registered[name] = kind

@@ -170,7 +170,6 @@ def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text."""
     # Imported here because most submissions read no YAML, and the import is slow.
     import yaml
 
@@ -301,7 +300,6 @@ def _warn_damaged(path: Path) -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning once per process."""
     # Imported here because submitting a job does not require logging.
     import logging
 
@@ -331,7 +329,6 @@ def try_lock(path: Path) -> int | None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Acquire the lock on a folder, which is held as in `try_lock`."""
     fd = _dup_above_stdio(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     try:
         _lock_fd(fd)
@@ -376,7 +373,6 @@ def is_locked(path: Path) -> bool:
 
 
 def file_size(path: Path) -> int:
-    """Return the length of a file in bytes; 0 without a file."""
     try:
         return os.stat(path).st_size
     except OSError:

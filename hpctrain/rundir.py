@@ -181,7 +181,6 @@ class RunStorage:
     """Reason for delayed writes; None if no data is buffered."""
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Append a JSON line."""
         append_json_line(path, record)
 
     def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
@@ -189,7 +188,6 @@ class RunStorage:
         return read_json_lines(path, is_valid)
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file, and create its folder if needed."""
         make_folder(path.parent)
         write_atomic(path, content)
 
@@ -208,8 +206,6 @@ class RunStorage:
 
 
 class _FixedPath:
-    """A path in the folder of a run."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -293,7 +289,6 @@ class RunDir:
         return self.path / "telemetry" / f"node-{node:03d}.jsonl"
 
     def all_telemetry(self) -> list[Path]:
-        """Return the existing files of all nodes."""
         return sorted((self.path / "telemetry").glob("node-*.jsonl"))
 
     def logger_state(self, name: str) -> Path:
@@ -343,14 +338,12 @@ class RunDir:
         return self.path / "lease" / f"{number:06d}"
 
     def leases(self) -> list[int]:
-        """Return the numbers of the existing leases, ascending."""
         return _numbered(self.path / "lease", _LEASE)
 
     def node_check_result(self, attempt: int, rank: int) -> Path:
         return self.path / "checks" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.json"
 
     def node_check_results(self, attempt: int) -> list[Path]:
-        """Return the existing files of all ranks."""
         return sorted(self.node_check_result(attempt, 0).parent.glob("rank-*.json"))
 
     def staging_result(self, attempt: int, node: int) -> Path:
@@ -384,7 +377,6 @@ class RunDir:
         return self.attempt_logs(attempt) / f"times-{node:05d}.jsonl"
 
     def all_log_indexes(self, attempt: int) -> list[Path]:
-        """Return the existing files of all nodes."""
         return sorted(self.attempt_logs(attempt).glob("times-*.jsonl"))
 
     def failure(self, attempt: int, rank: int) -> Path:
@@ -460,7 +452,6 @@ class RunDir:
         self.storage.append(self.events, event_record(kind, attempt, **fields))
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file of the run, and create its folder if needed."""
         self.storage.write(path, content)
 
     def check_records(self) -> None:

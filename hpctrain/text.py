@@ -65,7 +65,6 @@ def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
 
 
 def format_share(part: float | None) -> str:
-    """Format a fraction of one as a percentage."""
     if part is None:
         return NOTHING
     percent = 100 * part
@@ -109,7 +108,6 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_time(seconds: float | None) -> str:
-    """Format seconds since the epoch as local date and time."""
     return NOTHING if seconds is None else _local(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 

@@ -114,7 +114,6 @@ def run_json(cluster: Cluster, args: Sequence[str]) -> Any:
 
 
 def needed_cluster(ctx: click.Context) -> Cluster:
-    """Log in to the cluster that `--on` names."""
     if name := ctx.meta.get(CLUSTER_VARIABLE):
         return open_cluster(name)
     raise click.UsageError(f"This command requires a cluster: `hpctrain --on CLUSTER {ctx.info_name} …`", ctx)

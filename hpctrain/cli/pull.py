@@ -70,7 +70,6 @@ def _size(folder: Path | None) -> int:
 
 
 def _check_destination(copied: Path, status: dict[str, Any]) -> None:
-    """Reject a folder that contains another run."""
     run_dir = read_spec(RunDir(copied).spec).get("run_dir")
     if run_dir not in (None, status["run_dir"]):
         raise UserError(

@@ -68,7 +68,6 @@ class CrashOutput:
 
 
 def find_crash_output(log: Path, outer_log: Path, since: int = 0, number: int | None = None) -> CrashOutput:
-    """Return the output of an exited process."""
     message = ""
     if number == signal.SIGKILL:
         message = "sent by a user (kill -9), or by the kernel because memory ran out"

@@ -24,8 +24,6 @@ from hpctrain.files import write_atomic
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A function and its arguments."""
-
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -42,7 +40,6 @@ class FunctionCall:
         return self.function(*self.args, **self.kwargs)
 
     def to_bytes(self) -> bytes:
-        """Return the pickled call."""
         named_values = [
             ("the function", self.function),
             *((f"argument {i}", value) for i, value in enumerate(self.args)),
@@ -75,11 +72,9 @@ class CallPayload:
         return call
 
     def to_bytes(self) -> bytes:
-        """Return the content of a file for `read`."""
         return pickle.dumps((self.call, self.sys_path, self.retry_on_exception))
 
     def write(self, path: Path) -> None:
-        """Write the payload to `path` atomically."""
         write_atomic(path, self.to_bytes(), private=True)
 
     @classmethod
@@ -89,7 +84,6 @@ class CallPayload:
 
 
 def dumps(value: Any, function_name: str, named_values: list[tuple[str, Any]]) -> bytes:
-    """Return `value` pickled."""
     import cloudpickle
 
     try:

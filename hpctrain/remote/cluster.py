@@ -95,7 +95,6 @@ class Cluster:
         )
 
     def choose_python(self) -> str:
-        """Return a script that sets PY: the named Python, otherwise that of `setup`, otherwise python3."""
         if self.python:
             return f"PY={shell_path(self.python)}"
         return f'PY="{VENV}/bin/python"; [ -x "$PY" ] || PY=python3'

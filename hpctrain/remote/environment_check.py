@@ -106,5 +106,4 @@ def find_problems(
 
 
 def is_supported(facts: ClusterFacts) -> bool:
-    """True if the cluster has a Python that hpctrain supports."""
     return tuple(int(number) for number in facts.python_version.split(".")[:2] if number.isdigit()) >= (3, 11)

@@ -60,7 +60,6 @@ class SshConnection:
     """A host of `~/.ssh/config`. OpenSSH asks for passwords and second factors on the terminal."""
 
     def __init__(self, host: str, environ: Mapping[str, str]) -> None:
-        """Prepare the commands; nothing is opened yet."""
         if not host or host.startswith("-") or any(character.isspace() for character in host):
             raise UserError(
                 f"{host!r} (--on) is not a valid host name. Use a host in ~/.ssh/config, such as mycluster."
@@ -130,7 +129,6 @@ class SshConnection:
             raise UserError(f"rsync is not on the PATH of a login shell on {self.host}. Install rsync there.")
 
     def rsync(self, arguments: Sequence[str], content: str = "", *, may_vanish: bool = False) -> None:
-        """Copy files with rsync through this connection."""
         argv = ["rsync", "--protect-args", f"--rsync-path={shlex.quote(self.rsync_path)}"]
         argv += ["-e", shlex.join(self._ssh), *arguments]
         try:

@@ -46,7 +46,6 @@ def bind_cpus(ranks: Ranks, environ: Mapping[str, str]) -> CpuBinding | None:
 def choose_cpus(
     ranks: Ranks, environ: Mapping[str, str], allowed: frozenset[int], bus_ids: Sequence[str], sysfs: Path
 ) -> CpuBinding | None:
-    """Return CPUs of `allowed` for a rank; None if there is no reason to choose."""
     num_cpus, threads = _read_count(environ, "SLURM_CPUS_ON_NODE"), _read_count(environ, "OMP_NUM_THREADS")
     # Other jobs may also use the CPUs if Slurm does not confine jobs, so the ranks do not divide the CPUs.
     divides = len(allowed) == num_cpus

@@ -188,7 +188,6 @@ def wait_for_dead_worker(error: BaseException, workers: Collection[BaseProcess])
 
 
 def _loader_workers(error: BaseException) -> list[BaseProcess]:
-    """Return the data workers of the DataLoader that raised `error`, if any."""
     if not isinstance(error, OSError | EOFError | RuntimeError):
         return []
     iterators = (

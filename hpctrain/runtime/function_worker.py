@@ -35,7 +35,6 @@ from hpctrain.runtime.stopping.stop_signals import StoppedBeforeTraining, captur
 
 
 def main() -> None:
-    """Call the function on this rank."""
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
     ranks = detect(os.environ)
     payload = CallPayload.read(run.resume_call if run.resume_call.exists() else run.function)
@@ -141,7 +140,6 @@ def _save_resume_call(
 
 
 def _save_exception(error: Exception, path: Path) -> None:
-    """Write the exception for the program that submitted the function, if it can be pickled."""
     with suppress(Exception):
         make_folder(path.parent)
         write_atomic(path, dumps(error, "", []), private=True)

@@ -45,7 +45,6 @@ _SIZE = 1024
 
 
 def main(environ: Mapping[str, str]) -> None:
-    """Check the node, and write the result."""
     begun = time.monotonic()
     run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
     ranks = detect({**environ, ENVIRONMENT_VARIABLE: "slurm"})
@@ -177,7 +176,6 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, gpus: list[int])
 
 
 def _publish_result(environ: Mapping[str, str], result: str) -> None:
-    """Send a result to the peers, which wait for the results of all ranks."""
     with suppress(Exception):
         _store(environ).set(_key(int(environ["SLURM_PROCID"])), result)
 

@@ -38,12 +38,10 @@ class RankActivity:
         self.measured_steps: int | None = None
 
     def set_phase(self, phase: RankPhase) -> None:
-        """Set the current phase."""
         self.phase = phase
         self.progress_count += 1
 
     def step_done(self) -> None:
-        """Count a completed step."""
         if not self.step:
             startup_times.end(StartupPart.STEP)
         self.step += 1
@@ -51,7 +49,6 @@ class RankActivity:
 
     @contextmanager
     def in_phase(self, phase: RankPhase) -> Iterator[None]:
-        """Set the phase inside the block, and restore the previous one afterwards."""
         before = self.phase
         self.set_phase(phase)
         try:

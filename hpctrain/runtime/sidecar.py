@@ -23,7 +23,6 @@ class Sidecar:
     """A process that exits when its standard input closes, at the latest when this process exits."""
 
     def __init__(self, module: str, *args: str) -> None:
-        """Start the process."""
         package = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", _BOOT, module, *args, str(package)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -56,8 +55,6 @@ _LAST_LINE_S = 1.0
 
 
 class NodeSampler:
-    """The process that measures this node, if any."""
-
     def __init__(self, run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> None:
         """Start the measurement on the first rank of the node, unless telemetry is disabled."""
         self._process: Sidecar | None = None

@@ -79,7 +79,6 @@ def _describe_missing_file(error: FileNotFoundError, copy: str, source: str) -> 
 
 
 def _copied_path(path: str, source: str, copy: str) -> str:
-    """Return the location of the copy of a folder or file, or `path` itself."""
     inside = os.path.relpath(path, source) if os.path.isabs(path) else os.pardir
     # Run folders, and thus copies, are often inside the working tree.
     if inside.split(os.sep)[0] == os.pardir or path == copy or path.startswith(copy + os.sep):

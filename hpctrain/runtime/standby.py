@@ -31,13 +31,11 @@ _SET_BY_IMPORTS = frozenset(
 
 
 def changed_variables(before: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that the script has set, changed or removed."""
     names = before.keys() | environ.keys()
     return sorted({name for name in names if before.get(name) != environ.get(name)} - _SET_BY_IMPORTS)
 
 
 def select_slow_modules(loaded: Iterable[str]) -> list[str]:
-    """Return the `loaded` modules to import in advance, in import order."""
     names = set(loaded)
     return [name for name in _SLOW_MODULES if name in names]
 

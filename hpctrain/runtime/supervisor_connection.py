@@ -53,7 +53,6 @@ class Connection:
             self._socket.sendall(self._seal(message))
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Wait for a message; return None if no message arrives in time."""
         line = self._line(timeout_s)
         return None if line is None else self._open(line)
 

@@ -39,7 +39,6 @@ _FOLLOW_S = 30
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Start the ranks of this node according to the plan `argv[0]`, in JSON."""
     plan = json.loads(argv[0])
     for number in STOP_SIGNALS:
         signal.signal(number, _forward_signal)

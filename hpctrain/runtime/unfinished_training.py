@@ -111,5 +111,4 @@ def has_stopped() -> bool:
 
 
 def find_unfinished_training() -> dict[str, Any] | None:
-    """Return the record of the newest training call that has not returned, or None."""
     return next(reversed(_unfinished.values())).failure() if _unfinished else None

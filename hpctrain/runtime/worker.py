@@ -248,13 +248,11 @@ def _exit_with(
 
 
 def after_step(group_check: ProcessGroupCheck) -> None:
-    """Check the rank after an optimizer step of a script without the Trainer."""
     group_check.after_step()
     exit_after_step()
 
 
 def _detect_ranks(source: str) -> Ranks:
-    """Detect the ranks of this process, and set torch's variables for the script."""
     ranks = detect({**os.environ, ENVIRONMENT_VARIABLE: source})
     os.environ.update(ranks.torch_variables())
     return ranks
@@ -320,7 +318,6 @@ def _exit_code(code: object) -> int:
 
 
 def _exit_normally(code: int, sampler: NodeSampler) -> NoReturn:
-    """Exit like any Python script."""
     sampler.stop()
     drain_gloo_threads()
     sys.exit(code)

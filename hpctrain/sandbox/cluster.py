@@ -159,7 +159,6 @@ class Sandbox(SandboxLayout):
             raise SchedulerError(f"Sandbox {self.name}: {error}") from None
 
     def cancel_jobs(self) -> None:
-        """Cancel all jobs, and wait a few seconds for them to end."""
         list_jobs = ("squeue", "--noheader", "--all", "--format=%A")
         if jobs := self._run(*list_jobs).split():
             self._run("scancel", "--quiet", *jobs)

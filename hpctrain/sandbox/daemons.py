@@ -45,7 +45,6 @@ class Daemon:
         return (*self.launcher, *user, *self.argv)
 
     def start(self) -> None:
-        """Start the program in the background."""
         try:
             done = subprocess.run(
                 self.command,
@@ -89,7 +88,6 @@ def daemon_environ(plan: SandboxLayout) -> dict[str, str]:
 
 
 def daemons(plan: SandboxLayout) -> list[Daemon]:
-    """Return all daemons of a sandbox, in start order."""
     environ = daemon_environ(plan)
     files = (f"--{name}-file={plan.munge / name}" for name in ("key", "seed", "pid", "log"))
     munged = ("munged", f"--socket={plan.munge_socket}", *files)
@@ -125,7 +123,6 @@ def belongs_to_sandbox(folder: Path, process: ProcessInfo, node: str | None = No
 
 
 def kill_all(is_target: Callable[[ProcessInfo], bool], what: str, limit_s: float = 10.0) -> None:
-    """Kill the target processes and all their descendants, until none is left."""
     deadline = time.monotonic() + limit_s
     while victims := with_descendants(is_target, processes()):
         if time.monotonic() > deadline:

@@ -14,7 +14,6 @@ HOSTS = Path("/etc/hosts")
 
 
 def add_hosts(sandbox: str, addresses: Mapping[str, str], path: Path = HOSTS) -> None:
-    """Add the node names of `addresses`, and replace older lines of the same sandbox."""
     lines = "".join(f"{address} {node}{_mark(sandbox)}\n" for node, address in addresses.items())
     old = path.read_bytes()
     # Prepended, because the last existing line may lack a newline.

@@ -39,8 +39,6 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class SandboxSize:
-    """Size and options of a sandbox."""
-
     nodes: int = 4
     gpus_per_node: int = 2
     cpus_per_node: int = 8
@@ -143,7 +141,6 @@ class SandboxLayout:
 
     @property
     def launcher(self) -> Path:
-        """Script that runs a command with that version."""
         return self.folder / "run-with-slurm"
 
     @property
@@ -195,7 +192,6 @@ def _is_free(port: int) -> bool:
 
 
 def folder_of(name: str, root: Path = ROOT) -> Path:
-    """Return the folder of the sandbox `name`."""
     if not _NAME.fullmatch(name):
         raise SpecError(
             f"{name!r} is not a valid sandbox name. Node names are derived from it, so use 1 to 15 lower-case"
@@ -210,7 +206,6 @@ def conf_path(folder: Path) -> Path:
 
 
 def list_names(root: Path = ROOT) -> list[str]:
-    """Return the names of all sandboxes of this machine, complete or not."""
     return [folder.name for folder in list_folders(root)]
 
 

@@ -92,7 +92,6 @@ def slurm_conf(plan: SandboxLayout, host: str, memory_mib: int) -> str:
 
 
 def gres_conf(plan: SandboxLayout) -> str:
-    """Return the `gres.conf` of a sandbox, which lists its device files. Empty without GPUs."""
     if not plan.devices:
         return ""
     files = plan.devices[0].with_name(f"nvidia[{_span(0, len(plan.devices) - 1)}]")

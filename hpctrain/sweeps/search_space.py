@@ -46,7 +46,6 @@ SearchSpace = Mapping[str, Values]
 
 
 def parse_space(texts: Mapping[str, str | Sequence[str]], folder: Path) -> dict[str, Values]:
-    """Parse the values of each hyper-parameter; a list contains the values themselves."""
     space: dict[str, Values] = {}
     for name, text in texts.items():
         if not _NAME.fullmatch(name):

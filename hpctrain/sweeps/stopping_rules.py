@@ -26,13 +26,11 @@ class TrialReport:
     mean: float
 
     def record(self) -> dict[str, Any]:
-        """Return the report as a line of `early_stopping.jsonl`."""
         values = {"best": self.best, "mean": self.mean}
         return {"step": self.step} | {name: v if math.isfinite(v) else None for name, v in values.items()}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TrialReport:
-        """Read a line of `early_stopping.jsonl`."""
         best, mean = (math.inf if record[name] is None else float(record[name]) for name in ("best", "mean"))
         return cls(int(record["step"]), best, mean)
 
@@ -88,7 +86,6 @@ class StoppingRule:
         return decision
 
     def reason_to_stop(self, report: TrialReport, others: Sequence[TrialReport]) -> str | None:
-        """Return the reason to stop a trial; None if it continues."""
         if self.name == "median":
             if len(others) < _MIN_OTHERS:
                 return None

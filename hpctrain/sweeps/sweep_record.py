@@ -90,19 +90,16 @@ class SweepRecord:
         return replace(self, trials=[*self.trials, *new])
 
     def trial_args(self, index: int) -> tuple[str, ...]:
-        """Return the arguments of the script in a trial."""
         formats = self.format.split()
         values = self.trials[index].items()
         return (*self.args, *(form.format(name=name, value=v) for name, v in values for form in formats))
 
     def array(self, indices: Sequence[int]) -> str:
-        """Return the job array of these trials, in sbatch's notation."""
         is_range = len(indices) > 1 and list(indices) == list(range(indices[0], indices[-1] + 1))
         listed = f"{indices[0]}-{indices[-1]}" if is_range else ",".join(map(str, indices))
         return listed + (f"%{self.concurrent}" if self.concurrent else "")
 
     def text(self) -> str:
-        """Return the record as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 

@@ -58,7 +58,6 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def require_rank(run_dir: str, attempt: str, rank: str) -> ProcessInfo:
-    """Return the process of a rank on this host; exit without one."""
     if (process := find_rank(run_dir, int(attempt), int(rank))) is None:
         print(
             f"Error: Rank {rank} of attempt {attempt} has no process on {os.uname().nodename}. The rank "
@@ -96,7 +95,6 @@ def _wait(child: subprocess.Popen[bytes], lock: Path | None) -> int:
 
 
 def _kill_children() -> None:
-    """Kill the processes that the program has left."""
     while children := [process for process in processes(os.geteuid()) if process.parent == os.getpid()]:
         for process in children:
             process.kill()

@@ -113,8 +113,6 @@ def _is_own_process(connected: socket.socket) -> bool:
 
 
 class ChildRelay:
-    """The worker's socket for the Python processes of the command."""
-
     def __init__(
         self,
         ranks: Ranks,
@@ -136,7 +134,6 @@ class ChildRelay:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of the command."""
         ranks = {name: value for name, value in vars(self._ranks).items() if name != "sources"}
         paths = [str(_HOOK_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = json.dumps({"socket": self._name, "ranks": ranks})

@@ -29,8 +29,6 @@ _STOP_LIMIT_S = 300.0
 
 @dataclass(frozen=True)
 class Program:
-    """A program and its arguments."""
-
     kind: ProgramKind
     entry: str
     """Path of a script, name of a module, or the command."""
@@ -92,7 +90,6 @@ def _parse_python_command(program: Program) -> Program:
 
 
 def _is_this_python(command: str) -> bool:
-    """Return true if `command` starts the interpreter of this process, in the same environment."""
     path = shutil.which(command) if command else None
     if path is None or not os.path.basename(path).startswith("python"):
         return False
@@ -101,7 +98,6 @@ def _is_this_python(command: str) -> bool:
 
 
 def _shebang_interpreter(path: str) -> str:
-    """Return the interpreter in the first line of a script, or an empty string."""
     with open(path, "rb") as file:
         line = file.readline(1024)
     command = line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []

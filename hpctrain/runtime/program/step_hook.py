@@ -125,8 +125,6 @@ class _ImportWatcher(MetaPathFinder):
 
 
 class _RegisteringLoader(Loader):
-    """Loads a module with another loader, then registers the hooks."""
-
     def __init__(self, loader: Loader, hook: _StepHook) -> None:
         self._loader, self._hook = loader, hook
 
