@@ -98,7 +98,7 @@ def dumps(value: Any, function_name: str, named_values: list[tuple[str, Any]]) -
 
 
 def _find_unpicklable(named_values: list[tuple[str, Any]]) -> tuple[str, Any, Exception] | None:
-    """Return the innermost of `named_values` and their contents that cannot be pickled: name, value, error."""
+    """Return the innermost value that cannot be pickled: name, value, error."""
     innermost: tuple[str, Any, Exception] | None = None
     seen: set[int] = set()
     queue = iter(named_values)

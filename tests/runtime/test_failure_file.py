@@ -24,15 +24,10 @@ SAVE_CONFIG = (
 
 
 class Tensors(Dataset):
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
     def __len__(self) -> int:
         return 1000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if self.error is not None:
-            raise self.error
         return torch.full((10,), index)
 
 
