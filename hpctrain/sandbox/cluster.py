@@ -18,7 +18,6 @@ from typing import Any
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError, UserError
-from hpctrain.sandbox import etc_hosts
 from hpctrain.sandbox.daemons import (
     MUNGE_USER,
     Daemon,
@@ -28,11 +27,14 @@ from hpctrain.sandbox.daemons import (
     with_descendants,
 )
 from hpctrain.sandbox.layout import (
+    HOSTS,
     SEARCH_PATH,
     SandboxLayout,
     SandboxSize,
+    add_hosts,
     allocate,
     folder_of,
+    remove_hosts,
     sandbox_lock,
 )
 from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
@@ -257,10 +259,10 @@ def create_folder(folder: Path, shape: SandboxSize, kind: type[Sandbox] = Sandbo
 
 def _start(sandbox: Sandbox, limit_s: float) -> Sandbox:
     try:
-        etc_hosts.add_hosts(sandbox.name, sandbox.addresses)
+        add_hosts(sandbox.name, sandbox.addresses)
     except OSError as error:
         raise UserError(
-            f"Cannot add the node names to {etc_hosts.HOSTS}: {error.strerror}. Slurm must be able to "
+            f"Cannot add the node names to {HOSTS}: {error.strerror}. Slurm must be able to "
             "resolve these names. Make the file writable."
         ) from error
     sandbox.start(limit_s)
@@ -301,7 +303,7 @@ def remove(folder: Path, *, came_up: bool = True) -> None:
         with suppress(SchedulerError):
             sandbox.cancel_jobs()
     kill_all(ours, f"sandbox {folder.name}")
-    etc_hosts.remove_hosts(folder.name)
+    remove_hosts(folder.name)
     if folder.exists():
         shutil.rmtree(folder)
 

@@ -15,8 +15,8 @@ from helpers.waiting import wait_for
 from hpctrain import sandbox
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.sandbox import cluster, etc_hosts, slurm_conf
-from hpctrain.sandbox.layout import ROOT, folder_of
+from hpctrain.sandbox import cluster, slurm_conf
+from hpctrain.sandbox.layout import HOSTS, ROOT, folder_of
 
 pytestmark = pytest.mark.slurm
 
@@ -43,7 +43,7 @@ def _sandbox_processes(name: str) -> list[ProcessInfo]:
 
 def _host_lines(name: str) -> list[str]:
     """Return the hosts file without the lines of other sandboxes, which may change at any time."""
-    lines = etc_hosts.HOSTS.read_text().splitlines()
+    lines = HOSTS.read_text().splitlines()
     return [line for line in lines if "# hpctrain sandbox" not in line or line.endswith(f" {name}")]
 
 
