@@ -101,7 +101,7 @@ EXEMPT = {
         "checkpoint.convert.import_checkpoint._read",
         "jobs.executor.function_runs.read_call",
         "jobs.executor.function_runs.read_result",
-        "serialization.CallPayload.read",
+        "records.serialization.CallPayload.read",
         "telemetry.loggers.process.LoggerConfig.read",
         "telemetry.loggers.process._read_ending",
         "training.loop.spawn._read_result",
@@ -122,7 +122,6 @@ EXEMPT = {
         "runtime.program.program._parse_python_command",
     },
     "every error is caught by the caller and reported": {
-        "cli.on_cluster._read_status",
         "cluster.processes._read",
         "supervisor.workers.heartbeat_server.HeartbeatServer._read",
         "telemetry.loggers.csv_file.Csv._read",
