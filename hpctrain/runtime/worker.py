@@ -52,7 +52,7 @@ from hpctrain.runtime.program.heartbeat import (
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
-from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
+from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.sidecar import NodeSampler
 from hpctrain.runtime.snapshot_imports import redirect_imports
@@ -124,8 +124,7 @@ def main(argv: list[str]) -> NoReturn:
     step_log = StepLog(run, attempt) if ranks.is_main else None
     if step_log is not None:
         step_log.write_at_exit()
-    if os.environ.get(STEP_HOOK_VARIABLE) != "0":
-        install_step_hook(partial(after_step, group_check), is_restart=attempt > 0)
+    install_step_hook(partial(after_step, group_check), is_restart=attempt > 0)
     relay = None if connect is None else _start_heartbeat(connect, program, run, attempt, ranks, step_log)
     # After the heartbeats, because a faulty driver may not answer.
     if (binding := bind_cpus(ranks, os.environ)) is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+from types import ModuleType
 
 import pytest
 from helpers.waiting import wait_for
@@ -110,3 +112,9 @@ def test_pause_is_distinguished_from_native_code_and_from_a_sleeping_machine(mon
     assert pause(21.0, 21.0, 20.0) is None
     assert pause(1.0, 1.0, 0.0) is None
     assert pause(-3600.0, 1.0, 0.0) is None
+
+
+def test_heartbeats_continue_while_torch_is_imported(monkeypatch):
+    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert "group" not in heartbeat.heartbeat_message({})
