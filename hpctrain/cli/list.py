@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,15 +54,7 @@ def command(runs_dir: Path, as_json: bool, array: str | None, sort: str | None, 
     if not found:
         click.echo(f"No runs in {runs_dir}.", err=True)
         return
-    print_runs(found)
-
-
-def print_runs(found: Sequence[RunStatus], clusters: Sequence[str] = ()) -> None:
-    """Print one line per run, preceded by its cluster, if given."""
-    rows = [_HEADER, *(_row(status, time.time()) for status in found)]
-    if clusters:
-        rows = [(name, *row) for name, row in zip(["CLUSTER", *clusters], rows, strict=True)]
-    echo_table(rows)
+    echo_table([_HEADER, *(_row(status, time.time()) for status in found)])
 
 
 def _print_results(found: list[RunStatus], sort: str | None, *, reverse: bool, as_json: bool) -> None:

@@ -78,12 +78,12 @@ class _LazyGroup(click.Group):
             hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
             ctx.fail(f"No such command {args[0]!r}. {hint}")
         # Shell completion parses without running.
-        clusters = None if ctx.resilient_parsing else ctx.params["on"]
-        if clusters is not None and args[0] not in _WITH_CLUSTER:
-            from hpctrain.cli.on_cluster import asks_for_help, run_on_clusters
+        cluster = None if ctx.resilient_parsing else ctx.params["on"]
+        if cluster is not None and args[0] not in _WITH_CLUSTER:
+            from hpctrain.cli.on_cluster import asks_for_help, run_on_cluster
 
             if not asks_for_help(args):
-                ctx.exit(run_on_clusters(clusters.split(","), args))
+                ctx.exit(run_on_cluster(cluster, args))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -366,7 +366,7 @@ def resubmission(
         SpecError: `options` names another program or another run folder.
     """
     from hpctrain.cli.resubmit_command import submit_arguments
-    from hpctrain.redaction import redact_args
+    from hpctrain.spec.redaction import redact_args
 
     words, call = submit_arguments(spec, started=started)
     called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"

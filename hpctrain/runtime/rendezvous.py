@@ -87,7 +87,6 @@ def _connect(address: str, ranks: Ranks, listener: int | None, limit_s: float) -
 
 
 def remind(ranks: Ranks, awaited: str) -> None:
-    """Report that this rank still waits."""
     name = f"rank {ranks.rank} on {socket.gethostname()}"
     print(f"hpctrain: {name} is waiting for {awaited}", file=sys.stderr, flush=True)
 

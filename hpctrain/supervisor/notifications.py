@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from hpctrain import system
-from hpctrain.crash_output import file_size
 from hpctrain.errors import SpecError
+from hpctrain.files import file_size
 from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
 from hpctrain.rundir import RunDir, is_event

@@ -12,9 +12,10 @@ import torch
 from fuzzing import FOLDER, Parser, encode, write_file
 from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 
-from hpctrain import files, messages, rundir
+from hpctrain import files, rundir
 from hpctrain.checkpoint import interval
 from hpctrain.checkpoint.format import manifest
+from hpctrain.checkpoint.io import messages
 from hpctrain.errors import CheckpointError, RendezvousError, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord

@@ -55,8 +55,9 @@ EXEMPT = {
         jobs.options.config_files._read_habits jobs.options.config_files._read_option
         jobs.options.config_files._read_yaml jobs.options.option.OptionType._parse_text
         jobs.options.option_parser.parse_option jobs.options.resolved_options._read
-        jobs.runs.run_log_reader.RunLogReader.read lightning.HpctrainEnvironment.detect messages._decode
-        messages._parse records.log_tail.RecordTail._parse_lines rundir.RunStorage.read
+        jobs.runs.run_log_reader.RunLogReader.read lightning.HpctrainEnvironment.detect
+        checkpoint.io.messages._decode
+        checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines rundir.RunStorage.read
         runtime.worker._detect_ranks supervisor.failures.failure_files._parse_corruption
         supervisor.launch.srun.SrunStep._read sweeps.search_space._parse
         telemetry.sampling.sampler.TelemetrySampler.read
@@ -66,7 +67,7 @@ EXEMPT = {
     """,
     "unpickles files of the own user (tests/test_untrusted_data.py)": """
         checkpoint.convert.import_checkpoint._read jobs.executor.function_runs.read_call
-        jobs.executor.function_runs.read_result serialization.CallPayload.read
+        jobs.executor.function_runs.read_result records.serialization.CallPayload.read
         telemetry.loggers.process.LoggerConfig.read telemetry.loggers.process._read_ending
         training.loop.spawn._read_result
     """,

@@ -6,7 +6,9 @@ import json
 
 from fuzzing import Parser, write_file
 
-from hpctrain import crash_output, files, redaction, text, tracebacks
+from hpctrain import files, text
+from hpctrain.records import crash_output
+from hpctrain.spec import redaction
 from hpctrain.supervisor.failures import classify
 from hpctrain.supervisor.failures.failure_files import RankFailure
 from hpctrain.supervisor.job_control import slurm
@@ -67,8 +69,8 @@ PARSERS = [
         ['{"env": {"TOKEN": "x"}, "args": ["--key", "y"], "notify": {"targets": ["https://h/x"]}}'],
         call=lambda content: redaction.redact_spec(as_mapping(content)),
     ),
-    Parser(tracebacks.fold, [TRACEBACK]),
-    Parser(tracebacks.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
+    Parser(crash_output.fold, [TRACEBACK]),
+    Parser(crash_output.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
     Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
     Parser(classify.classify, ERRORS, call=classify_message),
     Parser(classify._numbers, ["[[79, 13]]"]),

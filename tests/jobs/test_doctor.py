@@ -62,7 +62,7 @@ def plugin_cluster() -> Iterator[sandbox.Sandbox]:
     name = f"lua-{os.getpid()}"
     try:
         box = sandbox.up(name, nodes=1, gpus_per_node=1)
-        (box.plan.folder / "job_submit.lua").write_text(_LUA.format(condition="false", words=""))
+        (box.folder / "job_submit.lua").write_text(_LUA.format(condition="false", words=""))
         with box.conf.open("a") as conf:
             conf.write("JobSubmitPlugins=lua\n")
         run_command(["scontrol", "reconfigure"], box.env)
@@ -76,7 +76,7 @@ def probe_refusing_site(plugin_cluster):
     """Return the probe results at a site whose plugin refuses jobs of one kind."""
 
     def call(condition: str):
-        script = plugin_cluster.plan.folder / "job_submit.lua"
+        script = plugin_cluster.folder / "job_submit.lua"
         before = script.stat().st_mtime
         script.write_text(_LUA.format(condition=condition, words="not here"))
         # Slurm reads it again when its modification time, in whole seconds, is later.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from helpers.accounting_slurm import AccountingSandbox
 from helpers.batch_jobs import SlurmJobs
 from helpers.commands import environment
 from helpers.waiting import wait_for
@@ -25,7 +26,8 @@ def own_cluster(request: pytest.FixtureRequest) -> Iterator[SlurmJobs]:
     request.getfixturevalue(request.param)  # skips if unavailable
     name = f"lost-{os.getpid()}"
     try:
-        box = sandbox.up(name, nodes=1, gpus_per_node=0, accounting=request.param == "accounting")
+        kind = AccountingSandbox if request.param == "accounting" else sandbox.Sandbox
+        box = sandbox.up(name, nodes=1, gpus_per_node=0, kind=kind)
         yield SlurmJobs(box, environment(box.env))
     finally:
         sandbox.down(name)
@@ -37,7 +39,7 @@ def lose_job_state(slurm: SlurmJobs) -> None:
     pid = box.daemons()["slurmctld"]
     next(process for process in processes() if process.pid == pid).kill()
     wait_for(lambda: box.daemons()["slurmctld"] is None, 5, "the end of slurmctld")
-    for path in box.plan.state.glob("job_state*"):
+    for path in box.state.glob("job_state*"):
         path.unlink()
     box.start()
 
@@ -59,7 +61,7 @@ def test_unresponsive_controller_leaves_runs_unknown(own_cluster, tmp_path):
     ended = own_cluster.submit(tmp_path / "ended", "exit 3")
     wait_for(lambda: running.status().state is RunState.RUNNING, 20, "the job to start")
     wait_for(lambda: own_cluster.command("squeue", "-h", "-t", "failed") != "", 20, "the other to end")
-    if own_cluster.box.shape.accounting:
+    if isinstance(own_cluster.box, AccountingSandbox):
         record = ("sacct", "-nXP", "-o", "State", "-j", ended.job_id)
         wait_for(lambda: own_cluster.command(*record) == "FAILED", 20, "its end to be on record")
     squeue = tmp_path / "squeue"
@@ -71,7 +73,7 @@ def test_unresponsive_controller_leaves_runs_unknown(own_cluster, tmp_path):
     status = Run(running.dir, environ).status()
     assert (status.state, status.job_state) == (RunState.UNKNOWN, None)
     assert "Unable to contact slurm controller" in status.words
-    expected = RunState.FAILED if own_cluster.box.shape.accounting else RunState.UNKNOWN
+    expected = RunState.FAILED if isinstance(own_cluster.box, AccountingSandbox) else RunState.UNKNOWN
     status = Run(ended.dir, environ).status()
     assert status.state is expected, status.words
     assert running.status().state is RunState.RUNNING
@@ -86,11 +88,11 @@ def test_lost_job_is_neither_ended_at_once_nor_confused_with_another(own_cluster
     log = tmp_path / "first" / "slurm.log"
     wait_for(lambda: log.exists() and "here" in log.read_text(), 20, "the job to start")
     assert run.status().state is RunState.RUNNING
-    if own_cluster.box.shape.accounting:
+    if isinstance(own_cluster.box, AccountingSandbox):
         record = ("sacct", "-nXP", "-o", "State", "-j", run.job_id)
         wait_for(lambda: own_cluster.command(*record) == "RUNNING", 20, "the job to be on record")
     lose_job_state(own_cluster)
-    if own_cluster.box.shape.accounting:
+    if isinstance(own_cluster.box, AccountingSandbox):
         # A controller that starts without its state reports this to accounting.
         wait_for(lambda: run.status().state.ended, 20, "the end on record")
         assert run.status().job_state in ("CANCELLED", "NODE_FAIL")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from helpers.accounting_slurm import AccountingSandbox
 from helpers.batch_jobs import SlurmJobs
 from helpers.commands import environment
 from helpers.slurm_states import JobStates, check_status
@@ -312,7 +313,7 @@ def test_preemption_affects_one_array_task_only(cluster, tmp_path):
                 options = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--parsable")
                 urgent = cluster.command("sbatch", *options, "-o", "/dev/null", "--wrap=sleep 1")
             if status.held:
-                if cluster.box.shape.accounting:
+                if isinstance(cluster.box, AccountingSandbox):
                     wait_for(lambda: "PREEMPTED" in cluster.command(*record), 20, "the record of it")
                 current = run.status()
                 assert current.tasks == {"RUNNING": 3, "PENDING": 1}

@@ -144,9 +144,7 @@ def test_controller_that_closes_connections_counts_as_unreachable(slurm, tmp_pat
                     connection.close()
 
         threading.Thread(target=refuse, daemon=True).start()
-        conf = re.sub(
-            r"(?m)^SlurmctldHost=.*", "SlurmctldHost=localhost(127.0.0.1)", slurm.plan.conf.read_text()
-        )
+        conf = re.sub(r"(?m)^SlurmctldHost=.*", "SlurmctldHost=localhost(127.0.0.1)", slurm.conf.read_text())
         conf = re.sub(r"(?m)^SlurmctldPort=.*", f"SlurmctldPort={server.getsockname()[1]}", conf)
         (tmp_path / "slurm.conf").write_text(conf)
         with pytest.raises(SchedulerError) as error:

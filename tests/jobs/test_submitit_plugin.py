@@ -22,7 +22,7 @@ from hpctrain import Executor
 from hpctrain.errors import SpecError
 from hpctrain.jobs.executor.executor import to_options
 from hpctrain.jobs.runs.run import find_run
-from hpctrain.serialization import CallPayload
+from hpctrain.records.serialization import CallPayload
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes

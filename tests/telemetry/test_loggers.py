@@ -20,8 +20,8 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import UserError
 from hpctrain.files import append_json_line
+from hpctrain.records.serialization import dumps
 from hpctrain.rundir import RunDir
-from hpctrain.serialization import dumps
 from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, Neptune, TensorBoard, find_loggers
 from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher, LoggerState
 from hpctrain.telemetry.loggers.process import LoggerConfig

@@ -55,7 +55,7 @@ class RankWrite(Generic[RemarkT]):
     finalize: Callable[[list[tuple[list[FileEntry], RemarkT]]], Mapping[str, bytes]]
     """Function for rank 0: returns all other files, including the manifest, from all entries and remarks."""
     remark: Callable[[], RemarkT]
-    """Called when the files are written; sent to rank 0. See `hpctrain.messages.gather` for the types."""
+    """Called when the files are written; sent to rank 0. See `messages.gather` for the types."""
     fingerprint: Any = None
     """Must be equal on all ranks."""
     ready: Any = None

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpctrain import messages
+from hpctrain.checkpoint.io import messages
 from hpctrain.errors import CheckpointError, DiskFull, RendezvousError
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.spec_builder import node_shape, validate_option
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import find_run
-from hpctrain.serialization import FunctionCall
+from hpctrain.records.serialization import FunctionCall
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import suggest
 

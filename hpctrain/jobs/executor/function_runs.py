@@ -24,8 +24,8 @@ from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.records.run_record import read_run_record
+from hpctrain.records.serialization import CallPayload, FunctionCall
 from hpctrain.rundir import RunDir
-from hpctrain.serialization import CallPayload, FunctionCall
 from hpctrain.text import format_ranks
 
 log = logging.getLogger("hpctrain")

@@ -7,12 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hpctrain.crash_output import useful_lines
 from hpctrain.files import read_json
+from hpctrain.records.crash_output import fold, useful_lines
 from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.text import format_ranks
-from hpctrain.tracebacks import fold
 
 #: Lines of the log to show if a rank exited without a traceback.
 _LAST_LINES = 20

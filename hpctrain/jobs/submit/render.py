@@ -16,9 +16,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
 from hpctrain.jobs.submit.template_checks import check_blocks, check_rendered_script
-from hpctrain.redaction import redact_args
 from hpctrain.spec.directives import all_directives, directive_lines
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.redaction import redact_args
 from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.spec.step_options import program_words, srun_options
 from hpctrain.text import suggest

@@ -6,8 +6,8 @@ import re
 import signal
 from collections.abc import Iterable
 
-from hpctrain.crash_output import UNFINISHED
 from hpctrain.errors import DataWorkerKilled, DiskFull, RendezvousError
+from hpctrain.records.crash_output import UNFINISHED
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.spec.restart_policy import EndKind

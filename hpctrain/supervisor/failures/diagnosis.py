@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpctrain import system
-from hpctrain.crash_output import describe_unfinished
 from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json
+from hpctrain.records.crash_output import describe_unfinished
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event, is_metrics, is_new_submission
 from hpctrain.spec.job_spec import JobSpec

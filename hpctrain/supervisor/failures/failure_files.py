@@ -10,13 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain import system
-from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, CrashOutput, find_crash_output
 from hpctrain.files import read_json
+from hpctrain.records.crash_output import (
+    UNFINISHED,
+    UNFINISHED_ADVICE,
+    CrashOutput,
+    find_crash_output,
+    is_peer_lost,
+)
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
 from hpctrain.text import signal_name
-from hpctrain.tracebacks import is_peer_lost
 
 log = logging.getLogger(__name__)
 

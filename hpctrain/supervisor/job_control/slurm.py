@@ -9,9 +9,8 @@ import sys
 from collections.abc import Mapping
 
 from hpctrain import system
-from hpctrain.crash_output import file_size
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError, SpecError
-from hpctrain.files import open_regular
+from hpctrain.files import file_size, open_regular
 from hpctrain.records.lease import Lease, LeaseHolder
 from hpctrain.records.successor import JobChanges, find_successor, submit_successor
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir

@@ -15,7 +15,7 @@ from hpctrain import system
 from hpctrain.checkpoint.interval import longest_save_s
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
-from hpctrain.crash_output import file_size
+from hpctrain.files import file_size
 from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (

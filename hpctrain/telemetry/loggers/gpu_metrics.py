@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.crash_output import file_size
-from hpctrain.files import parse_json_line, read_new_lines
+from hpctrain.files import file_size, parse_json_line, read_new_lines
 from hpctrain.rundir import RunDir
 from hpctrain.text import is_finite
 

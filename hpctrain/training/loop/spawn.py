@@ -25,8 +25,8 @@ from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
 from hpctrain.files import write_atomic
+from hpctrain.records.serialization import dumps
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
-from hpctrain.serialization import dumps
 
 #: Time for the other ranks to detect a failed rank, in seconds.
 _NOTICE_S = 5.0

@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from hpctrain.buffered_writer import ReportMessage
+from hpctrain.records.serialization import dumps
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.sidecar import Sidecar
-from hpctrain.serialization import dumps
 from hpctrain.telemetry.hparams import applied_hparams
 from hpctrain.telemetry.loggers import Logger, TrainingEnd
 from hpctrain.telemetry.loggers.process import LoggerConfig

@@ -49,8 +49,6 @@ def broadcast(group: dist.ProcessGroup, value: Any, *, src: int, what: str = "a 
 
 @dataclass
 class _Packed:
-    """A value, split into JSON and tensors."""
-
     text: bytes
     tensors: list[torch.Tensor]
 
@@ -186,5 +184,4 @@ def _checked_length(size: torch.Tensor, what: str) -> int:
 
 
 def _buffer(text: bytes, length: int) -> torch.Tensor:
-    """Return `text` as bytes in a tensor, padded to `length`."""
     return torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)
