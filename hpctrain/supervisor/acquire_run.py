@@ -1,4 +1,4 @@
-"""Check of the run's record before the supervisor starts: origin of this job, and state of the run."""
+"""Decide from the run's record whether this job must train, and record it as the run's newest job."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
 
 
 def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
-    """Decide whether this job must train. If so, record this job as the newest job of the run.
+    """Decide whether this job must train; if so, acquire the lease, and record this job as the newest.
 
-    Raises:
-        NotInJob: hpctrain did not start this job, or another job trains in the folder.
+    `deaths` is the number of earlier supervisors of this job that were killed. Raises NotInJob if hpctrain
+    did not start this job, or another job trains in the folder.
     """
     state = _ownership_state(run, job_control)
     decision = decide_ownership(state)
@@ -124,14 +124,11 @@ def recorded_end(events: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _acquire_lease(run: RunDir, jobs: SlurmSuccessors, deaths: int) -> None:
-    """Acquire the lease of the run folder, so that no other process trains in this folder.
-
-    A full disk does not prevent training.
-    """
+    """Acquire the lease of the run folder; a full disk does not prevent training."""
     try:
         jobs.lease.acquire(jobs.predecessor, deaths)
-    except LeaseHeld as taken:
-        holder = taken.holder
+    except LeaseHeld as error:
+        holder = error.holder
         raise NotInJob(
             f"The run in {str(run.path)!r} is still active as job {holder.job_id}: its supervisor (process "
             f"{holder.pid} on {holder.host}) holds the lease on the folder. Wait for the run to end, or "
@@ -146,8 +143,8 @@ def _acquire_lease(run: RunDir, jobs: SlurmSuccessors, deaths: int) -> None:
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
     """Return the successor of this job, if Slurm requeued this job after submitting it."""
     job_id = job_control.job_id
-    if (recorded := recorded_successor(run.read_events(), job_id)) is not None:
-        return recorded
+    if (successor := recorded_successor(run.read_events(), job_id)) is not None:
+        return successor
     if record.job_id != job_id or record.handover is None or job_control.successors is None:
         return None
     try:
@@ -163,8 +160,8 @@ def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str |
 
 def recorded_successor(events: Iterable[Mapping[str, Any]], job_id: str) -> str | None:
     """Return the first recorded successor of a job."""
-    found = (each["job_id"] for each in events if each["kind"] == "submitted" and each.get("after") == job_id)
-    return next(map(str, found), None)
+    jobs_after = (event for event in events if event["kind"] == "submitted" and event.get("after") == job_id)
+    return next((str(event["job_id"]) for event in jobs_after), None)
 
 
 def register_job(run: RunDir, spec: JobSpec, job_id: str) -> None:
@@ -172,9 +169,6 @@ def register_job(run: RunDir, spec: JobSpec, job_id: str) -> None:
 
     The job may start before `hpctrain submit` records it. If `submit` was killed in between, this function
     records the first job of the run.
-
-    Raises:
-        NotInJob: hpctrain did not submit this job, or has submitted another since.
     """
     deadline, pause_s = system.monotonic() + _RECORD_LIMIT_S, 0.02
     while (newest := summarize_events(run, reversed([*run.read_events()])).job_id) != job_id:

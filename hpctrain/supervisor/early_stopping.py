@@ -1,4 +1,4 @@
-"""Early stopping of a sweep's losing trials: each supervisor compares its trial with the others."""
+"""Stop losing trials of a sweep early: each supervisor compares its trial with the others."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ class EarlyStoppingMonitor(PeriodicCheck):
                 return False
             trials = self._trials()
             self._due = system.monotonic() + _INTERVAL_PER_TRIAL_S * len(trials)
-            others = [each for trial in trials for each in self._reports(trial) if each.step == newest.step]
-            if reason := self._rule.reason_to_stop(newest, others):
+            reports = (report for trial in trials for report in self._reports(trial))
+            rivals = [report for report in reports if report.step == newest.step]
+            if reason := self._rule.reason_to_stop(newest, rivals):
                 self._stop(reason)
                 return True
         return False

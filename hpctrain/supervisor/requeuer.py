@@ -1,4 +1,4 @@
-"""Release of an allocation and request for a new allocation: a requeue, or a successor job."""
+"""Release an allocation and request a new one, by a requeue or in a successor job."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ _UNREACHABLE_TIMEOUT_S, _PAUSE_S = 3600.0, 5.0
 
 @dataclass(frozen=True)
 class RequeueRefused:
-    """No other allocation is available."""
-
     cause: str
     is_transient: bool
     """True if the only problem is an unreachable controller."""
@@ -60,7 +58,7 @@ class Requeuer:
     def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, changes: JobChanges
     ) -> Continue | Exit | RequeueRefused:
-        """Release the allocation and request a new allocation."""
+        """Release the allocation after an attempt of `seconds`, and request a new one."""
         methods = self._methods(intent)
         memory = {"memory": changes.memory} if changes.memory else {}
         self.run.log_event(
@@ -86,12 +84,12 @@ class Requeuer:
     def _try_methods(
         self, methods: Sequence[ContinuationMethod], attempt: int, changes: JobChanges
     ) -> Continue | Exit | RequeueRefused:
-        """Try each method once. See `relocate`."""
         refusals, may_pass = [], False
         for method in methods:
             try:
                 if method is ContinuationMethod.REQUEUE:
-                    return self._requeue(changes)
+                    is_ending = self.job_control.requeue()
+                    return self._leave_requeued_job(changes) if is_ending else Continue()
                 assert self.job_control.successors is not None
                 log.info("job %s will continue the run", self.job_control.successors.submit(attempt, changes))
                 return Exit(EXIT_CONTINUE)
@@ -106,21 +104,20 @@ class Requeuer:
                 if is_requeue and _ALREADY_ENDING in str(error) and intent is not JobIntent.RELOCATE:
                     # Slurm accepted an earlier request whose answer was lost, or ends the job by itself.
                     return self._leave_requeued_job(changes)
-                what = "the requeue" if is_requeue else "the submission of a successor job"
-                log.warning("%s failed: %s", what, error)
-                refusals.append(f"{what} failed: {error}")
+                request = "the requeue" if is_requeue else "the submission of a successor job"
+                log.warning("%s failed: %s", request, error)
+                refusals.append(f"{request} failed: {error}")
                 may_pass = may_pass or is_transient(str(error))
         return RequeueRefused("; ".join(refusals), may_pass)
 
-    def _requeue(self, changes: JobChanges) -> Continue | Exit:
-        """Requeue the job."""
-        if not self.job_control.requeue():
-            return Continue()
-        return self._leave_requeued_job(changes)
-
     def _leave_requeued_job(self, changes: JobChanges) -> Exit:
+        """Wait for Slurm to end this process, as it does to requeue the job."""
         self._change(changes)
-        self._wait_for_the_end()
+        log.info("requeued; waiting for Slurm to end this job")
+        try:
+            self.events.get(timeout=_REQUEUE_LIMIT_S)
+        except queue.Empty:
+            log.warning("Slurm did not end this job within %.0f s of the requeue; exiting", _REQUEUE_LIMIT_S)
         return Exit(EXIT_CONTINUE)
 
     def requeue_orphaned(self) -> None:
@@ -173,11 +170,3 @@ class Requeuer:
                     "previous memory request",
                     error,
                 )
-
-    def _wait_for_the_end(self) -> None:
-        """Wait for Slurm to end this process, as it does to requeue the job."""
-        log.info("requeued; waiting for Slurm to end this job")
-        try:
-            self.events.get(timeout=_REQUEUE_LIMIT_S)
-        except queue.Empty:
-            log.warning("Slurm did not end this job within %.0f s of the requeue; exiting", _REQUEUE_LIMIT_S)

@@ -1,4 +1,4 @@
-"""The supervisor: starts the workers, diagnoses their end, and decides on the next action."""
+"""Start the workers, diagnose their end, and carry out the next action."""
 
 from __future__ import annotations
 

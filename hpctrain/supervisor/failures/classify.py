@@ -1,4 +1,4 @@
-"""Classification of a rank's failure from messages of the rank, PyTorch, the kernel and the GPU driver."""
+"""Classify a rank's failure from messages of the rank, PyTorch, the kernel and the GPU driver."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ def is_deterministic(failure: RankFailure) -> bool:
 def gpu_faults(run: RunDir, hosts: Iterable[str], since: float) -> dict[str, list[int]]:
     """Return the Xids that the devices of each node reported since a time, in seconds since the epoch."""
     names = {_short(host): host for host in hosts}
-    found: dict[str, list[int]] = {}
+    faults: dict[str, list[int]] = {}
     for path in run.all_telemetry():
         for _, line in zip(range(_LINES), read_last_records(path, is_metrics), strict=False):
             host = names.get(_short(str(line.get("host"))))
             if host is None or float(line.get("time", 0.0)) < since:
                 break
             if xids := HARDWARE_XIDS.intersection(_numbers(line.get("gpu_xids"))):
-                found.setdefault(host, []).extend(xids)
-    return found
+                faults.setdefault(host, []).extend(xids)
+    return faults
 
 
 def _short(host: str) -> str:

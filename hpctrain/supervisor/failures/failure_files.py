@@ -1,4 +1,4 @@
-"""Failure files of an attempt: files of the ranks, files written on their behalf, and the root cause."""
+"""Read the failure files of an attempt, write those that ranks could not write, and find the root cause."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class Corruption:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Failure of a rank."""
-
     rank: int
     host: str
     kind: str
@@ -76,21 +74,24 @@ def collect_failures(
     since: int = 0,
     early_exits: Mapping[int, str] | None = None,
 ) -> list[RankFailure]:
-    """Return the failures of `attempt`, and write the failure files that ranks could not write."""
+    """Return the failures of `attempt`, and write the failure files that ranks could not write.
+
+    The attempt's part of the job's log begins at byte `since`. Early exits are ranks that exited with code 0
+    during training, and the location of that training.
+    """
     failures = {failure.rank: failure for failure in _read(run, attempt)}
-    for rank, where in (early_exits or {}).items():
+    now = system.time()
+    for rank, location in (early_exits or {}).items():
         if rank not in failures:
-            host, log = hosts[rank // spec.ntasks_per_node], run.rank_log(attempt, rank)
-            failure = RankFailure(
-                rank, host, UNFINISHED, where, UNFINISHED_ADVICE, str(log), None, system.time()
-            )
+            host, log_path = hosts[rank // spec.ntasks_per_node], str(run.rank_log(attempt, rank))
+            failure = RankFailure(rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, now)
             failures[rank] = _write(run, attempt, failure)
     if spec.torchrun is not None and failures:
         # An agent fails because its ranks fail.
         return list(failures.values())
-    ranks_of_each = spec.ntasks_per_node // spec.processes_per_node
+    ranks_per_process = spec.ntasks_per_node // spec.processes_per_node
     for task in exits:
-        rank = task.rank * ranks_of_each
+        rank = task.rank * ranks_per_process
         if task.out_of_memory and rank in failures:
             # Such as an exception of a rank whose data worker was killed.
             failures[rank] = replace(failures[rank], out_of_memory=True)

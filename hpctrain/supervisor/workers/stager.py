@@ -1,4 +1,4 @@
-"""Stage files: before the ranks start, one process per node copies them to the local disk."""
+"""Stage files on the local disk of each node before the ranks start."""
 
 from __future__ import annotations
 
@@ -94,8 +94,6 @@ class StagePlan:
 
 @dataclass
 class Stager:
-    """Runs the copies before each attempt, and removes them at the end of the job."""
-
     run: RunDir
     plan: StagePlan
     launcher: Launcher
