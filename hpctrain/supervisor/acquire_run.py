@@ -14,8 +14,7 @@ from hpctrain.records.run_record import RunRecord, read_run_record, summarize_ev
 from hpctrain.records.successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.job_control import JobControl
-from hpctrain.supervisor.job_control.slurm import SlurmSuccessors
+from hpctrain.supervisor.job_control import JobControl, SlurmSuccessors
 from hpctrain.supervisor.policy.job_intent import (
     Continue,
     Exit,
@@ -86,7 +85,6 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
 
 
 def _over(run: RunDir, end: Mapping[str, Any]) -> Exit:
-    """Return the exit of a job of an ended run."""
     if end.get("state") == "FAILED":
         resume = f"hpctrain resume {shlex.quote(str(run.path))}"
         print(f"The run has failed, so this job exits. To continue the run, use {resume}")
@@ -159,7 +157,6 @@ def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str |
 
 
 def recorded_successor(events: Iterable[Mapping[str, Any]], job_id: str) -> str | None:
-    """Return the first recorded successor of a job."""
     jobs_after = (event for event in events if event["kind"] == "submitted" and event.get("after") == job_id)
     return next((str(event["job_id"]) for event in jobs_after), None)
 

@@ -64,7 +64,6 @@ class LocalArray:
         return 0 if set(states) <= {"COMPLETED", STOPPED_EARLY} else RunFailed.exit_code
 
     def _start(self, index: int) -> None:
-        """Start a task, unless it is cancelled or already running."""
         task = self._run.task(index)
         if self._cancelled or task.cancel_request.exists():
             finish_run(task, "CANCELLED")
@@ -96,7 +95,6 @@ class LocalArray:
         log.info("task %d: started process %d", index, process.pid)
 
     def _gpus_of(self, slot: int) -> dict[str, str]:
-        """Assign separate GPUs to each task that runs at the same time."""
         count = self._spec.nodes * self._spec.gpus_per_node
         return gpu_variables(visible_gpus(self._environ)[slot * count : (slot + 1) * count])
 

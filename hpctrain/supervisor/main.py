@@ -26,8 +26,7 @@ from hpctrain.supervisor.buffered_storage import (
     BufferedStorage,
     describe_disk_error,
 )
-from hpctrain.supervisor.job_control.job_control import LocalJobControl
-from hpctrain.supervisor.job_control.slurm import SlurmJobControl
+from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.job_step import Launcher
 from hpctrain.supervisor.launch.local import LocalLauncher
 from hpctrain.supervisor.launch.srun import SrunLauncher
@@ -141,7 +140,6 @@ def _supervise_slurm_job(
 
 
 def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) -> int:
-    """Report the failure of this job, and record it unless another job now owns the run."""
     print(f"Error: {cause}", file=sys.stderr)
     job_id = LocalJobControl(spec, environ).job_id if spec.backend == "local" else own_job_id(environ)
     try:

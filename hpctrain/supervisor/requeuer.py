@@ -17,7 +17,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_transient
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.job_control.job_control import JobControl
+from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import StepEvent
 from hpctrain.supervisor.policy.job_intent import (
     ContinuationMethod,
@@ -48,8 +48,6 @@ class RequeueRefused:
 
 @dataclass(frozen=True)
 class Requeuer:
-    """Continues a run in another allocation."""
-
     run: RunDir
     spec: JobSpec
     job_control: JobControl
@@ -160,7 +158,6 @@ class Requeuer:
             return True
 
     def _change(self, changes: JobChanges) -> None:
-        """Change the requeued job; on failure, it starts as before."""
         if changes and self.job_control.nodes is not None:
             try:
                 self.job_control.nodes.change_job(changes)

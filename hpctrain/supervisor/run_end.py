@@ -47,7 +47,6 @@ def finish_run(
 
 
 def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) -> str | None:
-    """Return a note on anomalies in a completed run; None without anomalies."""
     return " ".join(filter(None, [_ranks_never_met(spec, result), _loss_not_finite(run)])) or None
 
 

@@ -16,11 +16,10 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
-from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
 from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer
-from hpctrain.supervisor.job_control.job_control import JobControl, known_seconds_left
+from hpctrain.supervisor.job_control import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
-from hpctrain.supervisor.node_monitors import NodeDrainMonitor, ScaleUpMonitor
+from hpctrain.supervisor.monitors import EarlyStoppingMonitor, NodeDrainMonitor, ScaleUpMonitor
 from hpctrain.supervisor.node_steps import check_nodes, drain_local_tier, node_check_is_due, remove_copies
 from hpctrain.supervisor.policy.decide import (
     Action,
@@ -53,7 +52,6 @@ class FinishedAttempt:
     number: int
     diagnosis: Diagnosis
     intent: JobIntent
-    """Intent of the user and the scheduler for the job."""
     result: AttemptResult | None = None
     """None if the workers were not started, or were started by another supervisor."""
     seconds: float = 0.0
@@ -78,8 +76,6 @@ class FinishedAttempt:
 
 
 class Supervisor:
-    """Supervises one job of a run."""
-
     def __init__(
         self,
         run: RunDir,
@@ -154,7 +150,6 @@ class Supervisor:
         return FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
 
     def _train(self, attempt: int) -> FinishedAttempt:
-        """Start the workers, monitor them until they exit, and find the cause."""
         try:
             with (
                 ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)),
@@ -277,7 +272,6 @@ class Supervisor:
         )
 
     def _change_nodes(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
-        """Continue on the chosen nodes of the allocation, and release lost nodes."""
         before, hosts = self._launcher.hosts, list(decision.hosts)
         gone = {**lost, **decision.exclude}
         self._run.log_event(
@@ -304,7 +298,6 @@ class Supervisor:
             self._stager.remove(attempt, hosts, lost, is_short=is_short)
 
     def _requeue(self, ended: FinishedAttempt, memory: str | None) -> Continue | Exit:
-        """Continue in another allocation, by a requeue or in a successor job."""
         history, nodes = History.from_events(self._run.read_events()), self._job_control.nodes
         excluded = history.excluded
         if excluded and nodes is not None and not nodes.can_reallocate(excluded):

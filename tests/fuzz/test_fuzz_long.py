@@ -25,7 +25,7 @@ PARSER_NAME = re.compile(r"_?(parse|read|from|decode|expand|detect)(_\w+)?|load_
 EXEMPT = {
     "takes objects, not text": {
         "checkpoint.convert.external_formats.parse_external_state",
-        "supervisor.early_stopping.EarlyStoppingMonitor._read_rule",
+        "supervisor.monitors.EarlyStoppingMonitor._read_rule",
         "jobs.executor.job.Job.from_run",
         "jobs.executor.job.JobFailed.from_failure",
         "jobs.options.option.OptionType.from_hint",

@@ -8,9 +8,9 @@ import pytest
 from helpers.fuzzing import Parser, check_errors, check_time, write_file
 
 from hpctrain import crash_output, files, redaction, text, tracebacks
+from hpctrain.supervisor import job_control
 from hpctrain.supervisor.failures import classify
 from hpctrain.supervisor.failures.failure_files import RankFailure
-from hpctrain.supervisor.job_control import slurm
 from hpctrain.supervisor.policy import history
 
 TRACEBACK = """Traceback (most recent call last):
@@ -75,7 +75,7 @@ PARSERS = [
     Parser(classify._numbers, ["[[79, 13]]"]),
     Parser(history._parse_failure, ["rank 3 on n1: ValueError: at 0xdeadbeef"], call=normalized),
     Parser(
-        slurm._EVICTED.search,
+        job_control._EVICTED.search,
         ["slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***"],
         slow=[("", "error: *** JOB 1", "\n")],
     ),

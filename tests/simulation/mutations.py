@@ -14,11 +14,11 @@ from hpctrain.errors import SchedulerError
 from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
 from hpctrain.supervisor.buffered_storage import BufferedStorage
-from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
-from hpctrain.supervisor.node_monitors import ScaleUpMonitor
+from hpctrain.supervisor.monitors import ScaleUpMonitor
 from hpctrain.supervisor.notifications import Notifier
 from hpctrain.supervisor.policy import job_intent
 from hpctrain.supervisor.policy.history import History
+from hpctrain.supervisor.slurm_nodes import SlurmNodes
 from hpctrain.supervisor.workers.rank_monitor import StopAgreement
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
@@ -120,7 +120,12 @@ MUTATIONS: dict[str, list[Patch]] = {
         _edit(ScaleUpMonitor, "check", "self.num_nodes + nodes.num_free(excluded)", "self.spec.nodes")
     ],
     "the end of a run is not notified": [
-        _edit(Notifier, "run", "self._check_with_retries()\n    deadline", "deadline")
+        _edit(
+            Notifier,
+            "run",
+            "    self._check_with_retries()\n    self._check_with_retries()",
+            "    self._check_with_retries()",
+        )
     ],
     "earlier events are notified again": [
         _edit(Notifier, "__init__", "while self._events.read():", "while False:")

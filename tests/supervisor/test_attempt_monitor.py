@@ -12,8 +12,7 @@ from helpers.waiting import slowness
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.job_control import LocalJobControl
-from hpctrain.supervisor.job_control.slurm import SlurmJobControl
+from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,
     RankSignalled,

@@ -7,9 +7,9 @@ import queue
 import pytest
 
 from hpctrain.rundir import STOPPED_EARLY, RunDir
-from hpctrain.supervisor import early_stopping
-from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
+from hpctrain.supervisor import monitors
 from hpctrain.supervisor.launch.job_step import StopRequested
+from hpctrain.supervisor.monitors import EarlyStoppingMonitor
 from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
 from hpctrain.supervisor.run_end import finish_run
 from hpctrain.sweeps.stopping_rules import StoppingRule
@@ -19,7 +19,7 @@ from hpctrain.sweeps.sweep_record import SweepRecord
 @pytest.fixture
 def trials(tmp_path, monkeypatch) -> list[RunDir]:
     """Three trials of a sweep with ASHA; two have reported losses of 1 and 2 at step 10."""
-    monkeypatch.setattr(early_stopping, "_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(monitors, "_TRIAL_INTERVAL_S", 0.01)
     array = RunDir(tmp_path / "sweep")
     trials = [array.task(number) for number in range(3)]
     for trial in trials:

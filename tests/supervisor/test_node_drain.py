@@ -11,7 +11,7 @@ import pytest
 from hpctrain import system
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.launch.job_step import StopRequested
-from hpctrain.supervisor.node_monitors import NodeDrainMonitor
+from hpctrain.supervisor.monitors import NodeDrainMonitor
 
 
 @pytest.fixture

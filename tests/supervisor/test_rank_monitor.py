@@ -9,7 +9,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.job_control.job_control import LocalJobControl
+from hpctrain.supervisor.job_control import LocalJobControl
 from hpctrain.supervisor.launch.job_step import LauncherStuck, StepEnded
 from hpctrain.supervisor.workers import rank_monitor as module
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome

@@ -12,8 +12,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm import config, node_queries
 from hpctrain.slurm.node_queries import NodeRecord, parse_nodes
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control import slurm_nodes
-from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes, node_trouble
+from hpctrain.supervisor import slurm_nodes
+from hpctrain.supervisor.slurm_nodes import SlurmNodes, node_trouble
 
 RECORD = """\
 NodeName=n1 Arch=x86_64 CoresPerSocket=1

@@ -25,7 +25,7 @@ from hpctrain.supervisor.failures.failure_files import (
     collect_failures,
     root_cause,
 )
-from hpctrain.supervisor.job_control.job_control import (
+from hpctrain.supervisor.job_control import (
     EARLY_SIGNAL_TOLERANCE_S,
     JobControl,
     known_seconds_left,
@@ -45,8 +45,6 @@ _PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Result of an attempt."""
-
     end: AttemptEnd
     lost: Mapping[str, str] = field(default_factory=dict)
     """Lost and draining nodes, with the reason."""
@@ -61,7 +59,6 @@ class FailureAnalyzer:
     job_control: JobControl
 
     def analyze(self, result: AttemptResult, hosts: list[str]) -> Diagnosis:
-        """Diagnose an attempt on `hosts`."""
         attempt = result.attempt
         early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
@@ -88,7 +85,6 @@ class FailureAnalyzer:
                 return self._analyze_failure(result, hosts, early_exits)
 
     def record_supervisor_death(self, attempt: int) -> AttemptEnd:
-        """Record that the supervisor was killed, together with the ranks."""
         cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)
         return self._record(attempt, EndKind.KILLED, cause, log_path=log_path)
 
@@ -103,7 +99,6 @@ class FailureAnalyzer:
         return None
 
     def record_bad_nodes(self, attempt: int, bad: Mapping[str, str], hosts: list[str]) -> AttemptEnd:
-        """Record that nodes failed the check before an attempt."""
         for host, why in bad.items():
             rank = hosts.index(host) * self.spec.ntasks_per_node
             cause, log_path = f"node check: {host}: {why}", str(self.run.node_check_result(attempt, rank))
@@ -152,7 +147,6 @@ class FailureAnalyzer:
         return early_exits
 
     def _newest_metrics(self) -> dict[str, Any]:
-        """Return the newest logged metrics; empty if there are none, or they cannot be read."""
         try:
             return next(read_last_records(self.run.metrics, is_metrics), {})
         except OSError:
@@ -279,7 +273,6 @@ class FailureAnalyzer:
         return not saved and int(self._newest_metrics().get("step", 0)) <= 1
 
     def _find_lost(self, hosts: list[str]) -> dict[str, str]:
-        """Return lost nodes with the reason; empty if this cannot be determined."""
         if len(hosts) == 1 or self.job_control.nodes is None:
             return {}
         try:

@@ -28,7 +28,6 @@ class Corruption:
     suspects: Mapping[int, str]
     """Ranks that may be faulty, with the names of their devices."""
     verified_step: int
-    """Step up to which training was verified."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,12 @@ class RankFailure:
     final: bool = False
     """True if the rank reports that the next attempt would fail in the same way."""
     classes: tuple[str, ...] = ()
-    """Class names of an exception and its base classes, in order."""
     out_of_memory: bool = False
     """True if the kernel killed the rank for exceeding the memory of the job."""
     micro_batch_size: int | None = None
     """Size of micro-batches that may fit into GPU memory, as suggested by the rank that ran out of memory."""
 
     corruption: Corruption | None = None
-    """Suspected ranks, if the replicas differed."""
 
     @property
     def is_peer_lost(self) -> bool:
@@ -189,7 +186,6 @@ def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFa
 
 
 def _write(run: RunDir, attempt: int, failure: RankFailure, traceback: str = "") -> RankFailure:
-    """Write the failure file of a rank that could not write it."""
     record = {**failure.__dict__, "node": failure.host, "traceback": traceback}
     run.write(run.failure(attempt, failure.rank), json.dumps(record, indent=1) + "\n")
     return failure

@@ -28,7 +28,6 @@ class TaskExit:
 
     rank: int
     code: int | None
-    """Exit code, or None if a signal ended it."""
     signal: int | None = None
     out_of_memory: bool = False
     """True if the kernel killed the task because the job exceeded its memory."""
@@ -126,7 +125,6 @@ class Launcher(Protocol):
     hosts: list[str]
     """The nodes of the next step in rank order; lost nodes are removed."""
     spares: list[str]
-    """Spare nodes of the allocation."""
     address: str
     """Address of the supervisor's host for the tasks."""
 

@@ -30,8 +30,6 @@ _REAP_LIMIT_S = 30.0
 
 
 class LocalLauncher:
-    """Starts the ranks of simulated nodes on this machine."""
-
     address = "127.0.0.1"
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:

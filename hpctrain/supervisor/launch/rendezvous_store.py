@@ -31,7 +31,6 @@ class RendezvousStore:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables for `env://`."""
         return {"MASTER_ADDR": self._address, "MASTER_PORT": str(self._port)}
 
     def serve(self) -> None:

@@ -53,8 +53,6 @@ _SIGNALS_BY_NAME = {signal.strsignal(number): number for number in signal.Signal
 
 
 class SrunLauncher:
-    """Starts the ranks of a job step in the allocation of this batch script."""
-
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         if "SLURM_JOB_NODELIST" not in environ:
             raise SpecError(
@@ -92,8 +90,6 @@ class SrunLauncher:
 
 
 class SrunStep:
-    """A step started with srun."""
-
     def __init__(
         self, command: list[str], environ: Mapping[str, str], job_id: str, name: str, emit: EmitEvent
     ) -> None:

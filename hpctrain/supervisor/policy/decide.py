@@ -22,10 +22,7 @@ CRASHES_PER_FAILURE = 10
 
 @dataclass(frozen=True)
 class Allocation:
-    """State of an allocation after an attempt."""
-
     in_use: tuple[str, ...] = ("n1",)
-    """Nodes with ranks in the attempt, in rank order."""
     spare: tuple[str, ...] = ()
     lost: Mapping[str, str] = field(default_factory=dict)
     """Nodes that can no longer run processes, or are about to be taken out of service, with the reason."""
@@ -42,15 +39,12 @@ class Allocation:
 
 @dataclass(frozen=True)
 class RunSituation:
-    """State of a run when an attempt has ended."""
-
     policy: RestartPolicy
     history: History = field(default_factory=History)
     """History of the run, including the failure of this attempt."""
     intent: JobIntent = JobIntent.CONTINUE
     nodes: Allocation = field(default_factory=Allocation)
     ends_at: float | None = None
-    """Time at which the job reaches its time limit; None if unlimited or unknown."""
     lead_s: float = 0.0
     """Seconds before `ends_at` at which the ranks receive the stop signal."""
     seconds: float = 0.0
@@ -69,16 +63,12 @@ class AttemptEnd:
 
 
 class Action(Enum):
-    """The next action of the supervisor."""
-
     RESTART = "restart"
-    """Restart the workers in the allocation."""
     SHRINK = "shrink"
     """Restart the workers on the remaining nodes of the allocation."""
     REPLACE = "replace"
     """Restart the workers, with spare nodes in place of others."""
     REQUEUE = "requeue"
-    """Release the allocation and request a new allocation."""
     LEAVE = "leave"
     """Exit without recording the end of the run: the scheduler has taken over."""
     COMPLETE = "complete"
@@ -101,11 +91,8 @@ _ENDS_RUN = {Action.COMPLETE: "completed", Action.CANCEL: "cancelled", Action.FA
 
 @dataclass(frozen=True)
 class Decision:
-    """The next action and its reason."""
-
     action: Action
     hosts: tuple[str, ...] = ()
-    """Nodes of the next attempt in this allocation."""
     exclude: Mapping[str, str] = field(default_factory=dict)
     """Nodes to exclude from now on, with the reason."""
     memory: str | None = None
@@ -172,7 +159,6 @@ def _continue_on(
 
 
 def describe_nodes(reasons: Mapping[str, str]) -> str:
-    """Join nodes and their problems into one string."""
     return "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
 
 

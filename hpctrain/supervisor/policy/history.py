@@ -26,7 +26,6 @@ class PastFailure:
     host: str | None = None
     """Node of the rank that failed first."""
     normalized_cause: str = ""
-    """The normalized cause, which is identical for identical failures."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +33,17 @@ class History:
     """History of a run since the last submission by the user."""
 
     failures: tuple[PastFailure, ...] = ()
-    """Failures since the newest checkpoint, oldest first."""
     crashes: tuple[EndKind, ...] = ()
     """Failures since the last checkpoint whose step is known."""
     stops: tuple[EndKind, ...] = ()
     """Consecutive stopped attempts that are known to have made no progress. See `shows_no_progress`."""
     slow_nodes: tuple[str, ...] = ()
-    """Nodes that slowed down the others, once per detection."""
     excluded: frozenset[str] = frozenset()
     agreed_to_stop: bool = False
     """True if the ranks of the newest attempt agreed to stop, so all checkpoints are recorded."""
     has_saved: bool = False
     """True if the newest attempt saved a new checkpoint, whose step is known."""
     memory: str | None = None
-    """sbatch option that replaces the memory request of the submission, such as `mem=96000`."""
     micro_batch_size: int | None = None
     """Maximum size of micro-batches, because larger ones did not fit into GPU memory."""
     faulty_devices: tuple[str | None, ...] = ()
@@ -125,7 +121,6 @@ class History:
         return cls(*counts, agreed, saved, memory, micro_batch_size, tuple(faulty), limit)
 
     def consecutive_identical(self) -> int:
-        """Count the consecutive identical failures at the end."""
         causes = [(past.kind, past.normalized_cause) for past in reversed(self.failures)]
         return len([*takewhile(lambda cause: cause == causes[0], causes)])
 

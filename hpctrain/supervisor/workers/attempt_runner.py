@@ -34,7 +34,7 @@ from hpctrain.rundir import (
     is_metrics,
 )
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.job_control import (
+from hpctrain.supervisor.job_control import (
     EARLY_SIGNAL_TOLERANCE_S,
     JobControl,
     known_seconds_left,
@@ -58,24 +58,18 @@ _RESTARTS = ("restart", "shrink", "replace")
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """An ended attempt."""
-
     attempt: int
     outcome: AttemptOutcome
     monitor: AttemptMonitor
     has_process_group: bool
-    """True if ranks have reported a process group."""
     job_log_offset: int
     """Size of the job log in bytes at the start of the attempt."""
     started_at: float
-    """Start of the attempt, in seconds since the epoch."""
     world_size: int
 
 
 @dataclass(frozen=True)
 class AttemptRunner:
-    """Starts the ranks of a run on the launcher's nodes."""
-
     run: RunDir
     spec: JobSpec
     launcher: Launcher
@@ -83,17 +77,13 @@ class AttemptRunner:
     events: system.SimpleQueue[StepEvent]
     worker_group: WorkerGroup
     grace_variables: Mapping[str, str]
-    """Variables with the grace time of each signal."""
     stager: Stager | None = None
-    """Copies files to the nodes before the ranks start."""
 
     @property
     def world_size(self) -> int:
-        """The number of ranks on the current nodes of the job."""
         return len(self.launcher.hosts) * self.spec.ntasks_per_node
 
     def start(self, attempt: int) -> AttemptResult:
-        """Start the ranks and monitor them until they exit."""
         lead = required_lead_s(self.run, self.spec.stop_before_limit_s, self.spec.time_limit_s)
         ends_at = self._ends_at(lead)
         new_monitor = partial(AttemptMonitor, self.events, self.job_control, ends_at, lead)
@@ -165,7 +155,6 @@ class AttemptRunner:
         return system.monotonic() + left_s
 
     def _is_restart(self) -> bool:
-        """Return true if this job has already run an attempt."""
         kinds = (event["kind"] for event in reversed(list(self.run.read_events())))
         return next((kind for kind in kinds if kind in (*_RESTARTS, "started")), None) in _RESTARTS
 

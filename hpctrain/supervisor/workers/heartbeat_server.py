@@ -88,7 +88,6 @@ class HeartbeatServer:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variable with the address for ranks and the secret of these connections."""
         return {SUPERVISOR_ADDRESS_VARIABLE: f"{self._address}:{self._port}:{self._secret}"}
 
     def send(self, attempt: int, message: Mapping[str, Any]) -> int:

@@ -50,8 +50,6 @@ _LAUNCHER_TIMEOUT_S = 60.0
 
 @dataclass
 class _HangProbe:
-    """Request for the positions of the ranks in a hung attempt."""
-
     hang: HangInfo
     since: float
     snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
@@ -132,11 +130,9 @@ class RankMonitor:
 
     @property
     def changed(self) -> list[str]:
-        """Environment variables that the script has changed on any rank."""
         return sorted(self._changed)
 
     def on_tick(self) -> None:
-        """Check for hangs, stragglers and a missed end of the step."""
         now = system.monotonic()
         self._check_for_pause(now)
         if self._stopped:
@@ -270,7 +266,6 @@ def describe_hang(
     host_of: Callable[[int], str],
     world_size: int,
 ) -> str:
-    """Describe a hang in one sentence."""
     text = f"hung: no rank made progress for {hang.seconds:.0f} s (limit {hang.limit_s:.0f} s)"
     if not snapshots and not silent:
         return f"{text}; no rank has connected to the supervisor in this attempt"

@@ -53,15 +53,12 @@ class StagePlan:
     """Copies on each node, and the job that uses them."""
 
     folder: str
-    """Folder of the copies on each node."""
     arguments: str
-    """Argument of `stage_node`."""
     host_spec: JobSpec
     """The job without a container, which starts the processes that copy."""
     ranks_spec: JobSpec
     """The job with the interpreter, code and arguments of the ranks."""
     variables: Mapping[str, str]
-    """Variables of the ranks."""
 
     @classmethod
     def create(cls, spec: JobSpec, environ: Mapping[str, str]) -> StagePlan | None:
@@ -138,7 +135,6 @@ class Stager:
         clean_nodes(self.run, self.launcher, command, attempt, lost, limit_s, what)
 
     def _collect_results(self, attempt: int, hosts: list[str]) -> dict[str, _Copies]:
-        """Return the copies of each node that has reported a result."""
         staged: dict[str, _Copies] = {}
         problems: dict[str, list[str]] = {}
         for node, host in enumerate(hosts):

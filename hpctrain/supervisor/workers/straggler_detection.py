@@ -31,13 +31,11 @@ class StepTimes:
     timed_steps: int
     """Steps that the times of computing and exchange contain: on a GPU, measurements arrive later."""
     measured_steps: int
-    """The measured ones of these steps."""
 
     def __sub__(self, other: StepTimes) -> StepTimes:
         return StepTimes(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
 
     def per_step(self) -> StepTimes:
-        """Return the averages per step."""
         timed = max(1, self.timed_steps)
         data_s = self.data_s / max(1, self.steps)
         return StepTimes(1, data_s, self.compute_s / timed, self.exchange_s / timed, 1, 1)
@@ -51,7 +49,6 @@ class StepTimes:
 
     @property
     def own_time_s(self) -> float:
-        """Time without the exchange."""
         return self.data_s + self.compute_s
 
 
@@ -68,9 +65,7 @@ class Straggler:
     part: str
     """Part in which the rank loses the most time: `data` or `compute`."""
     own_times: StepTimes
-    """Average step of this rank."""
     typical_times: StepTimes
-    """Typical step of the ranks."""
 
 
 def find_stragglers(times: Mapping[int, StepTimes]) -> list[Straggler]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
@@ -14,15 +14,15 @@ from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
+from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
-from hpctrain.supervisor.workers.standby_workers import StandbyWorkers
 from hpctrain.telemetry.startup_parts import PartDuration, StartupDurations, StartupPart, durations_s
+from hpctrain.text import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,6 @@ class WorkerGroup:
         system.Thread(target=self._start_standby, args=(monitor, modules), daemon=True).start()
 
     def _start_standby(self, monitor: RankMonitor, modules: list[str]) -> None:
-        """Start standby workers, unless the current attempt has ended."""
         attempt, hosts = self._attempt + 1, len(self._launcher.hosts)
         command, ranks = worker_command(self._spec, hosts), hosts * self._spec.ntasks_per_node
         try:
@@ -223,8 +222,83 @@ class WorkerGroup:
             standby.close()
 
 
+class StandbyWorkers:
+    """A step of ranks that have done the slow imports, and wait for the store's address of the next attempt.
+
+    They run the same command on the same nodes as other workers, with the same Slurm environment.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        server: HeartbeatServer,
+        command: list[str],
+        variables: Mapping[str, str],
+        modules: Sequence[str],
+        world_size: int,
+    ) -> None:
+        self.attempt = int(variables[ATTEMPT_VARIABLE])
+        self.hosts = list(launcher.hosts)
+        self._server, self._world_size = server, world_size
+        self._lock = system.Lock()
+        self._emit: EmitEvent | None = None
+        self._ready: set[int] = set()
+        self._is_broken = False
+        environ = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
+        self._step = launcher.start(command, environ, self._on_event, beside=True)
+
+    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
+        if message.get("ready"):
+            self._ready.add(rank)
+            if len(self._ready) == self._world_size:
+                log.info(
+                    "%s ready for attempt %d", pluralize(self._world_size, "standby worker"), self.attempt
+                )
+        elif "why" in message:
+            log.warning("standby worker %d failed: %s", rank, message["why"])
+            self._is_broken = True
+
+    def is_usable(self, attempt: int, hosts: Sequence[str]) -> bool:
+        """Return true if the standby workers can replace a new launch: all of them are connected.
+
+        They may still be importing modules, which is faster than launching new workers.
+        """
+        fits = (self.attempt, self.hosts) == (attempt, list(hosts))
+        return fits and not self._is_broken and self._server.num_connected(self.attempt) == self._world_size
+
+    def activate(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
+        """Start training in the workers, with these additional variables. `emit` receives later events.
+
+        Returns None if a worker could not be reached; in that case, the step is closed.
+        """
+        num_reached = self._server.send(self.attempt, {"go": dict(variables)})
+        with self._lock:
+            if num_reached < self._world_size:
+                self._is_broken = True
+            else:
+                self._emit = emit
+        if self._is_broken:
+            log.warning(
+                "attempt %d: a standby worker is unreachable, so new workers will be started", self.attempt
+            )
+            self.close()
+            return None
+        log.info("attempt %d: using %s", self.attempt, pluralize(num_reached, "standby worker"))
+        return self._step
+
+    def close(self) -> None:
+        self._step.close()
+
+    def _on_event(self, event: StepEvent) -> None:
+        with self._lock:
+            emit = self._emit
+            if emit is None:
+                self._is_broken = True
+        if emit is not None:
+            emit(event)
+
+
 def _read_phase_durations(run: RunDir) -> dict[str, float]:
-    """Return the phase durations that earlier jobs of the run recorded."""
     try:
         record = read_json(run.phase_durations)
         return {str(phase): float(seconds) for phase, seconds in record.items()}
@@ -237,8 +311,6 @@ _MAX_NODES = 16
 
 
 class StartupRecord:
-    """Collects the times at which each rank ended the parts of its start."""
-
     def __init__(
         self,
         run: RunDir,

@@ -86,7 +86,6 @@ class SlurmNodes:
         shrink_job(self._job_id, hosts, self._environ)
 
     def can_reallocate(self, excluded_hosts: Collection[str]) -> bool:
-        """Return true if the site could start the job on other nodes."""
         return can_start(self._run, self._spec, JobChanges(excluded_hosts), self._batch_environ)
 
     def num_free(self, excluded_hosts: Collection[str]) -> int:
@@ -121,7 +120,6 @@ class SlurmNodes:
         return memory if larger > now and can_start(self._run, self._spec, changes, environ) else None
 
     def change_job(self, changes: JobChanges) -> None:
-        """Change the requeued job before its next start."""
         fields = {}
         if changes.excluded_hosts:
             fields["ExcNodeList"] = excluded_nodes(self._spec, changes.excluded_hosts)
@@ -145,7 +143,6 @@ class SlurmNodes:
             system.sleep(_POLL_INTERVAL_S)
 
     def stop_ranks(self) -> None:
-        """Send the ranks the signal of a preemption."""
         signal_ranks([self._job_id], signal.SIGTERM, self._environ)
 
     def kill_steps(self) -> None:
