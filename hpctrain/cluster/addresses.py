@@ -1,4 +1,4 @@
-"""Resolution of host names to addresses, with a time limit.
+"""Resolve host names with a time limit, and find the addresses for a rendezvous without a supervisor.
 
 An unresponsive resolver would otherwise block its caller for an unlimited time.
 """
@@ -6,18 +6,24 @@ An unresponsive resolver would otherwise block its caller for an unlimited time.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import fcntl
 import ipaddress
 import socket
-import sys
+import struct
 import threading
 from collections.abc import Iterator, Mapping
+
+from hpctrain.cluster.hostlist import expand_hostlist
+from hpctrain.cluster.ranks import Ranks
+from hpctrain.errors import UserError
 
 #: Time limit for the resolver. Its own limit is often 5 s per server.
 RESOLVE_LIMIT_S = 5.0
 
 #: The interface on which gloo listens; by default the interface of the host name.
 _GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+#: ioctl(2): the IPv4 address of an interface; see netdevice(7).
+_SIOCGIFADDR = 0x8915
 
 
 def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
@@ -102,43 +108,68 @@ def _is_own(address: str) -> bool:
     return True
 
 
-# Position of the address in Linux's sockaddr_in and sockaddr_in6.
-_PLACES: dict[int, slice] = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
-
-
-class _Entry(ctypes.Structure):
-    """The first fields of `struct ifaddrs`."""
-
-
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.POINTER(ctypes.c_ubyte)),
-]
-
-
 def find_interface(address: str) -> str | None:
     """Return the interface of this host with numeric `address`, or None."""
-    return next((name for name, its in interfaces() if its == address), None)
+    return next((name for name, own_address in interfaces() if own_address == address), None)
 
 
 def interfaces() -> Iterator[tuple[str, str]]:
-    """Yield (interface, numeric address) for each entry of getifaddrs(3)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        raise OSError(ctypes.get_errno(), "getifaddrs")
+    """Yield (interface, numeric address) for the addresses of this host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            # An interface may have no IPv4 address.
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                yield name, socket.inet_ntoa(answer[20:24])
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
+        for line in table:
+            digits, *_, name = line.split()
+            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+def master_host(ranks: Ranks, environ: Mapping[str, str]) -> str:
+    """Return rank 0's host by a name or address that this host can resolve; `master_addr` if there is none.
+
+    A name that resolves to a loopback address is valid only on the node of rank 0.
+    """
+    for host in _master_names(ranks, environ):
+        with contextlib.suppress(OSError):
+            addresses = resolve_host(host)
+            if ranks.node_rank == 0 or not all(map(is_loopback, addresses)):
+                return host
+    return ranks.master_addr
+
+
+def _master_names(ranks: Ranks, environ: Mapping[str, str]) -> Iterator[str]:
+    yield ranks.master_addr
+    short_name = ranks.master_addr.partition(".")[0]
+    if not short_name.isdecimal():
+        yield short_name
+    if ranks.node_rank == 0:
+        yield "127.0.0.1"
+    # The addresses of cloud nodes, and of the host that runs srun.
+    for entry in environ.get("SLURM_NODE_ALIASES", "").split(","):
+        name, _, address = entry.partition(":")
+        if name == short_name:
+            yield address[1:].partition("]")[0] if address[:1] == "[" else address.partition(":")[0]
+    if launch_address := environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        yield launch_address
+
+
+def own_address(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
+    """Return the address of this host for other hosts; None if unknown, or if there are no other hosts.
+
+    It is the address on the route to rank 0. On rank 0's host, which may resolve its own name to a loopback
+    address, it is the address on the route to another host.
+    """
+    if ranks.num_nodes == 1:
+        return None
     try:
-        entry = first
-        while entry:
-            found = entry.contents
-            if found.address:
-                family = int.from_bytes(bytes(found.address[0:2]), sys.byteorder)
-                place = _PLACES.get(family)
-                if place is not None:
-                    raw = bytes(found.address[place])
-                    yield found.name.decode(), socket.inet_ntop(family, raw)
-            entry = found.next
-    finally:
-        libc.freeifaddrs(first)
+        hosts = expand_hostlist(environ.get("SLURM_STEP_NODELIST", ""))
+    except UserError:
+        hosts = []
+    for host in (ranks.master_addr, *hosts[-1:], environ.get("SLURM_LAUNCH_NODE_IPADDR")):
+        with contextlib.suppress(OSError):
+            if host and not is_loopback(address := address_towards(host)):
+                return address
+    return None

@@ -1,4 +1,4 @@
-"""Processes of this host, identified by pid and start time because pids are reused."""
+"""List and signal processes of this host, identified by pid and start time because pids are reused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import ctypes
 import errno
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from hpctrain.text import is_count
+
 #: Index of the end of the command line in `stat_fields`.
 _ARG_END = 46
+#: A killed process ends immediately unless the kernel blocks it.
+_ORPHANS_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -125,3 +132,30 @@ def _words(path: Path) -> list[str]:
         return os.fsdecode(path.read_bytes()).removesuffix("\0").split("\0")
     except PermissionError:
         return []
+
+
+def kill_orphans(run_dir: str, before: int = sys.maxsize) -> list[int]:
+    """Kill the processes of attempts before `before` on this host, and return their pids.
+
+    These processes, such as daemons and data workers, would hold GPUs, ports and files. Slurm ends them if it
+    keeps the tasks of a step in a control group. Otherwise, processes outside the session of their rank
+    survive. They are detected by the variables inherited from the rank.
+    """
+    killed: list[int] = []
+    deadline = time.monotonic() + _ORPHANS_LIMIT_S
+    # A process may start another process before it is killed, so search again.
+    while (pids := _kill_once(run_dir, before)) and time.monotonic() < deadline:
+        killed += [pid for pid in pids if pid not in killed]
+        time.sleep(0.01)
+    return killed
+
+
+def _kill_once(run_dir: str, before: int) -> list[int]:
+    return [
+        process.pid
+        for process in processes(os.geteuid())
+        if process.environ.get(RUN_DIR_VARIABLE) == run_dir
+        and is_count(attempt := process.environ.get(ATTEMPT_VARIABLE, ""))
+        and int(attempt) < before
+        and process.signal(signal.SIGKILL)
+    ]

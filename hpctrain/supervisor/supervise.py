@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from hpctrain import system
-from hpctrain.cluster.orphans import kill_orphans
+from hpctrain.cluster.processes import kill_orphans
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir

@@ -8,7 +8,7 @@ import pytest
 from helpers.launch_runner import load_recording
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.step_layout import parse_tasks_per_node
+from hpctrain.cluster.environments.slurm import parse_tasks_per_node
 from hpctrain.errors import EnvironmentMismatch
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hpctrain.cluster.orphans import kill_orphans
+from hpctrain.cluster.processes import kill_orphans
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc to look for processes in")

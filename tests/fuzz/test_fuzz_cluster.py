@@ -12,8 +12,8 @@ from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, encode, pa
 from helpers.launch_runner import load_recording
 
 from hpctrain.authentication import Signed, seal, unseal
-from hpctrain.cluster import amd_gpus, connection_owners, detection, device_plan, env_variables, step_layout
-from hpctrain.cluster.environments import horovod, local, mpich, openmpi, slurm, submitit, torchrun
+from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, ports
+from hpctrain.cluster.environments import mpi, slurm, torchrun
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
 from hpctrain.jobs.site import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE
@@ -40,12 +40,12 @@ def environments(*names: str) -> list[str]:
     return [json.dumps(load_recording(name)[-1].variables) for name in names]
 
 
-def detector(module, *names: str) -> Parser:
+def detector(detect, *names: str) -> Parser:
     return Parser(
-        module.detect,
+        detect,
         environments(*names),
         (EnvironmentMismatch,),
-        lambda text: module.detect(parse_environment(text)),
+        lambda text: detect(parse_environment(text)),
     )
 
 
@@ -87,8 +87,8 @@ def relay_of_this_process() -> ChildRelay:
 
 
 def read_connections(text: str) -> object:
-    with patch.object(connection_owners, "_TABLES", (write_file(text),)):
-        return list(connection_owners._connections())
+    with patch.object(ports, "_TABLES", (write_file(text),)):
+        return list(ports._connections())
 
 
 CONNECTIONS = (
@@ -111,19 +111,19 @@ PARSERS = [
         )
         for function in (device_assignment._parse_entry, device_assignment._parse_placement)
     ),
-    detector(detection, *LAUNCHES),
-    detector(slurm, "srun-cyclic", "het-job-unsorted", "array"),
-    detector(openmpi, "openmpi-three-hosts", "openmpi-in-sbatch-by-node"),
-    detector(mpich, "mpich-told-the-nodes", "mpich-in-salloc"),
-    detector(horovod, "horovodrun-two-hosts-told-the-address"),
-    detector(torchrun, "torchrun-under-srun"),
-    detector(submitit, "submitit-local"),
-    detector(local, "nothing"),
+    detector(detection.detect, *LAUNCHES),
+    detector(slurm.detect, "srun-cyclic", "het-job-unsorted", "array"),
+    detector(mpi.detect_openmpi, "openmpi-three-hosts", "openmpi-in-sbatch-by-node"),
+    detector(mpi.detect_mpich, "mpich-told-the-nodes", "mpich-in-salloc"),
+    detector(mpi.detect_horovod, "horovodrun-two-hosts-told-the-address"),
+    detector(torchrun.detect, "torchrun-under-srun"),
+    detector(mpi.detect_submitit, "submitit-local"),
+    detector(detection.detect_local, "nothing"),
     Parser(
-        step_layout.read_layout,
+        slurm.read_layout,
         environments("srun-cyclic", "het-job-unsorted"),
         (EnvironmentMismatch,),
-        lambda text: step_layout.read_layout(parse_environment(text)),
+        lambda text: slurm.read_layout(parse_environment(text)),
     ),
     Parser(
         env_variables.read_int,
@@ -225,7 +225,7 @@ PARSERS = [
         call=read_child_message,
     ),
     Parser(
-        connection_owners._connections,
+        ports._connections,
         [CONNECTIONS],
         call=read_connections,
     ),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers.fuzzing import Parser, check_errors, check_time, with_answer
 
-from hpctrain.cluster import hostlist, step_layout
+from hpctrain.cluster import hostlist
+from hpctrain.cluster.environments import slurm
 from hpctrain.errors import EnvironmentMismatch, SchedulerError, SpecError, UserError
 from hpctrain.jobs.backends import preflight_slurm
 from hpctrain.records import successor
@@ -159,7 +160,7 @@ PARSERS = [
         lambda text: hostlist.compress_hostlist(text.split(",")),
     ),
     Parser(
-        step_layout.parse_tasks_per_node,
+        slurm.parse_tasks_per_node,
         ["4(x2),3", "1"],
         (EnvironmentMismatch,),
         slow=[("4", "(x#),3", "")],

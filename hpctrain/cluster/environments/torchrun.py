@@ -1,12 +1,11 @@
-"""Ranks in torch's own variables, set by torchrun and compatible launchers."""
+"""Detect ranks in torch's own variables, set by torchrun and compatible launchers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from hpctrain.cluster.env_variables import first_set, read_int, read_port
-from hpctrain.cluster.mpi_launchers import is_local_address
+from hpctrain.cluster.env_variables import first_set, is_local_address, read_int, read_port
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
 
