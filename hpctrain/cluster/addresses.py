@@ -32,16 +32,16 @@ def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
     Raises:
         OSError: the name does not resolve, or the resolver did not respond within `limit_s` seconds.
     """
-    answer: list[str] = []
+    addresses: list[str] = []
     problem: list[OSError] = []
 
     def ask() -> None:
         try:
-            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             problem.append(OSError(f"{error.strerror if isinstance(error, OSError) else error}"))
         else:
-            answer.extend(dict.fromkeys(str(entry[4][0]) for entry in found))
+            addresses.extend(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
     # A daemon thread, so that a blocked resolver does not keep this process from exiting.
     asking = threading.Thread(target=ask, name=f"resolve-{name}", daemon=True)
@@ -49,9 +49,9 @@ def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
     asking.join(limit_s)
     if problem:
         raise problem[0]
-    if not answer:
+    if not addresses:
         raise TimeoutError(f"the name was not resolved within {limit_s:.0f} s")
-    return answer
+    return addresses
 
 
 def is_loopback(address: str) -> bool:
@@ -109,7 +109,6 @@ def _is_own(address: str) -> bool:
 
 
 def find_interface(address: str) -> str | None:
-    """Return the interface of this host with numeric `address`, or None."""
     return next((name for name, own_address in interfaces() if own_address == address), None)
 
 
@@ -119,8 +118,8 @@ def interfaces() -> Iterator[tuple[str, str]]:
         for _, name in socket.if_nameindex():
             # An interface may have no IPv4 address.
             with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                yield name, socket.inet_ntoa(answer[20:24])
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                yield name, socket.inet_ntoa(reply[20:24])
     with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
         for line in table:
             digits, *_, name = line.split()

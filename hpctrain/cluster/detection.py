@@ -93,9 +93,8 @@ def detect(environ: Mapping[str, str]) -> Ranks:
         EnvironmentMismatch: variables contradict each other, some are missing, or HPCTRAIN_ENVIRONMENT
             selects an unknown or different environment.
     """
-    wanted = environ.get(ENVIRONMENT_VARIABLE)
-    if wanted:
-        return _detect_as(wanted, environ)
+    if name := environ.get(ENVIRONMENT_VARIABLE):
+        return _detect_as(name, environ)
     order = list(_DETECTORS)
     if not environ.get(torchrun.RUN_ID_VARIABLE):
         order.remove("torchrun")
@@ -157,11 +156,11 @@ def _override_hint(variable: str, ranks: Ranks, environ: Mapping[str, str]) -> s
             f"{', '.join(torchrun.REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does, or set "
             f"{ENVIRONMENT_VARIABLE}=local to run a single process."
         )
-    others = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
-    return override_hint(ranks.environment, *others)
+    alternatives = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
+    return override_hint(ranks.environment, *alternatives)
 
 
-def _check_outer(ranks: Ranks, others: list[str], environ: Mapping[str, str]) -> None:
+def _check_outer(ranks: Ranks, outer_names: list[str], environ: Mapping[str, str]) -> None:
     """Reject a single-host launcher that runs in each of several tasks of another launcher."""
     if ranks.num_nodes > 1 or ranks.environment == "local":
         return
@@ -171,7 +170,7 @@ def _check_outer(ranks: Ranks, others: list[str], environ: Mapping[str, str]) ->
         return
     if ranks.environment == "openmpi" and mpi.started_by_orted(environ):
         return
-    for name in others:
+    for name in outer_names:
         try:
             outer = _DETECTORS[name](environ)
         except EnvironmentMismatch:
@@ -179,8 +178,8 @@ def _check_outer(ranks: Ranks, others: list[str], environ: Mapping[str, str]) ->
         if outer is None or outer.world_size == 1:
             continue
         # torchrun assigns its own ranks, even if they are equal to those of the outer launcher.
-        same = (outer.rank, outer.world_size) == (ranks.rank, ranks.world_size)
-        if not same or environ.get(torchrun.RUN_ID_VARIABLE):
+        is_equal = (outer.rank, outer.world_size) == (ranks.rank, ranks.world_size)
+        if not is_equal or environ.get(torchrun.RUN_ID_VARIABLE):
             raise EnvironmentMismatch(
                 f"{ranks.environment} started rank {ranks.rank} of {ranks.world_size} "
                 f"({ranks.sources['rank']}, {ranks.sources['world_size']}) with all ranks on this host, but "

@@ -1,4 +1,4 @@
-"""Choice of a rank's GPU from variables and the number of visible GPUs."""
+"""Choose a rank's GPU from variables and the number of visible GPUs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ _SEVERAL_TASKS = re.compile(r"single:(?!1\b)\d+")
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """The device of a rank, and the reason."""
-
     index: int | None
     """Index of the GPU among the visible ones, as in `cuda:N`; None for the CPU."""
     source: str
-    """The variable or reason that determined the device."""
 
     def __str__(self) -> str:
         return "cpu" if self.index is None else f"cuda:{self.index}"
@@ -157,7 +154,6 @@ def is_mig(environ: Mapping[str, str]) -> bool:
 
 
 def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:
-    """Return the GPUs of the job step on this node, or 0 if unknown."""
     if ranks.environment != "slurm" or not environ.get(_ON_NODE_VARIABLE):
         return 0
     return read_int(environ, _ON_NODE_VARIABLE)
@@ -165,8 +161,9 @@ def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:
 
 def _no_gpu_reason(environ: Mapping[str, str], *, is_rocm: bool) -> str:
     if is_rocm:
-        given = [f"{name}={environ[name]}" for name in (ROCR_VARIABLE, *HIP_VARIABLES) if name in environ]
-        return f"no driver reports a GPU ({', '.join(given)})" if given else "no driver reports a GPU"
+        names = [name for name in (ROCR_VARIABLE, *HIP_VARIABLES) if name in environ]
+        settings = ", ".join(f"{name}={environ[name]}" for name in names)
+        return "no driver reports a GPU" + (settings and f" ({settings})")
     listed = visible_devices(environ)
     if listed == []:
         return f"{VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]!r} hides all GPUs"

@@ -23,7 +23,6 @@ def first_set(environ: Mapping[str, str], *names: str) -> str | None:
 
 
 def read_int(environ: Mapping[str, str], name: str) -> int:
-    """Return the number in variable `name`."""
     text = _read(environ, name)
     try:
         return int(text)

@@ -106,7 +106,6 @@ def _expand(hostlist: str) -> list[str]:
 
 
 def _numbers(bracket: str) -> list[str]:
-    """Return the numbers in a bracket."""
     numbers: list[str] = []
     for piece in bracket.split(","):
         low, dash, high = piece.partition("-")
@@ -135,7 +134,6 @@ def _fold(splits: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _ranges(numbers: list[str]) -> Iterator[str]:
-    """Yield ranges and single numbers that represent `numbers` in their order."""
     first = last = numbers[0]
     low = high = int(first)
     for number in numbers[1:]:

@@ -48,7 +48,6 @@ class ProcessInfo:
         return False
 
     def kill(self) -> None:
-        """Send SIGKILL to this process only."""
         self.signal(signal.SIGKILL)
 
 
@@ -67,8 +66,7 @@ def _pidfd_open(pid: int) -> int | None:
 def processes(uid: int | None = None) -> list[ProcessInfo]:
     """Return the live processes of this host or of a user; empty without /proc."""
     names = os.listdir("/proc") if os.path.isdir("/proc") else []
-    found = (_read(int(name), uid) for name in names if name.isdecimal())
-    return [process for process in found if process is not None]
+    return [*filter(None, (_read(int(name), uid) for name in names if name.isdecimal()))]
 
 
 def _read(pid: int, uid: int | None) -> ProcessInfo | None:
@@ -78,19 +76,19 @@ def _read(pid: int, uid: int | None) -> ProcessInfo | None:
         if uid is not None and folder.stat().st_uid != uid:
             return None
         state, parent, started = _stat(pid)
-        pairs = (word.partition("=") for word in _words(folder / "environ"))
+        pairs = (entry.partition("=") for entry in _strings(folder / "environ"))
         environ = {key: value for key, _, value in pairs}
         if state not in "ZX":
-            return ProcessInfo(pid, parent, started, tuple(_words(folder / "cmdline")), environ)
+            return ProcessInfo(pid, parent, started, tuple(_strings(folder / "cmdline")), environ)
     return None
 
 
-def title_writer(word: str) -> Callable[[str], None]:
-    """Return a function that writes a title over the last word of this process's command line, for `ps`.
+def title_writer(argument: str) -> Callable[[str], None]:
+    """Return a function that writes a title over the last argument of this process's command line, for `ps`.
 
-    The function does nothing if the command line does not end with `word`, or without /proc.
+    The function does nothing if the command line does not end with it, or without /proc.
     """
-    replaced = os.fsencode(word)
+    replaced = os.fsencode(argument)
     try:
         address = int(stat_fields("self")[_ARG_END]) - len(replaced) - 1
         is_last = Path("/proc/self/cmdline").read_bytes().endswith(b"\0" + replaced + b"\0")
@@ -122,12 +120,11 @@ def stat_fields(pid: int | str) -> list[str]:
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """Return state, parent and start time of a process."""
     fields = stat_fields(pid)
     return fields[0], int(fields[1]), int(fields[19])
 
 
-def _words(path: Path) -> list[str]:
+def _strings(path: Path) -> list[str]:
     try:
         return os.fsdecode(path.read_bytes()).removesuffix("\0").split("\0")
     except PermissionError:

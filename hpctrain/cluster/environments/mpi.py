@@ -48,9 +48,7 @@ class LaunchedNodes:
     node_rank: int
     num_nodes: int
     main: str
-    """Host of rank 0."""
     sources: Mapping[str, str]
-    """For `node_rank`, `num_nodes` and `master_addr`."""
 
 
 def ranks_of(
@@ -98,13 +96,13 @@ def ranks_of(
 
 
 def unknown_nodes_error(
-    launcher: str, names: RankVariables, environ: Mapping[str, str], how: str
+    launcher: str, names: RankVariables, environ: Mapping[str, str], remedy: str
 ) -> EnvironmentMismatch:
     """Return the error for ranks on several nodes whose order is uncertain."""
     return EnvironmentMismatch(
         f"{launcher} started {environ[names.world_size]} ranks ({names.world_size}), "
         f"{environ[names.local_world_size]} of them on this node ({names.local_world_size}), but the "
-        f"variables that it sets do not determine the rank of this node and the host of rank 0. {how}"
+        f"variables that it sets do not determine the rank of this node and the host of rank 0. {remedy}"
     )
 
 

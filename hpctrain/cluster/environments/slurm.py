@@ -177,15 +177,12 @@ class StepLayout:
     """The distribution of a job step's tasks to nodes."""
 
     tasks: Mapping[str, int]
-    """Number of tasks per node name."""
     nodes: list[str]
     """Names of the nodes in the order of SLURM_NODEID."""
     source: str
     """The variables that give `nodes`."""
     node_rank: int
-    """Index in `nodes` of this task's node."""
     node: str
-    """Name of this task's node."""
 
     @property
     def num_tasks(self) -> int:
@@ -271,11 +268,13 @@ def parse_tasks_per_node(text: str, variable: str = "SLURM_TASKS_PER_NODE") -> l
 
 def _in_order_of_node_ranks(environ: Mapping[str, str], hosts: list[str]) -> tuple[list[str], str]:
     """Return the node names in the order of SLURM_NODEID, and the variables that determine it."""
-    here = set(hosts)
+    step_hosts = set(hosts)
     for prefix in _COMPONENTS:
         numbers = [name.removeprefix(prefix) for name in environ if name.startswith(prefix)]
         components = sorted((number for number in numbers if is_count(number)), key=int)
-        ordered = [host for n in components for host in read_hosts(environ, f"{prefix}{n}") if host in here]
+        ordered = [
+            host for n in components for host in read_hosts(environ, f"{prefix}{n}") if host in step_hosts
+        ]
         if len(ordered) == len(hosts):
             return ordered, f"{prefix}* in {HOSTS}"
     return hosts, HOSTS

@@ -23,9 +23,8 @@ log = logging.getLogger(__name__)
 TICK_INTERVAL_S = 1.0
 #: Maximum size of a message in bytes; messages of ranks are far shorter.
 _MAX_MESSAGE = 1 << 16
-#: Limits for unauthenticated connections: bytes, seconds, and number of connections. A new connection
-#: replaces the oldest; a rank whose connection is dropped connects again.
-_UNPROVEN_BYTES, _UNPROVEN_S, _MAX_UNPROVEN = 512, 10.0, 256
+#: Limits for unauthenticated connections: bytes, and seconds.
+_UNPROVEN_BYTES, _UNPROVEN_S = 512, 10.0
 #: Maximum number of refused connections to log.
 _MAX_REPORTS = 10
 #: Pause in seconds after an error of the thread.
@@ -155,16 +154,10 @@ class HeartbeatServer:
         try:
             connection, peer = self._socket.accept()
         except OSError:
-            # Unknown peers may have exhausted the limit of open files.
-            if self._unproven:
-                self._drop(next(iter(self._unproven)))
-            else:
-                system.sleep(_PAUSE_S / 10)
+            # The peer has gone, or too many files are open.
+            system.sleep(_PAUSE_S / 10)
             return
         rank_connection = RankConnection(connection, peer[:2])
-        if len(self._unproven) >= _MAX_UNPROVEN:
-            oldest = next(iter(self._unproven))
-            self._refuse(oldest, f"more than {_MAX_UNPROVEN} connections are not authenticated")
         with suppress(OSError):
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
