@@ -90,15 +90,15 @@ def _expand(hostlist: str) -> list[str]:
     names = hostlist.replace(",", " ").split() if "[" not in hostlist else []
     for match in _ITEM.finditer(hostlist, len(hostlist) if names else 0):
         # Texts alternate with the contents of brackets.
-        before, *parts = _BRACKET.split(match[0])
-        leads, columns = [before], [_numbers(content) for content in parts[::2]]
+        before, *segments = _BRACKET.split(match[0])
+        leads, columns = [before], [_numbers(content) for content in segments[::2]]
         if len(names) + math.prod(map(len, columns)) > MAX_NAMES:
             raise ValueError
         # Of several brackets, the last varies fastest, then the first, then the second, as in Slurm.
-        for numbers, text in zip(columns[:-1], parts[1:-1:2], strict=True):
+        for numbers, text in zip(columns[:-1], segments[1:-1:2], strict=True):
             leads = [lead + number + text for number in numbers for lead in leads]
         if columns:
-            leads = [lead + number + parts[-1] for lead in leads for number in columns[-1]]
+            leads = [lead + number + segments[-1] for lead in leads for number in columns[-1]]
         names += leads
     if len(names) > MAX_NAMES:
         raise ValueError
@@ -134,17 +134,17 @@ def _fold(splits: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _ranges(numbers: list[str]) -> Iterator[str]:
-    first = last = numbers[0]
-    low = high = int(first)
+    begin = end = numbers[0]
+    low = high = int(begin)
     for number in numbers[1:]:
-        if number == str(high + 1).zfill(len(first)) and high - low + 1 < _MAX_IN_RANGE:
-            last = number
+        if number == str(high + 1).zfill(len(begin)) and high - low + 1 < _MAX_IN_RANGE:
+            end = number
             high += 1
         else:
-            yield first if low == high else f"{first}-{last}"
-            first = last = number
+            yield begin if low == high else f"{begin}-{end}"
+            begin = end = number
             low = high = int(number)
-    yield first if low == high else f"{first}-{last}"
+    yield begin if low == high else f"{begin}-{end}"
 
 
 def _split_trailing_number(name: str) -> tuple[str, str, str]:
@@ -184,8 +184,8 @@ def _range_error(hostlist: str) -> UserError:
     for bracket in _BRACKET.finditer(hostlist):
         for piece in _NUMBER_OR_RANGE.finditer(hostlist, *bracket.span(1)):
             # Compared as strings, because Python limits the conversion of numbers to 4300 digits.
-            first, last = ((len(text), text) for text in (n.lstrip("0") for n in piece.groups(piece[1])))
-            if first > last:
+            low, high = ((len(text), text) for text in (n.lstrip("0") for n in piece.groups(piece[1])))
+            if low > high:
                 return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} is in descending order")
     quoted, _ = _quote(hostlist)
     return UserError(f"The node list {quoted} expands to more than {MAX_NAMES:,} names. Check its ranges.")

@@ -32,8 +32,8 @@ class FileTail:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset = self.line_start = 0
                 file.seek(self._offset)
-                left = most_bytes if end is None else min(most_bytes, end - self._offset)
-                new = file.read(max(0, left))
+                size = most_bytes if end is None else min(most_bytes, end - self._offset)
+                new = file.read(max(0, size))
         except FileNotFoundError:
             return ""
         if b"\n" in new:

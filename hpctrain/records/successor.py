@@ -81,12 +81,12 @@ def find_successor(run: RunDir, job_id: str, environ: Mapping[str, str]) -> str 
     """Return the successor job of `job_id`, in any state, or None."""
     columns = ("ArrayJobID", "ArrayTaskID", "JobID", "WorkDir", "Command")
     layout = ",".join(f"{name}:0{_SEPARATOR}" for name in columns)
-    answer = run_slurm(
+    listing = run_slurm(
         ["squeue", "--noheader", "--all", "--array", "--me", "--states=all", f"--Format={layout}"],
         strip_job_env(environ),
     )
     folder, marker = (run.array or run).path, run.successor_script(job_id).name
-    for line in answer.split("\n"):
+    for line in listing.split("\n"):
         cells = line.split(_SEPARATOR)
         if len(cells) != len(columns) + 1:
             continue
@@ -196,11 +196,11 @@ def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str],
         options.append(f"--array={spec.array_task}")
     options += _marked_script(run.array or run, job_id)
     variables = sbatch_env(environ, all_directives(spec)) | {PREDECESSOR_VARIABLE: job_id}
-    answer = submit_job(options, variables)
+    successor = submit_job(options, variables)
     if "hold" in spec.directives:
         # The hold applied to the first job, and was released.
-        run_slurm(["scontrol", "release", answer], strip_job_env(environ))
-    return answer if spec.array_task is None else f"{answer}_{spec.array_task}"
+        run_slurm(["scontrol", "release", successor], strip_job_env(environ))
+    return successor if spec.array_task is None else f"{successor}_{spec.array_task}"
 
 
 def _marked_script(run: RunDir, job_id: str) -> list[str]:

@@ -69,9 +69,9 @@ class SlurmNodes:
             nodes = [replace(node, port=port) if node.port is None else node for node in nodes]
         with system.ThreadPoolExecutor(min(_AT_ONCE, max(1, len(nodes)))) as pool:
             troubles = pool.map(node_trouble, nodes)
-            found = {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
-        found.pop(self.own_host, None)  # this process runs there
-        return found
+            lost = {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
+        lost.pop(self.own_host, None)  # this process runs there
+        return lost
 
     def draining(self, hosts: Sequence[str]) -> dict[str, str]:
         """Return the nodes that will be taken out of service when this job releases them, with the reason."""
@@ -96,8 +96,8 @@ class SlurmNodes:
             return 0
         idle = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N"]
         excluded = expand_hostlist(self._spec.directives.get("exclude", ""))
-        found = set(run_slurm(idle, self._environ).split())
-        return len(found.difference(excluded_hosts, excluded))
+        idle_hosts = set(run_slurm(idle, self._environ).split())
+        return len(idle_hosts.difference(excluded_hosts, excluded))
 
     def larger_memory(self, hosts: Sequence[str], excluded_hosts: Collection[str]) -> str | None:
         """Return an option of sbatch, such as `mem=96000`, with which the job gets more memory on such nodes.
@@ -105,19 +105,25 @@ class SlurmNodes:
         None if there is no such option.
         """
         environ = self._batch_environ
-        option = next((each for each in _MEMORY_OPTIONS if environ.get(each)), None)
+        option = next(filter(environ.get, _MEMORY_OPTIONS), None)
         if option is None:
             return None
         try:
-            least = min(node.memory_mib for node in query_nodes(hosts, self._environ))
+            node_mib = min(node.memory_mib for node in query_nodes(hosts, self._environ))
         except (SchedulerError, ValueError) as error:
             log.warning("cannot determine the memory of the nodes, so no more memory is requested: %s", error)
             return None
-        name, per_cpu, now = _MEMORY_OPTIONS[option][0], option == "SLURM_MEM_PER_CPU", int(environ[option])
-        larger = min(now * 3 // 2, least // int(environ.get("SLURM_CPUS_ON_NODE", "1") if per_cpu else 1))
+        name, per_cpu, current = (
+            _MEMORY_OPTIONS[option][0],
+            option == "SLURM_MEM_PER_CPU",
+            int(environ[option]),
+        )
+        larger = min(
+            current * 3 // 2, node_mib // int(environ.get("SLURM_CPUS_ON_NODE", "1") if per_cpu else 1)
+        )
         memory = f"{name}={larger}"
         changes = JobChanges(excluded_hosts, memory)
-        return memory if larger > now and can_start(self._run, self._spec, changes, environ) else None
+        return memory if larger > current and can_start(self._run, self._spec, changes, environ) else None
 
     def change_job(self, changes: JobChanges) -> None:
         fields = {}

@@ -229,10 +229,10 @@ class Supervisor:
                 return Continue()
             case Action.SHRINK | Action.REPLACE:
                 # The other nodes may not respond.
-                others = [host for host in self._launcher.hosts if host not in decision.hosts]
-                if not end.kind.is_stop and any(host not in lost for host in others):
+                unused = [host for host in self._launcher.hosts if host not in decision.hosts]
+                if not end.kind.is_stop and any(host not in lost for host in unused):
                     drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
-                self._remove_staged(ended.number, others, lost, is_short=True)
+                self._remove_staged(ended.number, unused, lost, is_short=True)
                 self._change_nodes(ended.number, decision, lost)
                 return Continue()
             case Action.REQUEUE:
@@ -273,7 +273,7 @@ class Supervisor:
 
     def _change_nodes(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
         before, hosts = self._launcher.hosts, list(decision.hosts)
-        gone = {**lost, **decision.exclude}
+        released = {**lost, **decision.exclude}
         self._run.log_event(
             "shrink" if decision.action is Action.SHRINK else "replace",
             attempt,
@@ -281,9 +281,9 @@ class Supervisor:
             nodes_before=len(before),
             hosts=hosts,
             lost=[host for host in before if host not in hosts],
-            cause=describe_nodes(gone),
+            cause=describe_nodes(released),
         )
-        spares = [host for host in self._launcher.spares if host not in hosts and host not in gone]
+        spares = [host for host in self._launcher.spares if host not in hosts and host not in released]
         if lost and self._job_control.nodes is not None:
             try:
                 self._job_control.nodes.shrink_to([*hosts, *spares])

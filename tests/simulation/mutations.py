@@ -89,8 +89,8 @@ MUTATIONS: dict[str, list[Patch]] = {
         _edit(
             supervise.Supervisor,
             "_change_nodes",
-            "if host not in hosts and host not in gone",
-            "if host not in gone",
+            "if host not in hosts and host not in released",
+            "if host not in released",
         )
     ],
     "unusable standby workers are not ended": [

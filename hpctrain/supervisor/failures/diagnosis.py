@@ -32,7 +32,7 @@ from hpctrain.supervisor.job_control import (
 )
 from hpctrain.supervisor.launch.job_step import TaskResult
 from hpctrain.supervisor.policy.decide import AttemptEnd, describe_nodes
-from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S
+from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S, History
 from hpctrain.supervisor.workers.attempt_monitor import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 
@@ -66,7 +66,7 @@ class FailureAnalyzer:
                 if (cause := self._describe_missing_steps(attempt)) is None:
                     return Diagnosis(AttemptEnd(EndKind.DONE))
                 return Diagnosis(self._record(attempt, EndKind.UNFINISHED, cause, rank=0, host=hosts[0]))
-            case AttemptOutcome.DONE if self._agreed_to_stop(attempt):
+            case AttemptOutcome.DONE if History.from_events(self.run.read_events()).agreed_to_stop:
                 return self._diagnose_stop(result)
             case AttemptOutcome.STOPPED:
                 return self._diagnose_stop(result)
@@ -99,9 +99,9 @@ class FailureAnalyzer:
         return None
 
     def record_bad_nodes(self, attempt: int, bad: Mapping[str, str], hosts: list[str]) -> AttemptEnd:
-        for host, why in bad.items():
+        for host, trouble in bad.items():
             rank = hosts.index(host) * self.spec.ntasks_per_node
-            cause, log_path = f"node check: {host}: {why}", str(self.run.node_check_result(attempt, rank))
+            cause, log_path = f"node check: {host}: {trouble}", str(self.run.node_check_result(attempt, rank))
             self._record(attempt, EndKind.NODE_CHECK, cause, rank=rank, host=host, log_path=log_path)
         return AttemptEnd(EndKind.NODE_CHECK, f"node check: {describe_nodes(bad)}")
 
@@ -183,12 +183,6 @@ class FailureAnalyzer:
             "had finished and saved its result elsewhere, nothing is lost. Otherwise, change the script to "
             f"continue from its earlier output, or to overwrite it, then resume the run: {command}"
         )
-
-    def _agreed_to_stop(self, attempt: int) -> bool:
-        for event in read_last_records(self.run.events, is_event):
-            if event.get("attempt") == attempt and event.get("kind") in ("signal", "started"):
-                return bool(event["kind"] == "signal")
-        return False
 
     def _analyze_failure(
         self, result: AttemptResult, hosts: list[str], early_exits: Mapping[int, str]

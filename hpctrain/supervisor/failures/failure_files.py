@@ -77,11 +77,13 @@ def collect_failures(
     during training, and the location of that training.
     """
     failures = {failure.rank: failure for failure in _read(run, attempt)}
-    now = system.time()
+    found_at = system.time()
     for rank, location in (early_exits or {}).items():
         if rank not in failures:
             host, log_path = hosts[rank // spec.ntasks_per_node], str(run.rank_log(attempt, rank))
-            failure = RankFailure(rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, now)
+            failure = RankFailure(
+                rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, found_at
+            )
             failures[rank] = _write(run, attempt, failure)
     if spec.torchrun is not None and failures:
         # An agent fails because its ranks fail.
@@ -179,10 +181,8 @@ def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFa
     if task.out_of_memory:
         message = "out of memory: the job exceeded its memory limit on this node (see --mem)"
     kind, error = ("signal", signal_name(task.signal)) if task.signal else ("exit", f"exit code {task.code}")
-    now = system.time()
-    return RankFailure(
-        rank, host, kind, error, message, str(crash.log), None, now, out_of_memory=task.out_of_memory
-    )
+    failure = RankFailure(rank, host, kind, error, message, str(crash.log), None, system.time())
+    return replace(failure, out_of_memory=task.out_of_memory)
 
 
 def _write(run: RunDir, attempt: int, failure: RankFailure, traceback: str = "") -> RankFailure:

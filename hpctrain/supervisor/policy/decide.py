@@ -102,17 +102,19 @@ class Decision:
 
     def __str__(self) -> str:
         state = _ENDS_RUN.get(self.action)
-        parts = [f"mark the run as {state}" if state else f"{self.action.value} the job"]
+        clauses = [f"mark the run as {state}" if state else f"{self.action.value} the job"]
         if self.action is Action.LEAVE:
-            parts = ["leave the job to the scheduler"]
+            clauses = ["leave the job to the scheduler"]
         if self.action in (Action.RESTART, Action.SHRINK, Action.REPLACE):
             notes = {Action.SHRINK: " (fewer nodes)", Action.REPLACE: " (with replacement nodes)"}
-            parts = [f"restart the ranks on {compress_hostlist(self.hosts)}{notes.get(self.action, '')}"]
+            clauses = [f"restart the ranks on {compress_hostlist(self.hosts)}{notes.get(self.action, '')}"]
         if self.exclude:
-            parts.append(f"exclude {', '.join(f'{host} ({why})' for host, why in self.exclude.items())}")
+            clauses.append(
+                f"exclude {', '.join(f'{host} ({reason})' for host, reason in self.exclude.items())}"
+            )
         if self.memory:
-            parts.append(f"request --{self.memory}")
-        return "; ".join([*parts, *filter(None, [self.reason])])
+            clauses.append(f"request --{self.memory}")
+        return "; ".join([*clauses, *filter(None, [self.reason])])
 
 
 def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
@@ -126,12 +128,12 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
             return Decision(Action.LEAVE)
     gets_more = end.kind is EndKind.OOM and situation.larger_memory is not None
     changes = gets_more or end.micro_batch_size is not None or situation.history.has_saved
-    if (why := _NO_MORE_MEMORY.get(end.kind)) and not changes:
-        return Decision(Action.FAIL, reason=f"{why}; {END_KINDS[end.kind].advice}")
-    if (why := _budget_exhausted(situation, end.kind)) is not None:
-        return Decision(Action.FAIL, reason=why)
-    if end.kind is EndKind.CORRUPTION and (why := _repeated_corruption(situation)) is not None:
-        return Decision(Action.FAIL, reason=why)
+    if (reason := _NO_MORE_MEMORY.get(end.kind)) and not changes:
+        return Decision(Action.FAIL, reason=f"{reason}; {END_KINDS[end.kind].advice}")
+    if (reason := _budget_exhausted(situation, end.kind)) is not None:
+        return Decision(Action.FAIL, reason=reason)
+    if end.kind is EndKind.CORRUPTION and (reason := _repeated_corruption(situation)) is not None:
+        return Decision(Action.FAIL, reason=reason)
     if gets_more:
         return Decision(Action.REQUEUE, memory=situation.larger_memory)
     if end.kind.releases_nodes:

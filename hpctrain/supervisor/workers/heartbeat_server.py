@@ -174,12 +174,12 @@ class HeartbeatServer:
         except OSError:
             data = b""
         rank_connection.received += data
-        *lines, rest = rank_connection.received.split(b"\n")
-        rank_connection.received = rest
+        *lines, partial_line = rank_connection.received.split(b"\n")
+        rank_connection.received = partial_line
         try:
             for line in lines:
                 self._handle_line(rank_connection, bytes(line))
-            if len(rest) > (limit := _MAX_MESSAGE if rank_connection.is_proven else _UNPROVEN_BYTES):
+            if len(partial_line) > (limit := _MAX_MESSAGE if rank_connection.is_proven else _UNPROVEN_BYTES):
                 raise Unauthenticated(f"received a line of more than {limit} bytes")
         except Unauthenticated as error:
             self._refuse(rank_connection, str(error))
@@ -215,8 +215,8 @@ class HeartbeatServer:
         self._num_refused += 1
         if self._num_refused <= _MAX_REPORTS:
             is_last = self._num_refused == _MAX_REPORTS
-            more = "; further refused connections will not be reported" if is_last else ""
-            log.warning("a connection from %s was refused: %s%s", rank_connection.peer[0], reason, more)
+            note = "; further refused connections will not be reported" if is_last else ""
+            log.warning("a connection from %s was refused: %s%s", rank_connection.peer[0], reason, note)
         self._drop(rank_connection)
 
     def _drop(self, rank_connection: RankConnection) -> None:

@@ -121,8 +121,8 @@ class RankMonitor:
         """Slow imports common to all ranks; None until all ranks have imported PyTorch."""
         if len(self._modules) < self._world_size:
             return None
-        imports, *rest = self._modules.values()
-        common = [name for name in imports if all(name in modules for modules in rest)]
+        imports, *peers = self._modules.values()
+        common = [name for name in imports if all(name in modules for modules in peers)]
         return common if "torch" in common else None
 
     def are_connected(self, ranks: Iterable[int]) -> bool:

@@ -131,8 +131,8 @@ class Stager:
         self.launcher.hosts = hosts
         command = [*_ONCE_PER_NODE, *REMOVE_COMMAND, self.plan.folder]
         limit_s = _SHORT_REMOVAL_LIMIT_S if is_short else _REMOVAL_LIMIT_S
-        what = f"the removal of {self.plan.folder}"
-        clean_nodes(self.run, self.launcher, command, attempt, lost, limit_s, what)
+        purpose = f"the removal of {self.plan.folder}"
+        clean_nodes(self.run, self.launcher, command, attempt, lost, limit_s, purpose)
 
     def _collect_results(self, attempt: int, hosts: list[str]) -> dict[str, _Copies]:
         staged: dict[str, _Copies] = {}

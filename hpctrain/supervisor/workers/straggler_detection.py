@@ -32,8 +32,8 @@ class StepTimes:
     """Steps that the times of computing and exchange contain: on a GPU, measurements arrive later."""
     measured_steps: int
 
-    def __sub__(self, other: StepTimes) -> StepTimes:
-        return StepTimes(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
+    def __sub__(self, earlier: StepTimes) -> StepTimes:
+        return StepTimes(*(getattr(self, name) - getattr(earlier, name) for name in _FIELDS))
 
     def per_step(self) -> StepTimes:
         timed = max(1, self.timed_steps)
@@ -74,8 +74,8 @@ def find_stragglers(times: Mapping[int, StepTimes]) -> list[Straggler]:
     if len(steps) < 2:
         return []
 
-    def median(part: str) -> float:
-        return statistics.median_low(getattr(step, part) for step in steps.values())
+    def median(name: str) -> float:
+        return float(statistics.median_low(getattr(step, name) for step in steps.values()))
 
     typical = StepTimes(1, median("data_s"), median("compute_s"), median("exchange_s"), 1, 1)
     typical_s = max(median("own_time_s"), 1e-9)
@@ -89,8 +89,8 @@ def find_stragglers(times: Mapping[int, StepTimes]) -> list[Straggler]:
     return sorted(stragglers, key=lambda straggler: -straggler.ratio)
 
 
-def _slow_part(own: StepTimes, typical: StepTimes) -> str:
-    return "data" if own.data_s - typical.data_s > own.compute_s - typical.compute_s else "compute"
+def _slow_part(step: StepTimes, typical: StepTimes) -> str:
+    return "data" if step.data_s - typical.data_s > step.compute_s - typical.compute_s else "compute"
 
 
 class StragglerDetector:

@@ -263,8 +263,12 @@ class StandbyWorkers:
 
         They may still be importing modules, which is faster than launching new workers.
         """
-        fits = (self.attempt, self.hosts) == (attempt, list(hosts))
-        return fits and not self._is_broken and self._server.num_connected(self.attempt) == self._world_size
+        is_current = (self.attempt, self.hosts) == (attempt, list(hosts))
+        return (
+            is_current
+            and not self._is_broken
+            and self._server.num_connected(self.attempt) == self._world_size
+        )
 
     def activate(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
         """Start training in the workers, with these additional variables. `emit` receives later events.
@@ -328,7 +332,7 @@ class StartupRecord:
         if (ends := message.get("startup")) is None or rank in self._durations:
             return
         self._durations[rank] = durations_s(
-            self._begun, {str(part): float(end) for part, end in ends.items()}
+            self._begun, {str(name): float(end) for name, end in ends.items()}
         )
         if len(self._durations) == self._world_size:
             durations = self._summarize()
@@ -337,16 +341,16 @@ class StartupRecord:
 
     def _summarize(self) -> StartupDurations:
         job_s, ranks = self._job_s, self._durations
-        parts = {} if job_s is None else {StartupPart.JOB.value: PartDuration(job_s, job_s)}
+        durations = {} if job_s is None else {StartupPart.JOB.value: PartDuration(job_s, job_s)}
         for part in StartupPart:
             if seconds := {rank: spent[part] for rank, spent in ranks.items() if part in spent}:
                 slowest = max(seconds, key=seconds.__getitem__)
                 median = round(statistics.median(seconds.values()), 3)
-                parts[part.value] = PartDuration(median, seconds[slowest], self._host_of(slowest))
+                durations[part.value] = PartDuration(median, seconds[slowest], self._host_of(slowest))
         nodes: dict[str, dict[str, float]] = {}
         for rank, spent in ranks.items():
             node = nodes.setdefault(self._host_of(rank), {})
-            node |= {part: max(seconds, node.get(part, 0.0)) for part, seconds in spent.items()}
+            node |= {name: max(seconds, node.get(name, 0.0)) for name, seconds in spent.items()}
         slowest_nodes = sorted(nodes, key=lambda host: -sum(nodes[host].values()))[:_MAX_NODES]
         total_s = max(sum(spent.values()) for spent in ranks.values())
-        return StartupDurations(round(total_s, 3), parts, {host: nodes[host] for host in slowest_nodes})
+        return StartupDurations(round(total_s, 3), durations, {host: nodes[host] for host in slowest_nodes})
