@@ -123,15 +123,6 @@ def test_invalid_data_of_strangers_is_refused_unread(server, listener, data, cap
     assert "127.0.0.1" in caplog.text
 
 
-def test_stranger_with_half_a_line_is_dropped(server, listener, monkeypatch):
-    monkeypatch.setattr(module, "_UNPROVEN_S", 0.3)
-    with connect(server) as silent, connect(server) as slow:
-        slow.sendall(b"0" * 10)
-        assert is_closed(silent)
-        assert is_closed(slow)
-    assert works(server, listener)
-
-
 def test_message_that_fails_the_listener_closes_only_its_connection(server, listener):
     bad = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(1), 3)
     bad.send({"bad": "inf"})

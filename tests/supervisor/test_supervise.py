@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
-from hpctrain.rundir import STOP_GRACE_VARIABLE, VERIFIED_STEP_VARIABLE, RunDir
+from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
@@ -201,18 +201,6 @@ def test_next_supervisor_removes_the_copies_of_a_killed_one(run):
     run.log_event("started", run.new_attempt(), nodes=2, world_size=2, hosts=["n1", "n2"])
     run.log_event("requeue", 0, seconds=9.0, by="successor", **{"class": "preempted"})
     assert supervise_staged(run, [], job_with_successor(), deaths=1) == [("remove", ["n1", "n2"])]
-
-
-def test_copies_are_removed_from_excluded_nodes(run):
-    write_corruption(run, 0, FAULTY)
-    job = FakeJob(nodes=FakeNodes())
-    both = ["n1", "n2"]
-    assert supervise_staged(run, [CORRUPT, DONE], job, min_nodes=1) == [
-        ("copy", both),
-        ("remove", ["n2"]),
-        ("copy", ["n1"]),
-        ("remove", ["n1"]),
-    ]
 
 
 def test_crash_restarts_and_completes(run):
@@ -477,16 +465,6 @@ def test_requeued_predecessor_leaves_the_run_to_its_successor(run, record):
     assert [event["job_id"] for event in run.read_events() if event["kind"] == "submitted"] == ["7", "8"]
 
 
-def test_requeued_job_gets_more_memory_although_scontrol_was_ended_before_its_answer(run):
-    nodes, changed = FakeNodes(), []
-    nodes.larger_memory = lambda hosts, excluded_hosts: "mem=96"
-    nodes.change_job = lambda changes: changed.append(changes.memory)
-    job = FakeJob(refuses=True, disposition=JobDisposition.REQUEUED, nodes=nodes)
-    attempt = [TaskExit(1, None, signal.SIGKILL, out_of_memory=True), StepEnded(137)]
-    assert supervise(run, [attempt], job, resume_mode="requeue") == 75
-    assert changed == ["mem=96"]
-
-
 def test_stop_after_a_cancel_request_ends_the_run(run):
     assert supervise(run, [[lambda *_: run.cancel_request.touch(), *STOPPED]]) == 0
     assert finished(run)["state"] == "CANCELLED"
@@ -645,35 +623,6 @@ def test_nodes_are_checked_after_a_communication_failure(run):
     assert run.node_check_results(1)
 
 
-@pytest.mark.slow
-def test_slow_saves_extend_the_signal_lead(run):
-    run.log_event("checkpoint", 0, step=1, path="x", seconds=400.0)
-    seen, job = [], job_with_successor()
-    job.left = 512.0 + 1
-
-    def record_grace(variables, _emit):
-        seen.append(variables[STOP_GRACE_VARIABLE])
-
-    class RecordingStep(FakeStep):
-        def signal(self, number):
-            seen.append(number)
-            self.emit(TaskExit(0, 75))
-            self.emit(StepEnded(75))
-
-    class Launcher(FakeLauncher):
-        def start(self, command, variables, emit):
-            record_grace(variables, emit)
-            step = RecordingStep()
-            step.emit = emit
-            return step
-
-    spec = spec_of(run, stop_before_limit_s=120)
-    grace = {STOP_GRACE_VARIABLE: "SIGTERM=30,SIGUSR2=120"}
-    supervisor = Supervisor(run, spec, Launcher([]), job, grace)
-    supervisor.run()
-    assert seen == ["SIGTERM=30,SIGUSR2=512", signal.SIGUSR2]
-
-
 @pytest.mark.parametrize(("limit_s", "code"), [(60.0, 0), (0.0, 4)])
 def test_unreachable_controller_is_retried_until_a_limit(run, monkeypatch, limit_s, code):
     monkeypatch.setattr(requeuer, "_PAUSE_S", 0.01)
@@ -814,18 +763,6 @@ def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoi
 def test_restart_that_trains_no_step_may_be_complete(run, attempts):
     assert supervise(run, attempts(run)) == 0
     assert finished(run)["state"] == "COMPLETED"
-
-
-def test_new_submission_may_train_no_step(run):
-    assert supervise(run, [[train_steps(run), *KILLED]], max_failures=1) == 4
-    run.log_event("submitted", 1, job_id="7", backend="slurm")
-    assert supervise(run, [DONE]) == 0
-
-
-def test_stopped_ranks_with_exit_code_0_are_continued(run):
-    stopped = end_unfinished(run, [stop_without_saving(run)[0], *DONE])
-    assert supervise(run, [stopped, DONE]) == 0
-    assert [event["class"] for event in run.read_events() if event["kind"] == "requeue"] == ["time-limit"]
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
