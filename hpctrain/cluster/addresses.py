@@ -27,11 +27,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
-    """Return the numeric addresses of host `name`, in the resolver's order, without duplicates.
-
-    Raises:
-        OSError: the name does not resolve, or the resolver did not respond within `limit_s` seconds.
-    """
+    """Return the numeric addresses of a host; raise OSError if there is no answer in time."""
     addresses: list[str] = []
     problem: list[OSError] = []
 
@@ -68,11 +64,7 @@ def normalize_address(address: str) -> str:
 
 
 def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make gloo reachable from other hosts; empty if none are needed.
-
-    gloo listens on the first address of this host's name. On Debian, this address is 127.0.1.1, which other
-    hosts cannot reach.
-    """
+    """Return the variables that keep gloo from using 127.0.1.1, the first address of a host on Debian."""
     if environ.get(_GLOO_VARIABLE) or is_loopback(own_address):
         return {}
     try:
@@ -127,10 +119,7 @@ def interfaces() -> Iterator[tuple[str, str]]:
 
 
 def master_host(ranks: Ranks, environ: Mapping[str, str]) -> str:
-    """Return rank 0's host by a name or address that this host can resolve; `master_addr` if there is none.
-
-    A name that resolves to a loopback address is valid only on the node of rank 0.
-    """
+    """Return rank 0's host by a name or address that resolves here; `master_addr` if there is none."""
     for host in _master_names(ranks, environ):
         with contextlib.suppress(OSError):
             addresses = resolve_host(host)

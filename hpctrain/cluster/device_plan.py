@@ -81,10 +81,7 @@ def gpus_per_task(environ: Mapping[str, str]) -> int:
 
 
 def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
-    """Return the GPUs of a process that has several, as indices among the visible ones.
-
-    All visible GPUs, if Slurm or the worker has hidden those of the other processes on the node.
-    """
+    """Return the GPUs of a process that has several, as indices among the visible ones."""
     per_task = gpus_per_task(environ)
     if num_visible < per_task * ranks.local_world_size:
         return list(range(num_visible))

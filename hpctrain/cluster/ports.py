@@ -16,21 +16,12 @@ _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 def rendezvous_port(key: str) -> int:
-    """Return a port that depends only on `key`; different keys rarely have the same port.
-
-    `key` identifies a set of processes among all that may share a host: `Ranks.rendezvous_id`.
-    """
+    """Return a port that depends only on a set of processes, identified by `Ranks.rendezvous_id`."""
     return FIRST_PORT + zlib.crc32(key.encode(errors="surrogateescape")) % NUM_PORTS
 
 
 def bind_socket(number: int = 0, *, local_only: bool = False) -> socket.socket:
-    """Return a socket that is bound to a port, but does not listen.
-
-    While it does not listen, another socket with SO_REUSEADDR may listen on the port, as torch's store does.
-
-    Raises:
-        OSError: the port is in use.
-    """
+    """Return a bound socket; torch's store may listen on its port, because it does not listen itself."""
     if not local_only and socket.has_dualstack_ipv6():
         sock, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), "::"
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -84,10 +84,7 @@ def _read(pid: int, uid: int | None) -> ProcessInfo | None:
 
 
 def title_writer(argument: str) -> Callable[[str], None]:
-    """Return a function that writes a title over the last argument of this process's command line, for `ps`.
-
-    The function does nothing if the command line does not end with it, or without /proc.
-    """
+    """Return a function that writes a title for `ps` over this last argument of the process."""
     replaced = os.fsencode(argument)
     try:
         address = int(stat_fields("self")[_ARG_END]) - len(replaced) - 1

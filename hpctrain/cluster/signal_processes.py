@@ -1,10 +1,4 @@
-"""Command that sends signals to processes of a run on this host.
-
-`python -P -m hpctrain.cluster.signal_processes RUN_DIR SIGNAL TARGET…`
-
-TARGET is `supervisor`, or the number of the attempt followed by ranks. Exits with 1 if no target is on this
-host.
-"""
+"""Send a signal to processes of a run: `signal_processes RUN_DIR SIGNAL supervisor|ATTEMPT RANK`."""
 
 from __future__ import annotations
 

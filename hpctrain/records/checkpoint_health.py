@@ -32,10 +32,7 @@ def save_problem(run: RunDir) -> str | None:
 
 
 def starts_over(run: RunDir) -> bool:
-    """True if the next attempt of a started run has no checkpoint to resume from.
-
-    A function receives its state in another way.
-    """
+    """True if the next attempt of a started run has no checkpoint to resume from."""
     if run.function.exists() or next(committed_steps(run.checkpoints), None) is not None:
         return False
     if newest_script_checkpoint(run.checkpoints) is not None:

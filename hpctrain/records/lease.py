@@ -90,10 +90,7 @@ class Lease:
         self._stopped, self._writing = system.Event(), system.Lock()
 
     def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
-        """Acquire the lease, and renew it from now on; raise LeaseHeld if another process holds it.
-
-        `deaths` is the number of killed supervisors of this job.
-        """
+        """Acquire and renew the lease, also that of one of the `deaths` killed supervisors of this job."""
         deadline = system.monotonic() + EXPIRY_S
         while True:
             held = newest_lease(self._run)

@@ -112,10 +112,7 @@ def claim_successor(run: RunDir, job_id: str, predecessor: str) -> str:
 
 
 def is_continued_by_other_job(record: RunRecord, environ: Mapping[str, str]) -> bool:
-    """True if another job continues the run of the ended job in `record`.
-
-    If the predecessor was killed before it could record its successor, this function records it.
-    """
+    """Record the successor of the ended job in `record`, if necessary; return true if the run has one."""
     newest = read_run_record(record.run)
     if newest.job_id != record.job_id:
         return True

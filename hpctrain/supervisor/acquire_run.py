@@ -55,11 +55,7 @@ def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
 
 
 def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
-    """Decide whether this job must train; if so, acquire the lease, and record this job as the newest.
-
-    `deaths` is the number of earlier supervisors of this job that were killed. Raises NotInJob if hpctrain
-    did not start this job, or another job trains in the folder.
-    """
+    """Decide whether this job must train; if so, acquire the lease, and record this job as the newest."""
     state = _ownership_state(run, job_control)
     decision = decide_ownership(state)
     facts = ", ".join(f"{name}: {value}" for name, value in vars(state).items() if value)

@@ -159,11 +159,7 @@ def _ignore_watchdog_death() -> None:
 
 
 def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with the grace times of the ranks: `SIGTERM=30,SIGUSR2=120`.
-
-    Empty if the user sets the variable. A requeue at the user's request has no limit under Slurm; without
-    Slurm, the supervisor sets a limit.
-    """
+    """Return the variable with the grace times of the ranks, unless the user sets it."""
     if STOP_GRACE_VARIABLE in spec.env:
         return {}
     in_slurm = spec.backend == "slurm"

@@ -40,10 +40,7 @@ _INTERVAL_PER_TRIAL_S = 0.02
 
 
 class PeriodicCheck:
-    """Runs `check` in a thread until it returns True, or until the context ends.
-
-    Errors of the scheduler and the disk are logged, and the check is tried again.
-    """
+    """Runs `check` in a thread until it returns True, or until the context ends; errors are logged."""
 
     first_s: float
     interval_s: float

@@ -136,10 +136,7 @@ class Notifier:
             log.info("sent a notification (event: %s)", occasion)
 
     def _run_command(self, line: str, message: Mapping[str, Any]) -> None:
-        """Run a shell command in the run folder.
-
-        The command receives the message on standard input, and the main fields also in environment variables.
-        """
+        """Run a shell command in the run folder, with the message on standard input."""
         variables = {
             "HPCTRAIN_OCCASION": str(message["occasion"]),
             "HPCTRAIN_TEXT": str(message["text"]).replace("\0", ""),
@@ -215,10 +212,7 @@ class StallDetector:
                 self._since = now
 
     def find_stall(self, now: float, logged_by: object) -> float | None:
-        """Return the seconds since the last step if this is an unreported stall.
-
-        `logged_by` is the attempt that has logged steps since the last call; None without steps.
-        """
+        """Return the duration of an unreported stall; `logged_by` is the attempt with new steps, if any."""
         is_current = self._attempt is None or logged_by == self._attempt
         if logged_by is not None and is_current and not self._ended:
             self._since, self._reported = now, False
@@ -236,10 +230,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def post_json(address: str, message: Mapping[str, Any]) -> None:
-    """POST a message as JSON, at most once: only a failed connection is tried again.
-
-    Errors contain neither the URL nor output of the server.
-    """
+    """POST a message as JSON; only a failed connection is tried again, and errors hide URL and response."""
     opener = urllib.request.build_opener(_NoRedirects)
     data = json.dumps(message).encode()
     for tries_left in reversed(range(_TRIES)):

@@ -28,10 +28,7 @@ def finish_run(
     cause: str | None = None,
     note: str | None = None,
 ) -> Exit:
-    """Record the end of a run, with its last attempt. The cause of a failure includes disk problems.
-
-    A run that early stopping cancelled is recorded as stopped early.
-    """
+    """Record the end of a run, with its last attempt, disk problems, and the reason for early stopping."""
     final: str = state
     if state == "CANCELLED" and (reason := run.early_stop_reason()):
         final, note = STOPPED_EARLY, reason

@@ -51,10 +51,7 @@ _POLL_INTERVAL_S = 0.5
 
 
 class SlurmNodes:
-    """Nodes of the job that are separate machines and may fail independently.
-
-    Methods raise SchedulerError if Slurm refuses or does not answer.
-    """
+    """Nodes of the job. Methods raise SchedulerError if Slurm refuses or does not answer."""
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self._run, self._spec, self._batch_environ = run, spec, environ
@@ -100,10 +97,7 @@ class SlurmNodes:
         return len(idle_hosts.difference(excluded_hosts, excluded))
 
     def larger_memory(self, hosts: Sequence[str], excluded_hosts: Collection[str]) -> str | None:
-        """Return an option of sbatch, such as `mem=96000`, with which the job gets more memory on such nodes.
-
-        None if there is no such option.
-        """
+        """Return an option of sbatch, such as `mem=96000`, that gives the job more memory on such nodes."""
         environ = self._batch_environ
         option = next(filter(environ.get, _MEMORY_OPTIONS), None)
         if option is None:

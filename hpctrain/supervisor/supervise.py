@@ -105,10 +105,7 @@ class Supervisor:
         self._requeuer = Requeuer(run, spec, job_control, self._events)
 
     def run(self, deaths: int = 0) -> int:
-        """Start the workers as many times as needed, and return the exit code of the job.
-
-        `deaths` is the number of earlier supervisors of this job that were killed.
-        """
+        """Start the workers as often as needed, after `deaths` killed supervisors; return the exit code."""
         for number in self._job_control.on_signal:
             system.handle_signal(number, self._on_signal)
         next_step = acquire_run(self._run, self._spec, self._job_control, deaths)

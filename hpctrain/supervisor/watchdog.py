@@ -24,11 +24,7 @@ ORPHANED_SIGNAL = signal.SIGHUP
 
 
 def run_under_watchdog(environ: Mapping[str, str]) -> int:
-    """Fork and continue in the child as the supervisor. Returns the number of killed earlier supervisors.
-
-    Under Slurm, the calling process never returns: it waits, forwards signals, and exits with the status of
-    the last supervisor. Without Slurm, nothing is forked.
-    """
+    """Fork, and continue in the child as the supervisor; returns the number of killed earlier supervisors."""
     if "SLURM_JOB_ID" not in environ or sys.platform != "linux":
         return 0
     for deaths in range(_MAX_DEATHS + 1):

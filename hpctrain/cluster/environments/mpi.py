@@ -137,11 +137,7 @@ _ADDRESS = re.compile(r"tcp://(\d+\.\d+\.\d+\.\d+)")
 
 
 def detect_openmpi(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks that `mpirun` assigned to this process, or None without such a launcher.
-
-    Raises:
-        EnvironmentMismatch: variables contradict each other, or there are several nodes in unknown order.
-    """
+    """Return the ranks that `mpirun` assigned to this process, or None without such a launcher."""
     if not (environ.get(_OPENMPI.rank) or environ.get(_OPENMPI.world_size)):
         return None
     world_size = read_int(environ, _OPENMPI.world_size)
@@ -230,11 +226,7 @@ _STEP = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def detect_mpich(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks that `mpiexec` assigned to this process, or None without such a launcher.
-
-    Raises:
-        EnvironmentMismatch: variables contradict each other, or there are several nodes in unknown order.
-    """
+    """Return the ranks that `mpiexec` assigned to this process, or None without such a launcher."""
     if not (environ.get(_MPICH.rank) and environ.get(_MPICH.local_rank)):
         return None
     # Hydra sets no run id. Two runs that start at the same time in the same folder compute the same port;
@@ -291,12 +283,7 @@ _SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 
 
 def detect_horovod(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks that `horovodrun` assigned to this process, or None without such a launcher.
-
-    Raises:
-        EnvironmentMismatch: variables contradict each other, or there are several nodes and MASTER_ADDR or
-            the node is unknown.
-    """
+    """Return the ranks that `horovodrun` assigned to this process, or None without such a launcher."""
     if not (environ.get(_HOROVOD.rank) or environ.get(_HOROVOD.world_size)):
         return None
     server = ":".join(environ.get(name, "") for name in _SERVER)
@@ -331,11 +318,7 @@ _JOB = "SUBMITIT_LOCAL_JOB_ID"
 
 
 def detect_submitit(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this task of a local submitit job, or None outside such a job.
-
-    Raises:
-        EnvironmentMismatch: variables contradict each other or are missing.
-    """
+    """Return the ranks of this task of a local submitit job, or None outside such a job."""
     if not environ.get(_JOB) or environ.get("SUBMITIT_EXECUTOR", "local") != "local":
         return None
     return ranks_of(environ, "submitit", _SUBMITIT, key=(environ[_JOB], _JOB))

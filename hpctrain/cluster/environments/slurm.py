@@ -41,12 +41,7 @@ _SHELLS = {"bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash"}
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks of this task of a job step, or None outside a job step.
-
-    Raises:
-        EnvironmentMismatch: Slurm's variables contradict each other, are incomplete, or do not determine the
-            node of rank 0.
-    """
+    """Return the ranks of this task of a job step, or None outside a job step."""
     if not environ.get("SLURM_PROCID"):
         return None
     rank = read_int(environ, "SLURM_PROCID")

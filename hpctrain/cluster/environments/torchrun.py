@@ -19,13 +19,7 @@ REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks set by torchrun or a compatible launcher; None without RANK and WORLD_SIZE.
-
-    RANK=0 and WORLD_SIZE=1 without the other variables are ignored.
-
-    Raises:
-        EnvironmentMismatch: variables are missing, or contradict each other.
-    """
+    """Return the ranks that torchrun or a compatible launcher has set, or None."""
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         return None
     world_size = read_int(environ, "WORLD_SIZE")

@@ -124,10 +124,7 @@ class FailureAnalyzer:
         return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
 
     def _early_exits(self, result: AttemptResult, world_size: int) -> dict[int, str]:
-        """Return ranks that exited with code 0 during training, with a description of each.
-
-        Removes their files.
-        """
+        """Return and delete the reports of ranks that exited with code 0 during training."""
         per_task = self.spec.ntasks_per_node // self.spec.processes_per_node
         done = {task.rank for task in result.monitor.exits if task.result is TaskResult.DONE}
         newest = self._newest_metrics()

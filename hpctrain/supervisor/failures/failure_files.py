@@ -71,11 +71,7 @@ def collect_failures(
     since: int = 0,
     early_exits: Mapping[int, str] | None = None,
 ) -> list[RankFailure]:
-    """Return the failures of `attempt`, and write the failure files that ranks could not write.
-
-    The attempt's part of the job's log begins at byte `since`. Early exits are ranks that exited with code 0
-    during training, and the location of that training.
-    """
+    """Return the failures of `attempt`, and write the failure files that ranks could not write."""
     failures = {failure.rank: failure for failure in _read(run, attempt)}
     found_at = system.time()
     for rank, location in (early_exits or {}).items():

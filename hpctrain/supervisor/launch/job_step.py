@@ -131,7 +131,4 @@ class Launcher(Protocol):
     def start(
         self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
     ) -> JobStep:
-        """Start one task per rank, each running `command` with `variables` added to the environment.
-
-        `beside` is true if the step shares the nodes with a running step.
-        """
+        """Start one task per rank; `beside` is true if the step shares the nodes with a running step."""

@@ -94,11 +94,7 @@ class LocalLauncher:
 
 
 def kill_session(environ: Mapping[str, str]) -> None:
-    """End the background processes of the job script, as Slurm does when a job ends.
-
-    Such processes would hold the run's lock. Does nothing in a session led by another process, such as a
-    shell.
-    """
+    """End the background processes of the job script, which would hold the run's lock, as Slurm does."""
     if "SLURM_JOB_ID" not in environ and os.getsid(0) == system.getpid():
         system.handle_signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)

@@ -182,11 +182,7 @@ def parse_task_report(line: str) -> list[TaskExit]:
 
 
 def _address_of_this_host(hosts: list[str]) -> str:
-    """Return the address of this node for the other nodes.
-
-    A host's own name often resolves to a loopback address on the host itself. Instead, the kernel reports its
-    source address for a connection to another node. Nothing is sent.
-    """
+    """Return the address on the route to another node; this host's name may resolve to a loopback address."""
     for host in hosts[1:_MAX_ROUTE_PROBES]:
         with contextlib.suppress(OSError):
             return address_towards(host)

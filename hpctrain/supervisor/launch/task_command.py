@@ -84,10 +84,7 @@ def prefixed(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def restore_names_command(command: list[str], names: Iterable[str]) -> list[str]:
-    """Return a command that restores the names of the prefixed variables, then runs `command`.
-
-    env(1) expands `${NAME}` in the argument of `-S`, so the command line contains only names.
-    """
+    """Return a command that restores the names: env(1) expands `${NAME}` in the argument of `-S`."""
     names = list(names)
     if not names:
         return command
@@ -133,11 +130,7 @@ def containerize(
 
 
 def _export(names: Collection[str], program: str) -> str:
-    """Return a shell line that also exports variables under apptainer's names, then runs its arguments.
-
-    Slurm sets some of the values only in the task. No command line contains a value: `export` is not a
-    process.
-    """
+    """Return a shell line that also exports variables under apptainer's names, then runs its arguments."""
     prefix = f"{program.upper()}ENV_"
     exports = [f'[ -z "${{{name}+set}}" ] || export {prefix}{name}="${name}"' for name in names]
     return "; ".join([*exports, 'exec "$@"'])

@@ -198,10 +198,7 @@ def minimum_lead_s(step_s: float, save_s: float) -> float:
 
 
 def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -> float:
-    """Return the lead before the time limit: the user's value, or more if the ranks need it.
-
-    Half of the time limit is reserved for training, regardless of the save time.
-    """
+    """Return the lead before the time limit: the user's value, or more if the ranks need it to save."""
     saves = [
         float(event["seconds"])
         for event in islice(read_last_records(run.events, is_event), _EVENTS_SEEN)

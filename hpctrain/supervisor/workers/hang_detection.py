@@ -139,10 +139,7 @@ class HangDetector:
             self._waiting_since += seconds
 
     def find_hang(self, now: float) -> HangInfo | None:
-        """Return a `HangInfo` if the attempt hangs, else None.
-
-        The last phase of a silent rank does not extend the limit while other ranks report their phases.
-        """
+        """Return a `HangInfo` if the attempt hangs, else None."""
         if self._waiting_since is not None and RankPhase.START in self.limits.max_duration_s:
             seconds, limit_s = now - self._waiting_since, self.limits.limit_s(RankPhase.START)
             return HangInfo(seconds, limit_s) if seconds > limit_s else None

@@ -164,10 +164,7 @@ class RankMonitor:
             self._discount(passed, now)
 
     def _on_rank_pause(self, rank: int, seconds: float, monotonic_s: float) -> None:
-        """Discount and record a pause of a rank, for which the others had to wait, unless already done.
-
-        The monotonic clock, which measured `monotonic_s`, stops while the machine sleeps.
-        """
+        """Discount and record a pause of a rank, for which the others had to wait, unless already done."""
         now, clock = system.monotonic(), system.time()
         if monotonic_s > _PAUSE_S and now - monotonic_s >= self._discounted_at:
             self._discount(monotonic_s, now)

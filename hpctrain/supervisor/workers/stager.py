@@ -97,12 +97,7 @@ class Stager:
     events: system.SimpleQueue[StepEvent]
 
     def stage(self, attempt: int, hosts: list[str], monitor: AttemptMonitor) -> AttemptOutcome:
-        """Copy everything to the nodes of an attempt, while `monitor` watches; unchanged copies are reused.
-
-        Raises:
-            StagingError: a file cannot be copied, or its copies differ.
-            OSError: a process cannot be started.
-        """
+        """Copy everything to the nodes of an attempt, while `monitor` watches, and reuse unchanged copies."""
         begun = system.monotonic()
         command = [*module_command(self.plan.host_spec, "staging.stage_node"), self.plan.arguments]
         variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}

@@ -140,10 +140,7 @@ class WorkerGroup:
             self._start_standby_when_due(monitor)
 
     def _send_requests(self) -> None:
-        """Send requested profiles to the ranks.
-
-        In a separate thread, because the file system may hang.
-        """
+        """Send requested profiles to the ranks, in a separate thread, because the file system may hang."""
         while not self._closed.wait(TICK_INTERVAL_S):
             path = self._run.profile_request
             with self._lock:
@@ -223,10 +220,7 @@ class WorkerGroup:
 
 
 class StandbyWorkers:
-    """A step of ranks that have done the slow imports, and wait for the store's address of the next attempt.
-
-    They run the same command on the same nodes as other workers, with the same Slurm environment.
-    """
+    """A step of ranks that have done the slow imports, and wait for the next attempt."""
 
     def __init__(
         self,
@@ -259,10 +253,7 @@ class StandbyWorkers:
             self._is_broken = True
 
     def is_usable(self, attempt: int, hosts: Sequence[str]) -> bool:
-        """Return true if the standby workers can replace a new launch: all of them are connected.
-
-        They may still be importing modules, which is faster than launching new workers.
-        """
+        """Return true if all workers are connected; they may still be importing."""
         is_current = (self.attempt, self.hosts) == (attempt, list(hosts))
         return (
             is_current
@@ -271,10 +262,7 @@ class StandbyWorkers:
         )
 
     def activate(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
-        """Start training in the workers, with these additional variables. `emit` receives later events.
-
-        Returns None if a worker could not be reached; in that case, the step is closed.
-        """
+        """Start training in the workers; None, and the step is closed, if one could not be reached."""
         num_reached = self._server.send(self.attempt, {"go": dict(variables)})
         with self._lock:
             if num_reached < self._world_size:
