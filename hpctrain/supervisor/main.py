@@ -98,15 +98,28 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         if spec.backend == "local":
             job = LocalJobControl(spec, environ)
             return Supervisor(run, spec, launcher, job, grace, staging=staging).run()
-        return _supervise_slurm_job(run, spec, environ, deaths, launcher, grace, staging)
+        slurm_job = SlurmJobControl(run, spec, environ)
+        try:
+            # Slurm 22.05 does not set the variable. A restarted supervisor continues the job later.
+            started = environ.get("SLURM_JOB_START_TIME", "") if not deaths else ""
+            job_started_at = float(started) if started.isdecimal() else None
+            supervisor = Supervisor(run, spec, launcher, slurm_job, grace, job_started_at, staging)
+            system.handle_signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
+            code = supervisor.run(deaths)
+            _ignore_watchdog_death()
+            return code
+        finally:
+            slurm_job.successors.lease.release()
     except NotInJob as error:
         # Other jobs record the outcome of the run.
         log.error("%s", error)
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
-        cause = str(error) if isinstance(error, HpctrainError) else None
-        if isinstance(error, OSError):
+        cause = None
+        if isinstance(error, HpctrainError):
+            cause = str(error)
+        elif isinstance(error, OSError):
             cause = describe_disk_error(error, run.path)
         if cause is not None:
             log.error("%s", cause)
@@ -114,29 +127,6 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         log.exception("the supervisor failed")
         cause = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
         return _fail(run, spec, environ, cause)
-
-
-def _supervise_slurm_job(
-    run: RunDir,
-    spec: JobSpec,
-    environ: Mapping[str, str],
-    deaths: int,
-    launcher: Launcher,
-    grace: Mapping[str, str],
-    staging: tuple[StagePlan, Launcher] | None,
-) -> int:
-    job = SlurmJobControl(run, spec, environ)
-    try:
-        # Slurm 22.05 does not set the variable. A restarted supervisor continues the job later.
-        started = environ.get("SLURM_JOB_START_TIME", "") if not deaths else ""
-        job_started_at = float(started) if started.isdecimal() else None
-        supervisor = Supervisor(run, spec, launcher, job, grace, job_started_at, staging)
-        system.handle_signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
-        code = supervisor.run(deaths)
-        _ignore_watchdog_death()
-        return code
-    finally:
-        job.successors.lease.release()
 
 
 def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) -> int:

@@ -15,7 +15,7 @@ from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import REQUEUE_HOLD_S, START_S
-from hpctrain.supervisor.failures.classify import gpu_faults
+from hpctrain.supervisor.failures.failure_files import gpu_faults
 from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent, StopRequested
 from hpctrain.supervisor.policy.decide import Allocation, describe_nodes

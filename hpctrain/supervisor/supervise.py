@@ -16,7 +16,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
-from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer
+from hpctrain.supervisor.failures.diagnosis import FailureAnalyzer
 from hpctrain.supervisor.job_control import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
 from hpctrain.supervisor.monitors import EarlyStoppingMonitor, NodeDrainMonitor, ScaleUpMonitor
@@ -50,7 +50,7 @@ class FinishedAttempt:
     """An ended attempt, and the reason."""
 
     number: int
-    diagnosis: Diagnosis
+    end: AttemptEnd
     intent: JobIntent
     result: AttemptResult | None = None
     """None if the workers were not started, or were started by another supervisor."""
@@ -58,7 +58,7 @@ class FinishedAttempt:
 
     @property
     def kind(self) -> EndKind:
-        return self.diagnosis.end.kind
+        return self.end.kind
 
     @property
     def must_release(self) -> bool:
@@ -144,7 +144,7 @@ class Supervisor:
             end = self._failure_analyzer.record_bad_nodes(attempt, check.bad_nodes, self._launcher.hosts)
         else:
             return None
-        return FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
+        return FinishedAttempt(attempt, end, self._requeuer.intent())
 
     def _train(self, attempt: int) -> FinishedAttempt:
         try:
@@ -159,8 +159,8 @@ class Supervisor:
         finally:
             # The ranks of the next attempt kill orphaned processes on the other hosts.
             kill_orphans(str(self._run.path), attempt + 1)
-        diagnosis = self._failure_analyzer.analyze(result, self._launcher.hosts)
-        return FinishedAttempt(attempt, diagnosis, self._requeuer.intent(result.monitor.signals), result)
+        end = self._failure_analyzer.analyze(result, self._launcher.hosts)
+        return FinishedAttempt(attempt, end, self._requeuer.intent(result.monitor.signals), result)
 
     def _take_over(self) -> Continue | Exit:
         """Continue after the previous supervisor was killed; its ranks may still be running."""
@@ -176,11 +176,11 @@ class Supervisor:
         end = self._failure_analyzer.record_supervisor_death(attempt)
         # If the supervisor was killed after the ranks had exited, complete its record.
         end = end if stop is None else AttemptEnd(stop)
-        ended = FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
+        ended = FinishedAttempt(attempt, end, self._requeuer.intent())
         return self._carry_out(self._decide(ended), ended)
 
     def _decide(self, ended: FinishedAttempt) -> Decision:
-        decision = decide(self._situation(ended), ended.diagnosis.end, system.monotonic())
+        decision = decide(self._situation(ended), ended.end, system.monotonic())
         log.info("attempt %d ended (%s): %s", ended.number, ended.kind, decision)
         return decision
 
@@ -197,7 +197,7 @@ class Supervisor:
         )
         if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.kind is EndKind.DONE:
             return situation
-        nodes = self._allocation(history, ended.diagnosis.lost)
+        nodes = self._allocation(history, ended.end.lost)
         if ended.kind is EndKind.OOM and self._job_control.nodes is not None:
             memory = self._job_control.nodes.larger_memory(self._launcher.hosts, history.excluded)
             situation = replace(situation, larger_memory=memory)
@@ -206,7 +206,7 @@ class Supervisor:
         return replace(situation, nodes=nodes, ends_at=ends_at)
 
     def _carry_out(self, decision: Decision, ended: FinishedAttempt) -> Continue | Exit:
-        end, lost = ended.diagnosis.end, ended.diagnosis.lost
+        end, lost = ended.end, ended.end.lost
         if decision.exclude:
             hosts, reason = list(decision.exclude), describe_nodes(decision.exclude)
             self._run.log_event("excluded", ended.number, hosts=hosts, reason=reason)
@@ -305,7 +305,7 @@ class Supervisor:
         changes = JobChanges(excluded, memory or history.memory)
         moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, changes)
         if isinstance(moved, RequeueRefused):
-            if cause := ended.diagnosis.end.cause:
+            if cause := ended.end.cause:
                 return finish_run(self._run, "FAILED", cause, moved.cause)
             return finish_run(self._run, "FAILED", f"the ranks have stopped, but {moved.cause}")
         return moved

@@ -35,8 +35,7 @@ from hpctrain.slurm.node_queries import parse_nodes
 from hpctrain.slurm.parsing import parse_number, parse_size_mib
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes
-from hpctrain.supervisor.failures.classify import gpu_faults
-from hpctrain.supervisor.failures.failure_files import _read
+from hpctrain.supervisor.failures.failure_files import _read, gpu_faults
 from hpctrain.supervisor.launch.srun import parse_task_report
 from hpctrain.supervisor.workers.attempt_runner import longest_step_s
 from hpctrain.supervisor.workers.worker_group import _read_phase_durations

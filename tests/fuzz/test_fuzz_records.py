@@ -22,7 +22,7 @@ from hpctrain.records import checkpoint_health, lease, log_tail, run_record, suc
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.supervisor import buffered_storage, node_steps
-from hpctrain.supervisor.failures import classify, failure_files
+from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import attempt_runner, worker_group
 from hpctrain.sweeps import sweep_record
@@ -118,7 +118,7 @@ def read_failures() -> object:
     found = list(failure_files._read(RUN, 0))
     if found:
         first = failure_files.root_cause({failure.rank: failure for failure in found}.values())
-        return str(first), classify.classify(first), classify.is_deterministic(first)
+        return str(first), failure_files.classify(first), failure_files.is_deterministic(first)
     return None
 
 
@@ -267,9 +267,9 @@ PARSERS = [
         call=with_file(RUN.phase_durations, lambda: worker_group._read_phase_durations(RUN)),
     ),
     Parser(
-        classify.gpu_faults,
+        failure_files.gpu_faults,
         [NODE_LINES],
-        call=with_file(RUN.telemetry(0), lambda: classify.gpu_faults(RUN, ["n1"], 0.0)),
+        call=with_file(RUN.telemetry(0), lambda: failure_files.gpu_faults(RUN, ["n1"], 0.0)),
     ),
     Parser(
         node_steps._read_node_check,

@@ -9,7 +9,7 @@ from helpers.fuzzing import Parser, check_errors, check_time, write_file
 
 from hpctrain import crash_output, files, redaction, text, tracebacks
 from hpctrain.supervisor import job_control
-from hpctrain.supervisor.failures import classify
+from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.failures.failure_files import RankFailure
 from hpctrain.supervisor.policy import history
 
@@ -32,7 +32,7 @@ ERRORS = [
 
 def classify_message(message: str) -> object:
     failure = RankFailure(0, "n1", "exception", "RuntimeError", message, "log", None, 0.0)
-    return classify.classify(failure), classify.is_deterministic(failure)
+    return failure_files.classify(failure), failure_files.is_deterministic(failure)
 
 
 def newest_traceback(content: str) -> object:
@@ -71,8 +71,8 @@ PARSERS = [
     Parser(tracebacks.fold, [TRACEBACK]),
     Parser(tracebacks.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
     Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
-    Parser(classify.classify, ERRORS, call=classify_message),
-    Parser(classify._numbers, ["[[79, 13]]"]),
+    Parser(failure_files.classify, ERRORS, call=classify_message),
+    Parser(failure_files._numbers, ["[[79, 13]]"]),
     Parser(history._parse_failure, ["rank 3 on n1: ValueError: at 0xdeadbeef"], call=normalized),
     Parser(
         job_control._EVICTED.search,

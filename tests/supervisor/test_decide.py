@@ -17,8 +17,7 @@ from hpctrain.spec.restart_policy import (
     RestartPolicy,
     RestartRule,
 )
-from hpctrain.supervisor.failures.classify import classify, is_deterministic
-from hpctrain.supervisor.failures.failure_files import RankFailure, root_cause
+from hpctrain.supervisor.failures.failure_files import RankFailure, classify, is_deterministic, root_cause
 from hpctrain.supervisor.launch.job_step import TaskExit
 from hpctrain.supervisor.launch.srun import parse_task_report
 from hpctrain.supervisor.policy.decide import (

@@ -7,7 +7,7 @@ import shlex
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain import system
@@ -18,11 +18,13 @@ from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event, is_metrics, is_new_submission
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.failures.classify import classify, gpu_faults, is_deterministic
 from hpctrain.supervisor.failures.failure_files import (
     Corruption,
     RankFailure,
+    classify,
     collect_failures,
+    gpu_faults,
+    is_deterministic,
     root_cause,
 )
 from hpctrain.supervisor.job_control import (
@@ -44,13 +46,6 @@ _PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    end: AttemptEnd
-    lost: Mapping[str, str] = field(default_factory=dict)
-    """Lost and draining nodes, with the reason."""
-
-
-@dataclass(frozen=True)
 class FailureAnalyzer:
     """Diagnoses attempts, and records the results in the run's record."""
 
@@ -58,20 +53,20 @@ class FailureAnalyzer:
     spec: JobSpec
     job_control: JobControl
 
-    def analyze(self, result: AttemptResult, hosts: list[str]) -> Diagnosis:
+    def analyze(self, result: AttemptResult, hosts: list[str]) -> AttemptEnd:
         attempt = result.attempt
         early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
             case AttemptOutcome.DONE if not early_exits:
                 if (cause := self._describe_missing_steps(attempt)) is None:
-                    return Diagnosis(AttemptEnd(EndKind.DONE))
-                return Diagnosis(self._record(attempt, EndKind.UNFINISHED, cause, rank=0, host=hosts[0]))
+                    return AttemptEnd(EndKind.DONE)
+                return self._record(attempt, EndKind.UNFINISHED, cause, rank=0, host=hosts[0])
             case AttemptOutcome.DONE if History.from_events(self.run.read_events()).agreed_to_stop:
                 return self._diagnose_stop(result)
             case AttemptOutcome.STOPPED:
                 return self._diagnose_stop(result)
             case AttemptOutcome.OUT_OF_TIME:
-                return Diagnosis(AttemptEnd(EndKind.OUT_OF_TIME))
+                return AttemptEnd(EndKind.OUT_OF_TIME)
             case AttemptOutcome.NOT_STARTED:
                 end = result.monitor.end
                 assert end is not None
@@ -80,7 +75,7 @@ class FailureAnalyzer:
                 )
                 cause, log_path = cause.rstrip(": "), str(self.run.slurm_log)
                 failure = self._record(attempt, EndKind.NOT_STARTED, cause, log_path=log_path)
-                return Diagnosis(failure, self._find_lost(hosts))
+                return replace(failure, lost=self._find_lost(hosts))
             case AttemptOutcome.DONE | AttemptOutcome.FAILED:
                 return self._analyze_failure(result, hosts, early_exits)
 
@@ -118,10 +113,10 @@ class FailureAnalyzer:
         near = left_s is not None and left_s <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
         return EndKind.TIME_LIMIT if near else EndKind.PREEMPTED
 
-    def _diagnose_stop(self, result: AttemptResult) -> Diagnosis:
+    def _diagnose_stop(self, result: AttemptResult) -> AttemptEnd:
         if draining := result.monitor.draining:
-            return Diagnosis(AttemptEnd(EndKind.NODE_DRAIN, describe_nodes(draining)), draining)
-        return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
+            return AttemptEnd(EndKind.NODE_DRAIN, describe_nodes(draining), lost=draining)
+        return AttemptEnd(self.stop_kind(result.attempt))
 
     def _early_exits(self, result: AttemptResult, world_size: int) -> dict[int, str]:
         """Return and delete the reports of ranks that exited with code 0 during training."""
@@ -183,29 +178,29 @@ class FailureAnalyzer:
 
     def _analyze_failure(
         self, result: AttemptResult, hosts: list[str], early_exits: Mapping[int, str]
-    ) -> Diagnosis:
+    ) -> AttemptEnd:
         """Diagnose failed ranks. Ranks that only lost stopped peers count as stopped."""
         attempt, monitor = result.attempt, result.monitor
         lost = self._find_lost(hosts)
         if (hang := monitor.hang) is not None and not lost:
-            return Diagnosis(self._record(attempt, EndKind.HANG, hang.cause, rank=hang.rank, host=hang.host))
+            return self._record(attempt, EndKind.HANG, hang.cause, rank=hang.rank, host=hang.host)
         failures = collect_failures(
             self.run, self.spec, attempt, monitor.exits, hosts, result.job_log_offset, early_exits
         )
         if lost:
             # The loss of the node explains all reports of the ranks.
-            return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
+            return self._record_loss(attempt, lost, hosts, len(failures))
         if not failures and monitor.is_stopping:
             return self._diagnose_stop(result)
         if not failures:
             cause = "the job step failed, but no rank reported a cause"
-            return Diagnosis(self._record(attempt, EndKind.KILLED, cause))
+            return self._record(attempt, EndKind.KILLED, cause)
         failure = root_cause(failures)
         told_to_leave = any(task.result is TaskResult.CONTINUE for task in monitor.exits)
         if told_to_leave and failure.is_peer_lost:
             return self._diagnose_stop(result)
         if failure.corruption is not None:
-            return Diagnosis(self._record_corruption(attempt, failure, failure.corruption, hosts))
+            return self._record_corruption(attempt, failure, failure.corruption, hosts)
         kind = classify(failure)
         if gpu_faults(self.run, [failure.host], result.started_at):
             kind = EndKind.GPU
@@ -231,7 +226,7 @@ class FailureAnalyzer:
             failed_ranks=len(failures),
             **fields,
         )
-        return Diagnosis(replace(end, micro_batch_size=size))
+        return replace(end, micro_batch_size=size)
 
     def _record_corruption(
         self, attempt: int, failure: RankFailure, corruption: Corruption, hosts: list[str]
@@ -277,7 +272,8 @@ class FailureAnalyzer:
         host = next(iter(lost))
         rank = hosts.index(host) * self.spec.ntasks_per_node
         cause = f"node lost: {describe_nodes(lost)}"
-        return self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, failed_ranks=count)
+        end = self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, failed_ranks=count)
+        return replace(end, lost=lost)
 
     def _record(
         self,

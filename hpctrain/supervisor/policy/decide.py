@@ -60,6 +60,8 @@ class AttemptEnd:
     cause: str | None = None
     micro_batch_size: int | None = None
     """Maximum size of micro-batches after a rank ran out of GPU memory; None if unknown."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Lost and draining nodes, with the reason."""
 
 
 class Action(Enum):
