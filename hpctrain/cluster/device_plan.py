@@ -39,9 +39,8 @@ def plan_device(
 ) -> DevicePlan:
     """Return the GPU of this rank, according to a plan common to all ranks.
 
-    A task that sees all GPUs of its node uses the GPU with the number of its local rank. If Slurm bound the
-    task to some of the GPUs, the task uses one of these: the only GPU, or the first if no other task shares
-    them.
+    A task that sees all GPUs of its node uses the GPU with the number of its local rank; a task that Slurm
+    bound to some GPUs uses one of these.
     """
     if is_rocm:
         check_amd_variables(environ)
@@ -67,9 +66,8 @@ def plan_device(
     if num_tasks > num_visible and (num_visible > 1 or on_node == 1):
         if allowed is None:
             raise _too_many_ranks(ranks, environ, num_visible)
-        return DevicePlan(
-            local_rank % num_visible, f"local rank modulo {num_visible} visible GPUs ({allowed})"
-        )
+        source = f"local rank modulo {num_visible} visible GPUs ({allowed})"
+        return DevicePlan(local_rank % num_visible, source)
     if num_visible == 1:
         return DevicePlan(0, f"the only visible GPU{_list(environ)}")
     return DevicePlan(local_rank, f"the local rank; {num_visible} GPUs are visible{_list(environ)}")
@@ -106,9 +104,8 @@ def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
     """Return the setting of the user or the job that allows several ranks per GPU, or None."""
     switch = environ.get(SHARE_VARIABLE, "")
     if switch not in ("", "0", "1"):
-        raise EnvironmentMismatch(
-            f"{SHARE_VARIABLE} is {switch!r}, but must be 0, or 1 to let ranks share a GPU."
-        )
+        problem = f"{SHARE_VARIABLE} is {switch!r}, but must be 0, or 1 to let ranks share a GPU."
+        raise EnvironmentMismatch(problem)
     if switch:
         return f"{SHARE_VARIABLE}=1" if switch == "1" else None
     if _SEVERAL_TASKS.search(environ.get(_BIND_VARIABLE, "")):

@@ -60,9 +60,8 @@ def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
         if placement.problem:
             raise HpctrainError(f"{placement}: {placement.problem}")
         if (placement.index is None) != (placements[0].index is None):
-            having, lacking = (
-                (placements[0], placement) if placement.index is None else (placement, placements[0])
-            )
+            both = (placements[0], placement)
+            having, lacking = sorted(both, key=lambda rank: rank.index is None)
             raise HpctrainError(
                 f"GPUs are visible to {having}, but not to {lacking}. Exclude {lacking.host} "
                 "(--exclude), or use CPUs on all hosts (set CUDA_VISIBLE_DEVICES to an empty string)."

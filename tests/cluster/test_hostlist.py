@@ -145,14 +145,6 @@ class TestDifferencesFromSlurm:
         with pytest.raises(UserError, match="malformed"):
             expand_hostlist(hostlist)
 
-    def test_numbers_beyond_64_bits_are_exact(self, scontrol):
-        assert scontrol.expand("n99999999999999999999") == ["n18446744073709551615"]
-        assert expand_hostlist("n99999999999999999999") == ["n99999999999999999999"]
-        assert expand_hostlist("n[99999999999999999998-99999999999999999999]") == [
-            "n99999999999999999998",
-            "n99999999999999999999",
-        ]
-
 
 @pytest.mark.parametrize(
     ("hostlist", "position", "problem"),

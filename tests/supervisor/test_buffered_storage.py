@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import time
@@ -17,7 +16,7 @@ from helpers.waiting import slowness, wait_for
 from hpctrain.errors import HpctrainError
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import buffered_storage
-from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
+from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage
 from hpctrain.supervisor.run_end import finish_run
 
 
@@ -111,9 +110,3 @@ def test_missing_folder_ends_the_run_and_is_not_created(tmp_path):
     with pytest.raises(HpctrainError, match="no longer exists"):
         run.new_attempt()
     assert not run.path.exists()
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO])
-def test_disk_errors_are_distinguished_from_others(number):
-    assert "/x" in str(describe_disk_error(OSError(number, "what"), Path("/x")))
-    assert describe_disk_error(FileNotFoundError(errno.ENOENT, "no", "/y"), Path("/x")) is None
