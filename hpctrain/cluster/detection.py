@@ -111,9 +111,7 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     detector = _DETECTORS.get(name)
     if detector is None:
         hint = suggest(name.lower(), _DETECTORS)
-        raise EnvironmentMismatch(
-            f"{ENVIRONMENT_VARIABLE} is {name!r}, which is not a known environment. {hint}"
-        )
+        raise EnvironmentMismatch(f"{ENVIRONMENT_VARIABLE} is {name!r}, an unknown environment. {hint}")
     ranks = detector(environ)
     if ranks is None:
         raise EnvironmentMismatch(

@@ -129,9 +129,7 @@ def _acquire_lease(run: RunDir, jobs: SlurmSuccessors, deaths: int) -> None:
             "cancel it."
         ) from None
     except OSError as error:
-        log.warning(
-            "cannot acquire the lease on the run folder, so a second job could train in it: %s", error
-        )
+        log.warning("cannot acquire the lease on the run folder, so another job could train in it: %s", error)
 
 
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:

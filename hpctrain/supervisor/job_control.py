@@ -63,9 +63,8 @@ class SlurmJobControl:
 
     def seconds_left(self) -> float | None:
         """Return the remaining seconds of the job; None if unlimited or unknown."""
-        text = run_slurm(
-            ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"], self._environ
-        ).strip()
+        command = ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"]
+        text = run_slurm(command, self._environ).strip()
         if text == "INVALID" or _ZERO.fullmatch(text):
             return 0.0  # past the limit, which a site may tolerate for some time
         try:
@@ -182,9 +181,7 @@ def known_seconds_left(job: JobControl) -> float | None:
     try:
         return job.seconds_left()
     except SchedulerError as error:
-        log.warning(
-            "cannot determine the remaining time of this job (%s); assuming that enough time remains", error
-        )
+        log.warning("cannot determine this job's remaining time (%s); assuming that enough remains", error)
         return None
 
 

@@ -52,9 +52,7 @@ def send_notifications(run: RunDir, environ: Mapping[str, str]) -> Iterator[None
         notifier.ended.set()
         thread.join(_LAST_LIMIT_S)
         if thread.is_alive():
-            log.warning(
-                "a notification was not delivered before the supervisor exited, because a target was too slow"
-            )
+            log.warning("a notification was not delivered before the supervisor exited: slow target")
             notifier.kill_command()
 
 

@@ -58,10 +58,9 @@ class Requeuer:
     ) -> Continue | Exit | RequeueRefused:
         """Release the allocation after an attempt of `seconds`, and request a new one."""
         methods = self._methods(intent)
-        memory = {"memory": changes.memory} if changes.memory else {}
-        self.run.log_event(
-            "requeue", attempt, seconds=seconds, by=methods[0].value, **memory, **{"class": kind}
-        )
+        fields = {"memory": changes.memory} if changes.memory else {}
+        fields |= {"by": methods[0].value, "class": kind}
+        self.run.log_event("requeue", attempt, seconds=seconds, **fields)
         deadline = system.monotonic() + _UNREACHABLE_TIMEOUT_S
         while True:
             moved = self._try_methods(methods, attempt, changes)
@@ -152,9 +151,7 @@ class Requeuer:
         try:
             return self.job_control.can_requeue()
         except SchedulerError as error:
-            log.warning(
-                "cannot determine whether Slurm can requeue this job (%s); trying to requeue the job", error
-            )
+            log.warning("cannot determine whether Slurm can requeue this job (%s); trying it", error)
             return True
 
     def _change(self, changes: JobChanges) -> None:

@@ -107,14 +107,9 @@ class SlurmNodes:
         except (SchedulerError, ValueError) as error:
             log.warning("cannot determine the memory of the nodes, so no more memory is requested: %s", error)
             return None
-        name, per_cpu, current = (
-            _MEMORY_OPTIONS[option][0],
-            option == "SLURM_MEM_PER_CPU",
-            int(environ[option]),
-        )
-        larger = min(
-            current * 3 // 2, node_mib // int(environ.get("SLURM_CPUS_ON_NODE", "1") if per_cpu else 1)
-        )
+        name, current = _MEMORY_OPTIONS[option][0], int(environ[option])
+        cpus = int(environ.get("SLURM_CPUS_ON_NODE", "1")) if option == "SLURM_MEM_PER_CPU" else 1
+        larger = min(current * 3 // 2, node_mib // cpus)
         memory = f"{name}={larger}"
         changes = JobChanges(excluded_hosts, memory)
         return memory if larger > current and can_start(self._run, self._spec, changes, environ) else None

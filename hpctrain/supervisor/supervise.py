@@ -299,7 +299,7 @@ class Supervisor:
         excluded = history.excluded
         if excluded and nodes is not None and not nodes.can_reallocate(excluded):
             log.warning(
-                "not excluding %s: the job could not start without these nodes", ", ".join(sorted(excluded))
+                "not excluding %s, without which the job could not start", ", ".join(sorted(excluded))
             )
             excluded = frozenset()
         changes = JobChanges(excluded, memory or history.memory)

@@ -109,13 +109,11 @@ def collect_failures(
 ) -> list[RankFailure]:
     """Return the failures of `attempt`, and write the failure files that ranks could not write."""
     failures = {failure.rank: failure for failure in _read(run, attempt)}
-    found_at = system.time()
+    time_s = system.time()
     for rank, location in (early_exits or {}).items():
         if rank not in failures:
             host, log_path = hosts[rank // spec.ntasks_per_node], str(run.rank_log(attempt, rank))
-            failure = RankFailure(
-                rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, found_at
-            )
+            failure = RankFailure(rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, time_s)
             failures[rank] = _write(run, attempt, failure)
     if spec.torchrun is not None and failures:
         # An agent fails because its ranks fail.

@@ -129,9 +129,7 @@ class SrunStep:
         try:
             self.signal(signal.SIGKILL)
         except SchedulerError as error:
-            print(
-                f"hpctrain: cannot kill the ranks through Slurm ({error}); killing srun instead", flush=True
-            )
+            print(f"hpctrain: cannot kill the ranks through Slurm ({error}); killing srun", flush=True)
             self._srun.terminate()
 
     def _kill_until_gone(self) -> None:

@@ -111,9 +111,8 @@ class Decision:
             notes = {Action.SHRINK: " (fewer nodes)", Action.REPLACE: " (with replacement nodes)"}
             clauses = [f"restart the ranks on {compress_hostlist(self.hosts)}{notes.get(self.action, '')}"]
         if self.exclude:
-            clauses.append(
-                f"exclude {', '.join(f'{host} ({reason})' for host, reason in self.exclude.items())}"
-            )
+            nodes = ", ".join(f"{host} ({reason})" for host, reason in self.exclude.items())
+            clauses.append(f"exclude {nodes}")
         if self.memory:
             clauses.append(f"request --{self.memory}")
         return "; ".join([*clauses, *filter(None, [self.reason])])

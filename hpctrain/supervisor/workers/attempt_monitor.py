@@ -135,10 +135,7 @@ class AttemptMonitor:
                     self._limit(_LEAVE_GRACE_S if draining else STOP_GRACE_S, "the ranks to stop")
             case LauncherStuck():
                 if not self._killed:
-                    log.warning(
-                        "all %ss have exited, but the launcher has not: killing the launcher",
-                        self.process_name,
-                    )
+                    log.warning("all %ss have exited, but not the launcher: killing it", self.process_name)
                     self._kill(step)
             case RankSignalled(rank, name):
                 if not self.is_stopping:
@@ -148,9 +145,8 @@ class AttemptMonitor:
                 self._begin_stop()
                 self.signals.append(number)
                 forward = self.job_control.on_signal.get(number)
-                log.info(
-                    "received %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else ""
-                )
+                reaction = f"; sending {forward.name} to the ranks" if forward else ""
+                log.info("received %s%s", number.name, reaction)
                 if self._killed or forward is None:
                     return
                 cancels = [past for past in self.signals if past in self.job_control.cancel_signals]
@@ -214,10 +210,8 @@ class AttemptMonitor:
             if not self._warned:
                 self._warned = True
                 self._begin_stop()
-                log.info(
-                    "%.0f s left until the time limit: sending SIGUSR2 to the ranks",
-                    self.stop_before_limit_s,
-                )
+                lead_s = self.stop_before_limit_s
+                log.info("%.0f s left until the time limit: sending SIGUSR2 to the ranks", lead_s)
                 self._signal_ranks(step, signal.SIGUSR2)
             elif now >= self.ends_at:
                 log.info("time limit reached: ending the job step")

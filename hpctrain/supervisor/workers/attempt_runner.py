@@ -27,7 +27,6 @@ from hpctrain.rundir import (
     INDEPENDENT_RANKS_VARIABLE,
     MICRO_BATCH_VARIABLE,
     RUN_DIR_VARIABLE,
-    STOP_GRACE_VARIABLE,
     VERIFIED_STEP_VARIABLE,
     RunDir,
     is_event,
@@ -160,14 +159,9 @@ class AttemptRunner:
 
     def _variables(self, attempt: int, lead: float) -> dict[str, str]:
         spec = self.spec
-        variables = {
-            RUN_DIR_VARIABLE: str(self.run.path),
-            ATTEMPT_VARIABLE: str(attempt),
-            **self.grace_variables,
-        }
-        if STOP_GRACE_VARIABLE in self.grace_variables:
-            grace = _TIME_LIMIT_GRACE.sub(rf"\g<1>{lead:g}", self.grace_variables[STOP_GRACE_VARIABLE])
-            variables[STOP_GRACE_VARIABLE] = grace
+        variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
+        for name, grace in self.grace_variables.items():
+            variables[name] = _TIME_LIMIT_GRACE.sub(rf"\g<1>{lead:g}", grace)
         if spec.code is not None:
             variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
         history = History.from_events(self.run.read_events())

@@ -269,9 +269,8 @@ def describe_hang(
     joining = {rank: snapshot.rendezvous for rank, snapshot in snapshots.items()}
     if waiting := {rank: address for rank, address in joining.items() if address is not None}:
         addresses = sorted(set(waiting.values()))
-        text += (
-            f"; {format_ranks(sorted(waiting))} waiting for the process group at {' and '.join(addresses)}"
-        )
+        places = " and ".join(addresses)
+        text += f"; {format_ranks(sorted(waiting))} waiting for the process group at {places}"
         if absent := sorted(set(range(world_size)) - waiting.keys()):
             text += f"; {format_ranks(absent)} not arrived"
         if len(addresses) > 1:

@@ -41,11 +41,7 @@ class StepTimes:
         return StepTimes(1, data_s, self.compute_s / timed, self.exchange_s / timed, 1, 1)
 
     def by_part(self) -> dict[str, float]:
-        return {
-            "data": round(self.data_s, 6),
-            "compute": round(self.compute_s, 6),
-            "exchange": round(self.exchange_s, 6),
-        }
+        return {name: round(getattr(self, f"{name}_s"), 6) for name in ("data", "compute", "exchange")}
 
     @property
     def own_time_s(self) -> float:

@@ -112,9 +112,8 @@ class WorkerGroup:
             monitor.close()
             self.has_process_group = monitor.has_process_group
         with suppress(OSError):
-            write_atomic(
-                self._run.phase_durations, json.dumps(self._limits.max_duration_s) + "\n", durable=False
-            )
+            record = json.dumps(self._limits.max_duration_s) + "\n"
+            write_atomic(self._run.phase_durations, record, durable=False)
 
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
         with self._lock:
@@ -254,12 +253,9 @@ class StandbyWorkers:
 
     def is_usable(self, attempt: int, hosts: Sequence[str]) -> bool:
         """Return true if all workers are connected; they may still be importing."""
-        is_current = (self.attempt, self.hosts) == (attempt, list(hosts))
-        return (
-            is_current
-            and not self._is_broken
-            and self._server.num_connected(self.attempt) == self._world_size
-        )
+        if self._is_broken or (self.attempt, self.hosts) != (attempt, list(hosts)):
+            return False
+        return self._server.num_connected(attempt) == self._world_size
 
     def activate(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
         """Start training in the workers; None, and the step is closed, if one could not be reached."""
@@ -270,9 +266,7 @@ class StandbyWorkers:
             else:
                 self._emit = emit
         if self._is_broken:
-            log.warning(
-                "attempt %d: a standby worker is unreachable, so new workers will be started", self.attempt
-            )
+            log.warning("attempt %d: a standby worker is unreachable, so new workers start", self.attempt)
             self.close()
             return None
         log.info("attempt %d: using %s", self.attempt, pluralize(num_reached, "standby worker"))
@@ -319,9 +313,8 @@ class StartupRecord:
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         if (ends := message.get("startup")) is None or rank in self._durations:
             return
-        self._durations[rank] = durations_s(
-            self._begun, {str(name): float(end) for name, end in ends.items()}
-        )
+        part_ends = {str(name): float(end) for name, end in ends.items()}
+        self._durations[rank] = durations_s(self._begun, part_ends)
         if len(self._durations) == self._world_size:
             durations = self._summarize()
             self._run.log_event("startup", self._attempt, **durations.fields())
