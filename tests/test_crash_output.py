@@ -7,8 +7,7 @@ import pytest
 
 from hpctrain.records.crash_output import find_crash_output, fold, useful_lines
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.failures.classify import classify
-from hpctrain.supervisor.failures.failure_files import RankFailure
+from hpctrain.supervisor.failures.failure_files import RankFailure, classify
 
 IMPORT = """Traceback (most recent call last):
   File "worker.py", line 12, in <module>

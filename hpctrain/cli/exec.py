@@ -15,9 +15,8 @@ import click
 
 from hpctrain.cli.common import program_name as called_as
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.addresses import gloo_variables
+from hpctrain.cluster.addresses import gloo_variables, master_host, own_address
 from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.cluster.master_host import master_host, own_address
 from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import RendezvousError
 

@@ -16,10 +16,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from hpctrain.checkpoint.io import messages
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.addresses import gloo_variables
-from hpctrain.cluster.connection_owners import foreign_users
+from hpctrain.cluster.addresses import gloo_variables, own_address
 from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.cluster.master_host import own_address
+from hpctrain.cluster.ports import foreign_users
 from hpctrain.errors import RendezvousError
 from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group

@@ -13,9 +13,8 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.addresses import resolve_host
+from hpctrain.cluster.addresses import master_host, resolve_host
 from hpctrain.cluster.fd_limit import raise_fd_limit
-from hpctrain.cluster.master_host import master_host
 from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import RendezvousError
 

@@ -28,7 +28,7 @@ EXEMPT = {
         jobs.executor.job.JobFailed.from_failure jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
         jobs.runs.run_log_reader.LogPosition.from_json jobs.site.job_request.JobRequest.from_spec
-        supervisor.early_stopping.EarlyStoppingMonitor._read_rule
+        supervisor.monitors.EarlyStoppingMonitor._read_rule
         supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
         telemetry.sampling.nvml.read_field telemetry.sampling.nvml.read_gpu
