@@ -21,8 +21,8 @@ from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, U
 from hpctrain.files import is_locked
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.backends.local import LocalBackend
-from hpctrain.jobs.executor import Job, JobFailed, function_runs
-from hpctrain.jobs.executor.function_runs import FunctionFailure
+from hpctrain.jobs.executor import Job, JobFailed
+from hpctrain.jobs.executor import job as job_module
 from hpctrain.jobs.runs.run import find_run
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
@@ -252,7 +252,7 @@ def test_job_can_be_restored_after_its_program_ended(executor, monkeypatch):
 
 
 def test_missing_result_is_reported(executor, monkeypatch):
-    monkeypatch.setattr(function_runs, "_RESULT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(job_module, "_RESULT_TIMEOUT_S", 0.1)
     job = executor.submit(add, 1)
     with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* wrote no result: .*rank-00000\.pkl"):
         job.result()
@@ -290,13 +290,13 @@ def test_job_error_survives_pickling_and_is_of_the_last_attempt(executor):
     run = job.run.dir
     run.log_event("failure", 0, rank=3, host="n2", cause="rank 3 on n2: ValueError: x", log="/old.log")
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="rank 3 on n2: ValueError: x")
-    error = pickle.loads(pickle.dumps(JobFailed.from_failure(FunctionFailure.from_status(job.run.status()))))
+    error = pickle.loads(pickle.dumps(JobFailed.from_status(job.run.status())))
     assert (error.rank, error.host, error.log) == (3, "n2", "/old.log")
     assert f"Run {job.run.run_id} failed: rank 3 on n2: ValueError: x. Log: /old.log" in str(error)
     run.log_event("finished", 1, state="FAILED", exit_code=4, cause="the ranks did not leave in time")
-    failure = FunctionFailure.from_status(job.run.status())
+    failure = JobFailed.from_status(job.run.status())
     assert (failure.rank, failure.host) == (None, None)
-    assert "did not leave in time" in failure.message
+    assert "did not leave in time" in str(failure)
 
 
 def test_note_is_logged_once(executor, caplog):
