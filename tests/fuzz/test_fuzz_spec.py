@@ -22,7 +22,7 @@ from hpctrain.jobs.options import (
 )
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.site.job_request import JobRequest
-from hpctrain.jobs.submit import dependency, template_checks
+from hpctrain.jobs.submit import dependency, render
 from hpctrain.spec import container, launcher, load_spec, notify, restart_policy
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.sweeps import search_space
@@ -174,18 +174,18 @@ PARSERS = [
         dependency.resolve_dependency,
         ["afterok:123:124_5,afterany:9", "after:17+5?afterok:18"],
         (HpctrainError,),
-        lambda text: dependency.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}),
+        lambda text: dependency.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}, "runs"),
     ),
     Parser(
-        template_checks.directive_options,
+        render.directive_options,
         ["#SBATCH -N2 --time=1:00 -p gpu # x", '#SBATCH --comment="a b"'],
         most_bytes=1 << 14,
     ),
     Parser(
-        template_checks.check_rendered_script,
+        render.check_rendered_script,
         ["#!/bin/sh\n#SBATCH --nodes=2\n#SBATCH -p gpu\npython -m hpctrain.supervisor\n"],
         (SpecError,),
-        lambda text: template_checks.check_rendered_script(text, ["#SBATCH --nodes=2"], "t"),
+        lambda text: render.check_rendered_script(text, ["#SBATCH --nodes=2"], "t"),
         most_bytes=1 << 14,
     ),
     Parser(

@@ -96,7 +96,7 @@ def requeued(slurm: SlurmJobs, run: Run) -> Steps:
 def waits_for_another(slurm: SlurmJobs, run: Run) -> Steps:
     first = slurm.submit(run.dir.path.parent / "first", "finish COMPLETED", "--hold")
     first.dir.spec.touch()
-    wanted, _ = resolve_dependency("afterok:first", run.dir.path.parent, slurm.environ)
+    wanted, _ = resolve_dependency("afterok:first", run.dir.path.parent, slurm.environ, "runs")
     slurm.command("scontrol", "update", f"JobId={run.job_id}", f"Dependency={wanted}")
     slurm.command("scontrol", "release", run.job_id)
     yield lambda: run.status().words == "Dependency: waiting for another job to end"

@@ -165,12 +165,12 @@ def _check_module_or_command(spec: JobSpec, environ: Mapping[str, str]) -> None:
 
 def _has_module(name: str, folders: Sequence[str]) -> bool:
     """Return true if a module can be found. Nothing is imported."""
-    search, parts = list(folders), name.split(".")
-    for index in range(len(parts)):
-        found = PathFinder.find_spec(".".join(parts[: index + 1]), search)
-        if found is None:
+    search, packages = list(folders), name.split(".")
+    for length in range(1, len(packages) + 1):
+        module = PathFinder.find_spec(".".join(packages[:length]), search)
+        if module is None:
             return False
-        search = list(found.submodule_search_locations or [])
+        search = list(module.submodule_search_locations or [])
     return True
 
 
@@ -207,13 +207,13 @@ def _check_script(script: Path) -> None:
 def _check_shebang(script: Path) -> None:
     """Reject a script for another interpreter, which Python would report as a syntax error."""
     with open(script, "rb") as file:
-        first = file.readline(256)
-    words = first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
-    if script.suffix in _SHELL or (words and "python" not in words):
-        why = f"begins with #!{words}" if words else f"ends in {script.suffix}"
+        line = file.readline(256)
+    interpreter = line[2:].decode(errors="replace").strip() if line.startswith(b"#!") else ""
+    if script.suffix in _SHELL or (interpreter and "python" not in interpreter):
+        reason = f"begins with #!{interpreter}" if interpreter else f"ends in {script.suffix}"
         raise SpecError(
-            f"The script {str(script)!r} {why}, but every rank runs it with Python. Pass the Python script, "
-            "and add shell lines with --setup."
+            f"The script {str(script)!r} {reason}, but every rank runs it with Python. Pass the Python "
+            "script, and add shell lines with --setup."
         )
 
 
@@ -225,12 +225,6 @@ def check_environment(job: PreparedSubmission) -> None:
         raise SpecError(
             f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with "
             "another interpreter."
-        )
-    rdzv_backend = "c10d" if spec.torchrun is None or spec.container else spec.torchrun.rdzv_backend
-    if rdzv_backend != "c10d" and python == Path(sys.executable) and not _has_module("etcd", sys.path):
-        raise SpecError(
-            f"rdzv_backend is {rdzv_backend}, which requires the module 'etcd', which is not installed. Run "
-            "`pip install python-etcd`, or set rdzv_backend to c10d."
         )
     spec.shell.check_files(job.environ)
     if spec.container is not None:
@@ -339,13 +333,13 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
 
 def check_code(job: PreparedSubmission) -> Iterable[str]:
     """Choose the code to copy; check its size, and that git can list the files."""
-    asked = job.settings.options
-    if not asked.get("code_snapshot", True) or not job.spec.supervised:
+    given = job.settings.options
+    if not given.get("code_snapshot", True) or not job.spec.supervised:
         return ()
     # Imported only if needed, because this import is slow.
     from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 
-    script, limit_mb = job.spec.script, asked["code_snapshot_limit"]
+    script, limit_mb = job.spec.script, given["code_snapshot_limit"]
     job.snapshot, notes = plan_snapshot(
         script, limit_mb, job.environ, folder=job.code, starts_now=job.backend.name == "local"
     )
@@ -362,7 +356,7 @@ def check_template(job: PreparedSubmission) -> list[str]:
 
 
 def check_backend(job: PreparedSubmission) -> Iterable[str]:
-    """Check the job against this machine or its Slurm site (`backends/preflight_slurm.py`)."""
+    """Check the job against this machine or its Slurm site."""
     job.preflight = job.backend.check(job.spec, job.script, job.settings.habits)
     return job.preflight.notes
 
