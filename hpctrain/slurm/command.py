@@ -189,7 +189,6 @@ def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[
 
 
 def find_step(job_id: str, name: str, environ: Mapping[str, str]) -> str | None:
-    """Return the job's step of that name, or None."""
     return next((step for step, called in _named_steps([job_id], environ) if called == name), None)
 
 

@@ -29,8 +29,6 @@ _ENFORCING: Mapping[str, Literal["ANY", "ALL"]] = {"ANY": "ANY", "ALL": "ALL", "
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """The part of `scontrol show config` that is relevant to a training run."""
-
     cluster: str = ""
     version: str = ""
     accounting: bool = False
@@ -86,12 +84,10 @@ def query_site(environ: Mapping[str, str]) -> list[SlurmCall]:
 
 
 def query_config(environ: Mapping[str, str]) -> SlurmConfig:
-    """Return the configuration of the cluster."""
     return parse_config(run_slurm(_CONFIG, environ))
 
 
 def parse_config(answer: str) -> SlurmConfig:
-    """Parse `scontrol show config`."""
     values: dict[str, str] = {key: value.strip() for key, value in _LINE.findall(answer)}
 
     def value(key: str, default: str = "") -> str:

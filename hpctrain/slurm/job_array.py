@@ -18,8 +18,6 @@ _FORM = "Examples: 0-19; 1,3,5-7; 0-30:10; 0-19%4 (at most 4 concurrent tasks)"
 
 
 class JobArray(NamedTuple):
-    """The tasks of a job array."""
-
     indices: tuple[int, ...]
     """Task indices, ascending."""
     throttle: int = 0

@@ -178,7 +178,6 @@ def _queue_row(cells: list[str]) -> JobRow:
 
 
 def _parse_records(answer: str) -> Iterable[JobRow]:
-    """Parse the output of `scontrol show job`."""
     for record in answer.split("\n\n"):
         yield from _controller_rows(record)
 

@@ -34,7 +34,6 @@ def submit_job(options: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def cancel_jobs(job_ids: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Cancel jobs."""
     run_slurm(["scancel", *job_ids], environ)
 
 
@@ -46,14 +45,12 @@ def requeue_job(job_id: str, environ: Mapping[str, str]) -> None:
 def update_job(
     job_ids: Sequence[str], environ: Mapping[str, str], *, until_killed: bool = False, **fields: str
 ) -> None:
-    """Change fields of jobs."""
     command = ["scontrol", "update", f"JobId={','.join(job_ids)}"]
     command += [f"{name}={value}" for name, value in fields.items()]
     run_slurm([*(_UNTIL_KILLED if until_killed else ()), *command], environ)
 
 
 def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Release all nodes of a running job except these."""
     # scontrol writes a shell script with the new size into its working directory.
     with tempfile.TemporaryDirectory() as folder:
         update = ["scontrol", "update", f"JobId={job_id}", f"NodeList={compress_hostlist(list(hosts))}"]
@@ -61,7 +58,6 @@ def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def signal_steps(steps: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
-    """Send a signal to all tasks of job steps."""
     command = ["scancel", f"--signal={number.name.removeprefix('SIG')}", *steps]
     run_slurm(command, environ, timeout_s=_SIGNAL_LIMIT_S)
 

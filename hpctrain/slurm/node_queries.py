@@ -19,8 +19,6 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node as reported by the controller."""
-
     name: str
     address: str
     port: int | None
@@ -33,12 +31,10 @@ class NodeRecord:
 
 
 def query_nodes(hosts: Sequence[str], environ: Mapping[str, str]) -> list[NodeRecord]:
-    """Return the records of these nodes."""
     return parse_nodes(run_slurm(["scontrol", "show", "node", compress_hostlist(list(hosts))], environ))
 
 
 def parse_nodes(answer: str) -> list[NodeRecord]:
-    """Parse the output of `scontrol show node`."""
     nodes = []
     for record in answer.split("\n\n"):
         found = {name: match[1] for name, pattern in _FIELDS.items() if (match := pattern.search(record))}

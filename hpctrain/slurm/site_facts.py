@@ -41,8 +41,6 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A partition: limits and nodes. None means no limit."""
-
     name: str
     default: bool = False
     state: str = "UP"
@@ -141,7 +139,6 @@ class Site:
 
 
 def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[Site, list[str]]:
-    """Query Slurm for the site. See `parse_site`."""
     return parse_site(run_all(query_site(environ)), habits)
 
 

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 
 class RunState(StrEnum):
-    """State of a run."""
-
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     COMPLETED = "COMPLETED"
@@ -44,8 +42,6 @@ RUN_STATES = {
 
 @dataclass(frozen=True)
 class JobStateView:
-    """The scheduler's view of a job."""
-
     state: RunState
     #: Details beyond the state: the pending reason, or why the scheduler cannot be queried.
     words: str = ""
@@ -56,8 +52,6 @@ class JobStateView:
 
 
 class SlurmState(NamedTuple):
-    """A job state of Slurm."""
-
     state: RunState
     """State of the run."""
     code: str

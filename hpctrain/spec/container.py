@@ -47,7 +47,6 @@ class Container:
     """The Python interpreter in the container."""
 
     def check(self, folders: Mapping[str, str]) -> None:
-        """Check that the container can be started with the run's own folders mounted."""
         required = required_runtime(self.image)
         if required is not None and required != self.runtime:
             raise SpecError(
@@ -82,7 +81,6 @@ class Container:
                 )
 
     def check_files(self) -> None:
-        """Check that the image exists if it is a file."""
         if is_image_file(self.image) and not Path(self.image).exists():
             raise SpecError(f"Image {self.image!r} (--container-image) not found. Check its path.")
 

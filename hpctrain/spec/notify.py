@@ -20,8 +20,6 @@ _NO_COMMAND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*|[A-Za-z0-9-]+(\.[A-Za-z
 
 @dataclass(frozen=True)
 class NotifyConfig:
-    """Notification settings of a run."""
-
     targets: tuple[str, ...] = ()
     """URLs that receive a POST, and shell commands to run."""
     on: tuple[str, ...] = NOTIFICATION_KINDS
@@ -29,7 +27,6 @@ class NotifyConfig:
     """Seconds without a logged step that count as a stall."""
 
     def check(self) -> None:
-        """Check the events and targets."""
         for occasion in self.on:
             if occasion not in NOTIFICATION_KINDS:
                 raise SpecError(

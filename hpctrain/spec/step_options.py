@@ -40,7 +40,6 @@ def srun_options(spec: JobSpec, num_nodes: int) -> list[str]:
 
 
 def program_words(spec: JobSpec) -> list[str]:
-    """Return the command of each rank, as the user would start it."""
     python = spec.python if spec.container is None else spec.container.python
     match spec.program:
         case "command":

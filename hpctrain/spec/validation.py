@@ -164,7 +164,6 @@ def _check_stage(spec: JobSpec) -> None:
 
 
 def _check_unsupervised(spec: JobSpec) -> None:
-    """Reject what only the supervisor can do."""
     if spec.backend == "local":
         raise SpecError(
             "--template plain starts the ranks with srun, but the backend is local (--backend). Submit to "

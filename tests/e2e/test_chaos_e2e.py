@@ -40,7 +40,7 @@ def test_local_run_survives_two_killed_ranks(tmp_path, tmp_path_factory):
     refused = run.hpctrain("chaos", str(run.path), check=False)
     assert (
         refused.returncode,
-        "is COMPLETED. Faults can only be injected" in refused.stderr,
+        "is COMPLETED. Only a run that is RUNNING can be disturbed" in refused.stderr,
     ) == (2, True)
     assert_no_process_left(run.path)
 

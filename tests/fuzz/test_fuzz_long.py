@@ -31,7 +31,7 @@ EXEMPT = {
         "jobs.options.resolved_options._from_caller",
         "jobs.options.resolved_options._from_files",
         "jobs.runs.run_log_reader.LogPosition.from_json",
-        "jobs.site.job_request.JobRequest.from_spec",
+        "jobs.site.site_check.JobRequest.from_spec",
         "supervisor.launch.job_step.TaskExit.from_returncode",
         "telemetry.sampling.nvml.GpuActivity.read",
         "telemetry.sampling.nvml.GpuReader.read",

@@ -21,7 +21,7 @@ from hpctrain.jobs.options import (
     spec_builder,
 )
 from hpctrain.jobs.options.table import all_options
-from hpctrain.jobs.site.job_request import JobRequest
+from hpctrain.jobs.site.site_check import JobRequest
 from hpctrain.jobs.submit import dependency, render
 from hpctrain.spec import container, launcher, load_spec, notify, restart_policy
 from hpctrain.spec.job_spec import JobSpec
@@ -182,10 +182,10 @@ PARSERS = [
         most_bytes=1 << 14,
     ),
     Parser(
-        render.check_rendered_script,
+        render._check_script,
         ["#!/bin/sh\n#SBATCH --nodes=2\n#SBATCH -p gpu\npython -m hpctrain.supervisor\n"],
         (SpecError,),
-        lambda text: render.check_rendered_script(text, ["#SBATCH --nodes=2"], "t"),
+        lambda text: render._check_script(text, ["#SBATCH --nodes=2"], "t", supervised=True),
         most_bytes=1 << 14,
     ),
     Parser(

@@ -45,9 +45,7 @@ def test_local_backend_excludes_faults_without_restart():
 
 def test_runs_of_others_and_inactive_runs_are_refused(tmp_path, monkeypatch):
     run = Run(RunDir(tmp_path), {})
-    with pytest.raises(
-        SpecError, match=r"is UNKNOWN\. Faults can only be injected into a run that is RUNNING"
-    ):
+    with pytest.raises(SpecError, match=r"is UNKNOWN\. Only a run that is RUNNING can be disturbed"):
         check_disturbable(run)
     (tmp_path / "task-4").mkdir()
     with pytest.raises(SpecError, match=r"is a job array. Specify a task, such as .*/task-4"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_parser import parse_sbatch_option
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobs.site.job_request import JobRequest
+from hpctrain.jobs.site.site_check import JobRequest
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
 from hpctrain.spec.directives import all_directives, directive_lines, quote_directive
 

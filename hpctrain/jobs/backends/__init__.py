@@ -25,7 +25,6 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
 def choose_backend(
     asked: Literal["auto", "slurm", "local"], environ: Mapping[str, str], *, dry_run: bool = False
 ) -> tuple[Backend, list[str]]:
-    """Return the backend for a submission, and notes for the user about the choice."""
     if asked == "local":
         return open_backend("local", environ), []
     from hpctrain.jobs.backends.slurm import SlurmBackend

@@ -146,12 +146,10 @@ class LocalBackend:
 
 
 def _tasks_at_once(spec: JobSpec) -> int:
-    """Return the number of concurrent tasks of an array; one by default."""
     return JobArray.parse(spec.array).throttle or 1 if spec.array else 1
 
 
 def _waits_in_array(run: RunDir) -> bool:
-    """Return true if the run is a pending task of an array."""
     return run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)
 
 
@@ -180,7 +178,6 @@ def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
 
 
 def _supervisor_of(run: RunDir) -> int:
-    """Return the id of the process that holds the run's lock."""
     deadline = time.monotonic() + _NUMBER_LIMIT_S
     # The process id in the lock file is valid only while the lock is held.
     while is_locked(run.lock):

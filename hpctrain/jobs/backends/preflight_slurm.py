@@ -9,9 +9,8 @@ from functools import cache
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult
-from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.jobs.site.mounts import path_notes
-from hpctrain.jobs.site.site_check import check_request, explain_refusal, waits_for_nodes
+from hpctrain.jobs.site.site_check import JobRequest, check_request, explain_refusal, waits_for_nodes
 from hpctrain.slurm.command import SlurmCall, is_transient, run_slurm
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import strip_job_env
@@ -82,7 +81,6 @@ def preflight_slurm(
 
 
 def expected_start(request: JobRequest, output: str, error: str = "") -> str:
-    """Return a sentence on the expected start of the job, from the answer of `sbatch --test-only`."""
     if error:
         return f"No estimated start: {error}."
     if (match := _START.search(output)) is None:
@@ -111,7 +109,6 @@ def _when(time: str) -> str:
 
 
 def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Site) -> str:
-    """Return a sentence on the maximum cost of the job for each start."""
     spec = request.spec
     num_tasks = len(JobArray.parse(array).indices) if (array := request.value("array")) else 1
     gpus, cpus = spec.gpus_per_node, request.cpus_per_node

@@ -126,7 +126,6 @@ def _by_name(
     ends: Mapping[JobRecord, JobStateView],
     environ: Mapping[str, str],
 ) -> dict[JobRecord, JobStateView]:
-    """Return views of unlisted jobs, by querying the controller for them."""
     views: dict[JobRecord, JobStateView] = {}
     remembered_s: float | None = None
     # If the controller cannot be reached, a second command would wait again in vain.

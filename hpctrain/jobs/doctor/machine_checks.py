@@ -59,7 +59,6 @@ _containers = partial(Finding, "Containers")
 
 
 def check_machine() -> Iterator[Finding]:
-    """Yield findings on CPUs and memory."""
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     yield _machine("CPUs", str(total) if usable == total else f"{usable} of {total} usable by this process")
     yield _machine("memory", format_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
@@ -109,7 +108,6 @@ def query_torch(environ: Mapping[str, str]) -> dict[str, Any] | ProbeFailed:
 def torch_findings(
     facts: Mapping[str, Any] | ProbeFailed, *, gpus_here: int, gpus_of_site: int
 ) -> Iterator[Finding]:
-    """Yield findings on torch, given the GPUs that it could use."""
     if isinstance(facts, ProbeFailed):
         remedy = "No rank can start. Repair the Python environment in which hpctrain is installed."
         yield _machine("torch", f"cannot be imported: {facts}", remedy, "problem")

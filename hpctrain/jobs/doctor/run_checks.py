@@ -51,7 +51,6 @@ class DoctorReport:
 
     @property
     def problems(self) -> list[Finding]:
-        """Findings that prevent jobs from running."""
         return [finding for finding in self.findings if finding.standing == "problem"]
 
 
@@ -119,7 +118,6 @@ def _check_folder(runs: Path, environ: Mapping[str, str], *, other_machines: boo
 
 
 def profile_options(report: DoctorReport) -> dict[str, Any]:
-    """Return the content of a configuration file for the site."""
     if report.site is None:
         raise UserError(
             "Cannot write a site profile: Slurm is not available on this machine. Run this command on a "

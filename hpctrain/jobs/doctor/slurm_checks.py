@@ -65,7 +65,6 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
 
 
 def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
-    """Check that job records are kept and can be read."""
     value = "slurmdbd responds"
     if not slurm.accounting:
         value = "disabled, so sacct is not available"
@@ -117,8 +116,6 @@ def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ProbeResults:
-    """Results of the probes."""
-
     findings: tuple[Finding, ...]
     habits: SiteConventions
     gpu_request_style: GpuRequestStyle | None = None

@@ -19,7 +19,7 @@ from hpctrain.errors import SpecError, UserError
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.executor.job import Job
 from hpctrain.jobs.options.option_parser import option_names
-from hpctrain.jobs.options.spec_builder import new_run_id, node_shape, validate_option
+from hpctrain.jobs.options.spec_builder import new_run_id, node_shape
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, find_run
 from hpctrain.jobs.submit.prepare import prepare_submission
@@ -117,7 +117,6 @@ class Executor(submitit.Executor):
         return plugin_parameters()
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set options; None removes an option."""
         for name, value in kwargs.items():
             option, parsed = translate_parameter(name, value)
             if parsed is None:
@@ -166,8 +165,6 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
     if plain not in known:
         hint = _HINTS.get(plain) or suggest(plain, sorted(known))
         raise SpecError(f"Executor has no parameter {name!r}. {hint}")
-    if value is not None:
-        validate_option(plain, value)
     return plain, value
 
 

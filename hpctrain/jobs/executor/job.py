@@ -72,7 +72,6 @@ class RunWatcher(InfoWatcher):
             self.update()
 
     def update(self) -> None:
-        """Query all runs that have not ended."""
         with self._lock:
             active = [key for key in self._runs if key not in self._finished]
             if active != self._watched:
@@ -323,7 +322,6 @@ def _read_result(run: RunDir, rank: int) -> Any:
 
 
 def _logs_of(run: RunDir, ranks: Sequence[int]) -> dict[int, list[Path]]:
-    """Return the existing logs of each rank, in all attempts."""
     attempts = run.attempts()
     return {
         rank: [log for attempt in attempts if (log := run.rank_log(attempt, rank)).exists()] for rank in ranks

@@ -30,8 +30,6 @@ _HABITS = {
 
 
 class ConfigNode(NamedTuple):
-    """A value in a configuration file."""
-
     value: str | list[ConfigNode] | dict[str, ConfigNode] | None
     """Scalars are strings as written: 12:30:00 is not a number, nor is `on` a boolean."""
     path: Path
@@ -55,14 +53,11 @@ class ConfigNode(NamedTuple):
         return self.value
 
     def texts(self, label: str) -> list[str | None]:
-        """Return the entries of a list, or a single value as a list."""
         return [node.text(label) for node in (self.value if isinstance(self.value, list) else [self])]
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The content of a configuration file."""
-
     path: Path
     plain: list[OptionValue] = field(default_factory=list)
     profiles: dict[str, list[OptionValue]] = field(default_factory=dict)

@@ -139,8 +139,6 @@ class OptionInfo(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A submission option."""
-
     name: str
     """Name in Python and in files."""
     group: str
@@ -170,8 +168,6 @@ class Option(NamedTuple):
 
 
 class OptionSource(NamedTuple):
-    """The source of an option's value."""
-
     words: str
     """Name of a source that is not a file."""
     path: Path | None = None

@@ -53,14 +53,12 @@ class ResolvedOptions:
 
     @property
     def habits(self) -> SiteConventions:
-        """The rules of the site as described by the files."""
         from hpctrain.slurm.site_facts import SiteConventions
 
         return SiteConventions(**{name: value for file in self.files for name, value in file.habits.items()})
 
     @property
     def options(self) -> SubmitOptions:
-        """The values without their sources."""
         values: dict[str, Any] = {}
         for key, given in self.values.items():
             name, dot, entry = key.partition(".")
@@ -106,7 +104,6 @@ def resolve_options(
 
 
 def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
-    """Return the options of an earlier submission, for `resolve_options`."""
     return [*_from_caller(options, _PREVIOUS), *chain.from_iterable(map(_from_assignment, assignments))]
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.option import OptionSource
-from hpctrain.jobs.options.option_parser import option_names, parse_option
 from hpctrain.jobs.options.table import SubmitOptions, is_template_path
 from hpctrain.rundir import ARCHIVE_SUFFIX
 from hpctrain.slurm.duration import parse_duration
@@ -134,16 +132,6 @@ def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
     return Path(path).stem
 
 
-def validate_option(name: str, value: object) -> None:
-    """Check the value of a single option as far as possible without the other options."""
-    if name not in option_names():
-        return
-    parsed = list(parse_option(name, value, name, OptionSource("")))
-    readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": parse_gpus}
-    if (read := readers.get(name)) is not None:
-        read(parsed[0].value)
-
-
 def _checked(option: str, value: Any) -> Any:
     """Return the value of an option; None for `never`."""
     if value == "never":
@@ -260,7 +248,6 @@ def _shell(given: SubmitOptions, cwd: Path) -> ShellSetup:
 
 
 def _stage(given: SubmitOptions, cwd: Path) -> dict[str, str]:
-    """Return the sources to stage, by name of the copy."""
     staged: dict[str, str] = {}
     for value in given.get("stage", ()):
         source, colon, name = value.partition(":")
@@ -285,7 +272,6 @@ def _torchrun(given: SubmitOptions) -> TorchrunConfig | None:
 
 
 def _template(template: str | os.PathLike[str] | None, cwd: Path) -> str | None:
-    """Make a path absolute; leave the name of a template unchanged."""
     if template is None:
         return None
     text = os.fspath(template)

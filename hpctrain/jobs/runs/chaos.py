@@ -15,7 +15,7 @@ from typing import Any
 from hpctrain.cluster.signal_processes import signal_ranks
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.runs import control
-from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.records.run_record import read_run_record
 from hpctrain.slurm.command import CHAOS_STEP, run_slurm
@@ -29,8 +29,6 @@ _REACH_LIMIT_S = 120.0
 
 
 class Fault(StrEnum):
-    """Fault to inject into a run."""
-
     KILL_RANK = "kill-rank"
     """A rank receives SIGKILL."""
     KILL_NODE_RANKS = "kill-node-ranks"
@@ -53,8 +51,6 @@ _ONLY_ON_REQUEST = frozenset({Fault.STOP_RANK})
 
 @dataclass(frozen=True)
 class FaultInjection:
-    """One fault, its attempt and its target."""
-
     fault: Fault
     attempt: int
     ranks: tuple[int, ...] = ()
@@ -99,8 +95,6 @@ def choose_fault(
 
 @dataclass(frozen=True)
 class ChaosRunner:
-    """Fault injector for one run."""
-
     run: Run
     faults: tuple[Fault, ...]
     seed: int
@@ -175,16 +169,7 @@ def check_disturbable(run: Run) -> RunStatus:
             f"Run {run.run_id} belongs to user {owner}, but you are user {os.geteuid()}. "
             "Faults can only be injected into your own runs."
         )
-    if tasks := run.dir.tasks():
-        raise SpecError(
-            f"Run {run.run_id} is a job array. Specify a task, such as {run.run_id}/task-{tasks[0]}."
-        )
-    status = run.status()
-    if status.state is not RunState.RUNNING:
-        raise SpecError(
-            f"Run {run.run_id} is {status.state}. Faults can only be injected into a run that is RUNNING."
-        )
-    return status
+    return require_running(run, (), option="--fault", done="disturbed")[0]
 
 
 def _signal_on_host(

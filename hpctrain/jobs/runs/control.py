@@ -105,12 +105,10 @@ def _request(
     environ: Mapping[str, str],
     request: Callable[[Backend, list[JobRecord]], _Answer],
 ) -> list[_Answer]:
-    """Make one request per backend."""
     return [request(open_backend(name, environ), these) for name, these in jobs.items()]
 
 
 def _is_supervised(run: RunDir) -> bool:
-    """Return true unless the job of the run has no supervisor (--template plain)."""
     try:
         return load_spec((run.array or run).spec).supervised
     except SpecError:

@@ -97,7 +97,6 @@ def _end_of(log: str) -> Iterator[str]:
 
 
 def _records(run: RunDir, attempt: int) -> dict[int, dict[str, Any]]:
-    """Return the failure records of the attempt by rank."""
     found = {}
     for path in run.failure_files(attempt):
         try:

@@ -31,7 +31,6 @@ class ProfileRequest:
 
     @classmethod
     def submit(cls, run: Run, ranks: Sequence[int], num_steps: int) -> ProfileRequest:
-        """Request a profile of an active run."""
         status, _ = require_running(run, ranks, option="--ranks", done="profiled")
         if run.dir.profile_request.exists():
             raise SpecError(

@@ -162,7 +162,6 @@ class Run:
 
 
 def check_completed(status: RunStatus) -> RunStatus:
-    """Return the status of an ended run, or raise an error if it did not complete."""
     from hpctrain.slurm.states import RunState
 
     if status.state in (RunState.COMPLETED, RunState.STOPPED_EARLY):

@@ -48,12 +48,10 @@ class LogPosition:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> LogPosition:
-        """Return the position from its JSON object, whose keys are strings."""
         offsets = {int(rank): offset for rank, offset in record["offsets"].items()}
         return cls(record["attempt"], record["events"], offsets)
 
     def advance(self, mark: LogMark) -> None:
-        """Move to a mark."""
         if mark.attempt not in (None, self.attempt):
             self.attempt, self.offsets = mark.attempt, {}
         if mark.rank is None:
@@ -82,8 +80,6 @@ class EventLine:
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Selection of logs to show."""
-
     ranks: Collection[int] = ()
     """Ranks to show; empty means all."""
     attempt: int | None = None
@@ -93,8 +89,6 @@ class LogFilter:
 
 
 class RunLogReader:
-    """Incremental reader of a run's output."""
-
     def __init__(
         self,
         run: RunDir,
@@ -104,7 +98,6 @@ class RunLogReader:
         label: str = "",
         position: LogPosition | None = None,
     ) -> None:
-        """Prepare the reader; nothing is read yet."""
         self._position, self._num_events = position, 0
         self._run, self._shown, self._whole, self._label = run, shown, whole, label
         self._events = RecordTail(run.events, is_event)
@@ -166,8 +159,6 @@ class RunLogReader:
 
 
 class _AttemptLogs:
-    """Logs of the ranks across attempts."""
-
     def __init__(
         self,
         run: RunDir,

@@ -74,7 +74,6 @@ class RunStatus:
 
 
 def derive_status(record: RunRecord, view: JobStateView | None, last_known: float = 0.0) -> RunStatus:
-    """Combine the run record with the scheduler's answer."""
     run = record.run
     if record.finished is None and view is not None and view.state.ended:
         # The run may have recorded its end between the two queries.
@@ -126,7 +125,6 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
 
 
 def unreadable(run: RunDir, error: OSError) -> RunStatus:
-    """Return the status of a run whose folder cannot be read."""
     return RunStatus(
         run_id=run.run_id,
         run_dir=str(run.path),
@@ -139,7 +137,6 @@ def unreadable(run: RunDir, error: OSError) -> RunStatus:
 
 
 def summarize_array(record: RunRecord, tasks: Sequence[RunStatus]) -> RunStatus:
-    """Combine the tasks' statuses into the status of the job array."""
     counts = count_states(task.state for task in tasks)
     failed = next((task for task in tasks if task.state is RunState.FAILED), None)
     state = combine_states(task.state for task in tasks)

@@ -28,12 +28,9 @@ _MESSAGE_INTERVAL_S = 60.0
 
 
 class StatusPoller:
-    """Repeated status queries for a list of runs."""
-
     def __init__(
         self, runs: Sequence[RunDir], environ: Mapping[str, str], *, skip_unreadable: bool = False
     ) -> None:
-        """Prepare the poller; nothing is read yet."""
         self._runs = runs
         self._environ = environ
         self._skip_unreadable = skip_unreadable
@@ -138,7 +135,6 @@ class UnknownStateTracker:
     """Messages on a run whose state becomes unknown, stays unknown or is available again."""
 
     def __init__(self, limit_s: float = UNKNOWN_LIMIT_S) -> None:
-        """Start with a definite state."""
         self._limit_s = limit_s
         self._since: float | None = None
         self._next = 0.0

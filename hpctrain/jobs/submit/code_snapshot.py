@@ -62,7 +62,6 @@ class SentCode:
         return self
 
     def text(self) -> str:
-        """Return the changes since the commit."""
         return self._diff
 
 
@@ -172,7 +171,6 @@ class CodeSnapshot:
         return path
 
     def _record(self, copy: Path, diff: str) -> None:
-        """Record the origin of the copy next to it."""
         new_files = [name for name, is_new in self.files.items() if is_new]
         record = {
             "source": str(self.repository.root),

@@ -51,7 +51,6 @@ class GitCommand:
     """Output of git, which runs in the background until the output is read."""
 
     def __init__(self, folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start git."""
         self._folder = folder
         try:
             self._process = subprocess.Popen(
@@ -95,8 +94,6 @@ class GitCommand:
 
 
 class GitRepository:
-    """Git working tree."""
-
     def __init__(self, root: Path, environ: Mapping[str, str], files: GitCommand, commit: str | None) -> None:
         self.root, self.commit = root, commit
         """Root folder, and the checked-out commit; None if there is no commit yet."""
@@ -141,7 +138,6 @@ class GitRepository:
         return found
 
     def _has_link(self, folder: str) -> bool:
-        """True if the path of a folder contains a link."""
         parts = accumulate(folder.split("/"), os.path.join)
         return any(os.path.islink(os.path.join(self.root, part)) for part in parts)
 

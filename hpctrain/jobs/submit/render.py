@@ -33,14 +33,12 @@ _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, V
 
 
 def template_folder() -> Path:
-    """Return the folder of the built-in templates: in the package of a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[2]
     inside = package / "slurm_templates"
     return inside if inside.is_dir() else package.parent / "slurm_templates"
 
 
 def built_in_templates() -> list[str]:
-    """Return the names of the built-in templates."""
     return sorted(path.name.removesuffix(TEMPLATE_SUFFIX) for path in template_folder().glob("*.j2"))
 
 
@@ -65,7 +63,6 @@ def render_setup(spec: JobSpec) -> str:
 
 
 def template_of(spec: JobSpec) -> str:
-    """Return the name or path of the job's template."""
     if spec.template is not None:
         return spec.template
     if spec.torchrun is not None:
@@ -112,7 +109,6 @@ def _render(spec: JobSpec, *, launch: str | None) -> str:
 
 
 def _find_template(name: str) -> Path:
-    """Return the file of a template, given its name or path."""
     if os.sep in name:
         path = Path(name)
         if not path.is_file():
@@ -149,7 +145,6 @@ def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
 
 
 def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
-    """Check that a template does not omit requested setup."""
     requested = {
         "--module": [shlex.quote(module) for module in shell.modules],
         "--conda": [shlex.quote(shell.conda)] if shell.conda else [],
@@ -166,7 +161,6 @@ def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
 
 
 def describe_job(spec: JobSpec) -> list[str]:
-    """Return comments that say what the job runs."""
     start = f"To start an ended run again: hpctrain resume {shlex.quote(spec.run_dir)}"
     if not spec.supervised:
         command = "sbatch" if spec.backend == "slurm" else "bash"
@@ -193,7 +187,6 @@ def _quote(word: str) -> str:
 
 
 def _check_script(text: str, lines: Sequence[str], template: str, *, supervised: bool) -> None:
-    """Check that a script starts the supervisor, and that its directives match the request."""
     if supervised and "hpctrain.supervisor" not in text:
         raise SpecError(
             f"The template {template!r} (--template) does not start the supervisor, so no rank would "

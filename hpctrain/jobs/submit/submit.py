@@ -118,7 +118,6 @@ def _folder(spec: JobSpec) -> RunDir:
 
 
 def _write(spec: JobSpec, script: str | None, function: bytes | None) -> None:
-    """Write the files that a run folder needs before its job is submitted."""
     folder = _folder(spec)
     make_folder(folder.path)
     make_folder(folder.logs)

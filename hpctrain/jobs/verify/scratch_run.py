@@ -46,7 +46,6 @@ class ScratchRun:
     def __init__(
         self, verified: RunDir, environ: Mapping[str, str], backend: BackendName, parent: Path | None
     ) -> None:
-        """Load the specification of the verified run."""
         self._verified, self._environ = verified, environ
         self._backend = choose_backend(backend, environ)[0]
         self._parent = parent or (verified.path.parent if backend == "slurm" else None)
@@ -72,7 +71,6 @@ class ScratchRun:
             shutil.rmtree(self.run.path, ignore_errors=True)
 
     def check(self, plan: VerificationPlan) -> None:
-        """Raise `SpecError` if the ranks do not fit."""
         for part in plan.parts:
             spec = self._spec_of(part, Path.cwd(), {})
             try:
@@ -86,7 +84,6 @@ class ScratchRun:
                 ) from error
 
     def train(self, plan: VerificationPlan, record: TrainingRecord) -> None:
-        """Train the steps of a plan."""
         if plan.start_checkpoint is not None:
             folder = self.run.checkpoints / plan.start_checkpoint.name
             make_folder(folder.parent)
@@ -139,7 +136,6 @@ class ScratchRun:
         )
 
     def _load_spec(self) -> JobSpec:
-        """Return the specification of the copy. The verified run may be from another machine."""
         verified, spec = self._verified, load_spec(self._verified.spec)
         missing = f"of run {verified.run_id} is not on this machine"
         if spec.array is not None:

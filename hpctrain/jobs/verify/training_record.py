@@ -100,7 +100,6 @@ class TrainingRecord:
 
     @cached_property
     def parts(self) -> tuple[TrainedPart, ...]:
-        """The parts of the training whose steps count, in order."""
         logged = set(self._logged_attempts.values())
         started: dict[int, dict[str, Any]] = {}
         parts: list[TrainedPart] = []
@@ -152,8 +151,6 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class ReplayedPart:
-    """Steps that the same ranks train again."""
-
     last: int
     nodes: int
     world_size: int

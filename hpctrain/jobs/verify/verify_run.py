@@ -49,8 +49,6 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class RecordDifference:
-    """A metric or sample of a step that differs."""
-
     step: int
     name: str
     recorded: Any
@@ -70,8 +68,6 @@ class RecordDifference:
 
 @dataclass
 class VerificationResult:
-    """Result of a verification."""
-
     plan: VerificationPlan
     steps: list[int] = field(default_factory=list)
     """Steps whose metrics were compared."""
@@ -96,7 +92,6 @@ class VerificationResult:
 
     @property
     def first_step(self) -> int | None:
-        """The first step with a difference."""
         steps = [difference.step for difference in (*self.metrics, *self.samples)]
         if self.state is not None and self.state.differences and self.plan.checkpoint is not None:
             steps.append(self.plan.checkpoint[0])
@@ -217,7 +212,6 @@ def _compare_state(result: VerificationResult, recorded: Path, here: Path) -> No
 
 
 def _damage(checkpoint: Path) -> Iterator[str]:
-    """Yield a message per damaged file."""
     try:
         files = Manifest.read(checkpoint).files
     except CheckpointError as error:
@@ -263,7 +257,6 @@ def _compare_facts(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iter
 
 
 def describe_result(result: VerificationResult) -> Iterator[str]:
-    """Yield the lines of the output."""
     plan, state = result.plan, result.state
     yield from (f"note         {note}" for note in result.notes)
     if result.identical:
@@ -307,7 +300,6 @@ def _describe_state_difference(difference: StateDifference) -> str:
 
 
 def result_record(result: VerificationResult) -> dict[str, Any]:
-    """Return the result as plain values, for `--json`."""
     plan, state = result.plan, result.state
     return {
         "identical": result.identical,
