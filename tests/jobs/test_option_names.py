@@ -37,11 +37,10 @@ def test_short_names_of_sbatch_work(args: list[str], tmp_path: Path) -> None:
         ("--gpus", "Use --gpus-per-node"),
         ("--job-name", "Use --name"),
         ("--nproc-per-node", "Use --ntasks-per-node"),
-        ("--walltime", "Use --time"),
         ("-G", "Use --gpus-per-node"),
         ("--output", "--run-dir"),
         ("--notify-on", "Use --set notify_on=VALUE"),
-        ("--wandb", "loggers='wandb'"),
+        ("--wandb", "Trainer(loggers"),
         ("--master-port", "hpctrain chooses"),
     ],
 )

@@ -24,7 +24,6 @@ def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
     ("options", "message"),
     [
         ({"script": "nowhere.py"}, "Script .*nowhere.py. not found"),
-        ({"script": "."}, "is a folder"),
         ({"script": "/dev/null"}, "not a regular file"),
         ({"script": "train.py/x"}, "not found"),
         ({"nodes": 0}, "nodes is 0"),
@@ -47,7 +46,7 @@ def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
         ({"run_dir": "train.py"}, "is a file"),
         ({"run_dir": "train.py/run"}, "is not a folder"),
         ({"run_dir": "x" * 300}, "Cannot access the run folder .*: File name too long"),
-        ({"script": "x" * 300}, "Cannot access the script .*: File name too long"),
+        ({"script": "x" * 300}, "Cannot read the script .*: File name too long"),
         ({"stage": "nowhere"}, "nowhere. .--stage. not found"),
         ({"stage": "train.py:a/b"}, "'a/b', the name of the copy"),
         ({"stage": ["/usr:a", "/etc:a"]}, "Both '/usr' and '/etc' have the name 'a'"),

@@ -97,19 +97,14 @@ def partition_findings(site: Site) -> Iterator[Finding]:
 
 def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
     if partition.state != "UP":
-        yield (
-            "The partition currently does not accept new jobs, or does not start them "
-            f"(State={partition.state})."
-        )
+        yield f"The partition accepts or starts no new jobs now (State={partition.state})."
     if not is_preemptible(partition, site):
         return
     grace_s = partition.grace_time_s + (site.slurm or SlurmConfig()).kill_wait_s
-    if partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
-        yield "A preempted run saves its state if KillWait is long enough, and continues in a successor job."
-    elif "SUSPEND" in partition.preempt_mode:
-        yield (
-            "A preempted run is suspended until its nodes are free again, and continues to occupy GPU memory."
-        )
+    if "SUSPEND" in partition.preempt_mode:
+        yield "A preempted run is suspended, and continues to occupy GPU memory."
+    elif partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
+        yield f"A preempted run has {grace_s:g} s to save (KillWait), and continues in a successor job."
     elif grace_s < _LITTLE_GRACE_S:
         yield f"A preempted run has {grace_s:g} s to save (GraceTime + KillWait)."
 
@@ -178,17 +173,17 @@ def _reason(error: SchedulerError) -> str:
 
 
 def _memory(refusals: Mapping[str, str], habits: SiteConventions, site: Site) -> Finding:
+    value, remedy = "--mem is accepted", ""
     if habits.memory_option == "refused":
-        return _job_finding("memory", f"--mem is rejected: {refusals['plain']}", "Do not use --mem.")
-    if habits.needs_memory:
-        return _job_finding("memory", f"required: {refusals['no memory']}", "Always set --mem.")
-    if habits.memory_option == "ignored":
+        value, remedy = f"--mem is rejected: {refusals['plain']}", "Do not use --mem."
+    elif habits.needs_memory:
+        value, remedy = f"required: {refusals['no memory']}", "Always set --mem."
+    elif habits.memory_option == "ignored":
         value = "--mem only selects nodes with enough memory; usage is not limited"
-        return _job_finding("memory", value)
-    if site.slurm is not None and site.slurm.default_memory_mib is None:
+    elif site.slurm is not None and site.slurm.default_memory_mib is None:
+        value = "a job without --mem requests all memory on its nodes"
         remedy = "If jobs share nodes, always set --mem. Otherwise, each job waits for empty nodes."
-        return _job_finding("memory", "a job without --mem requests all memory on its nodes", remedy)
-    return _job_finding("memory", "--mem is accepted")
+    return _job_finding("memory", value, remedy)
 
 
 def _gpus(styles: list[GpuRequestStyle], refusals: Mapping[str, str], suffix: str) -> Finding:

@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import shutil
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -176,31 +175,26 @@ def _has_module(name: str, folders: Sequence[str]) -> bool:
 
 def _check_script(script: Path) -> None:
     try:
-        mode = script.stat().st_mode
+        if script.exists() and not script.is_file():
+            raise SpecError(
+                f"The script {str(script)!r} is not a regular file. Pass the path of a Python file."
+            )
+        if script.suffix != ".py":
+            _check_shebang(script)
+        else:
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
     except (FileNotFoundError, NotADirectoryError):
         hint = "Check its path."
         if shutil.which(script.name):
             hint = f"{script.name!r} is a command. Put -- before it: hpctrain submit … -- {script.name} …"
         raise SpecError(f"Script {str(script)!r} not found. {hint}") from None
     except OSError as error:
-        raise SpecError(f"Cannot access the script {str(script)!r}: {error.strerror}.") from None
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-        raise SpecError(f"The script {str(script)!r} is {kind}. Pass the path of a Python file.")
-    if not os.access(script, os.R_OK):
-        raise SpecError(
-            f"You do not have permission to read the script {str(script)!r}. Make it readable (chmod)."
-        )
-    if script.suffix != ".py":
-        _check_shebang(script)
-        return
-    try:
-        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+        raise SpecError(f"Cannot read the script {str(script)!r}: {error.strerror}.") from None
     except SyntaxError as error:
         raise SpecError(
             f"The script {str(script)!r} has a syntax error on line {error.lineno}: {error.msg}."
         ) from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
@@ -294,20 +288,16 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
             )
     elif path.exists():
         raise SpecError(f"{str(path)!r} (--run-dir) is a file, not a folder. Choose a folder.")
-    nearest = path
-    while not nearest.exists():
-        nearest = nearest.parent
-    room = os.statvfs(nearest)
-    reason = ""
-    if not nearest.is_dir():
-        reason = f"{str(nearest)!r} is not a folder"
-    elif not (room.f_blocks or room.f_files):
-        reason = f"the file system of {str(nearest)!r} cannot store files"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        reason = f"you have no write permission in {str(nearest)!r}"
-    if reason:
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    stat = os.statvfs(nearest)
+    problems = {
+        f"{str(nearest)!r} is not a folder": not nearest.is_dir(),
+        f"the file system of {str(nearest)!r} cannot store files": not (stat.f_blocks or stat.f_files),
+        f"you have no write permission in {str(nearest)!r}": not os.access(nearest, os.W_OK | os.X_OK),
+    }
+    if problem := next((text for text, applies in problems.items() if applies), None):
         raise SpecError(
-            f"Cannot write to the run folder {str(path)!r} (--run-dir): {reason}. Choose another folder."
+            f"Cannot write to the run folder {str(path)!r} (--run-dir): {problem}. Choose another folder."
         )
 
 
