@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 #: Stands for a value that only the other record has.
 _MISSING = "(missing)"
-#: Maximum number of samples in a message.
-_MAX_SAMPLES = 16
 #: States of generators that only some scripts seed.
 _UNSEEDED_GENERATOR = re.compile(r"rank-\d+/(python|numpy)")
 #: Entries of the state that metrics.jsonl contains, or that depend on the time of the stop or the memory of
@@ -58,9 +57,7 @@ class RecordDifference:
     def __str__(self) -> str:
         rank = "" if self.rank is None else f" of rank {self.rank}"
         recorded, here = (
-            ", ".join(map(str, value[:_MAX_SAMPLES])) + (", …" if len(value) > _MAX_SAMPLES else "")
-            if isinstance(value, list)
-            else repr(value)
+            reprlib.repr(value)[1:-1] if isinstance(value, list) else repr(value)
             for value in (self.recorded, self.here)
         )
         return f"{self.name}{rank}: {recorded} in the record, {here} here"
@@ -227,10 +224,13 @@ def _damage(checkpoint: Path) -> Iterator[str]:
 def compare_environments(
     recorded: Iterable[Mapping[str, Any]], here: Collection[Mapping[str, Any]]
 ) -> list[str]:
-    """Return a sentence per fact that differs: code, settings, versions, devices."""
+    """Return a sentence per fact that differs: code, settings, versions, devices.
+
+    Each environment of a recorded attempt is compared with the most similar one of the verification.
+    """
     facts: dict[str, None] = {}
     for environment in recorded:
-        differences = min((list(_compare_facts(environment, other)) for other in here or [{}]), key=len)
+        differences = min((list(_compare_facts(environment, repeated)) for repeated in here or [{}]), key=len)
         facts |= dict.fromkeys(differences)
     return list(facts)
 
@@ -251,7 +251,6 @@ def _compare_facts(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iter
         if name != "run_dir" and value != settings_here.get(name):
             yield f"setting {name}: {value!r} in the record, {settings_here.get(name)!r} here"
     for name, title in _FACTS.items():
-        # Earlier versions did not record all facts.
         if name in recorded and name in here and recorded[name] != here[name]:
             yield f"{title}: {recorded[name] or 'none'} in the record, {here[name] or 'none'} here"
 
