@@ -85,14 +85,6 @@ def test_impossible_dependency_is_refused(resolve, text, message):
         resolve(text)
 
 
-def test_runs_are_found_in_the_given_folder(resolve, tmp_path):
-    (tmp_path / "runs").rename(tmp_path / "others")
-    result = resolve_dependency(
-        "afterok:COMPLETED", tmp_path, {"PATH": str(tmp_path)}, str(tmp_path / "others")
-    )
-    assert result[0] == ""
-
-
 def test_unknown_run_in_a_dependency_is_reported(resolve):
     with pytest.raises(RunNotFound, match="Did you mean 'FAILED'"):
         resolve("afterok:FAILE")

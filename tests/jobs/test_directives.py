@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_parser import parse_sbatch_option
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobs.site.site_check import JobRequest
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
 from hpctrain.spec.directives import all_directives, directive_lines, quote_directive
 
@@ -74,10 +73,6 @@ def test_quoted_values_are_read_back_by_sbatch(value):
     assert parse_like_sbatch(f" --comment={quote_directive(value)}") == [f"--comment={value}"]
 
 
-def test_plain_values_are_not_quoted():
-    assert quote_directive("/home/me/runs/a-1_b.c") == "/home/me/runs/a-1_b.c"
-
-
 def test_directives_of_a_job(make_spec):
     spec = make_spec(
         nodes=2,
@@ -102,12 +97,6 @@ def test_directives_of_a_job(make_spec):
         "#SBATCH --partition=big",
         "#SBATCH --exclusive",
     ]
-
-
-def test_job_may_name_several_partitions(make_spec):
-    request = JobRequest.from_spec(make_spec(directives={"partition": "a,b"}), {})
-    assert request.partitions == ["a", "b"]
-    assert "#SBATCH --partition=a,b" in directive_lines(request.directives)
 
 
 @pytest.mark.parametrize(

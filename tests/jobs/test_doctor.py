@@ -122,12 +122,6 @@ def test_site_that_refuses_every_plain_job_is_a_problem(probe_refusing_site):
     assert (finding.name, finding.value, finding.standing) == ("a plain job", "refused: not here", "problem")
 
 
-@pytest.mark.slurm
-def test_probes_submit_no_job(plugin_cluster, probe_refusing_site):
-    probe_refusing_site("false")
-    assert run_command(["squeue", "--noheader", "--states=all"], plugin_cluster.env).stdout == ""
-
-
 def test_gpu_request_style_is_found_with_fake_sbatch(tmp_path):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(
@@ -162,14 +156,6 @@ def test_unresponsive_accounting_is_noted_with_fake_sacct(tmp_path):
         "slurmdbd does not respond: sacct failed: slurm_persist_conn_open failed",
     )
     assert check_accounting(SlurmConfig(), environ).value == "disabled, so sacct is not available"
-
-
-@pytest.mark.extended
-@pytest.mark.slurm
-def test_responsive_accounting_is_ok(accounting):
-    environ = environment(accounting.env)
-    site, _ = discover_site(environ, SiteConventions())
-    assert check_accounting(site.slurm, environ).standing == "ok"
 
 
 def test_each_partition_has_one_finding():
@@ -212,12 +198,6 @@ def test_runs_folder_is_probed_and_left_unchanged(tmp_path):
     assert {"file system", "free space"} <= standings(findings).keys()
     assert findings[0].value.startswith(f"{tmp_path}: ")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_node_local_runs_folder_is_a_problem_with_other_machines():
-    (location, *_) = folder_checks.check_runs_folder(Path("/dev/shm"), environment(), other_machines=True)
-    assert location.standing == "problem"
-    assert "use --run-dir" in location.mend
 
 
 def test_unwritable_runs_folder_is_a_problem():
@@ -325,11 +305,6 @@ def test_torch_findings_depend_on_gpus(facts, gpus_here, gpus_of_site, standing,
     torch, *_ = torch_findings(facts, gpus_here=gpus_here, gpus_of_site=gpus_of_site)
     assert (torch.name, torch.standing) == ("torch", standing)
     assert torch.value.endswith(message)
-
-
-def test_torch_without_gloo_is_a_problem():
-    findings = torch_findings(_TORCH | {"gloo": False, "nccl": None}, gpus_here=0, gpus_of_site=0)
-    assert standings(findings) == {"torch": "ok", "NCCL": "ok", "gloo": "problem"}
 
 
 @pytest.mark.gpu

@@ -6,9 +6,7 @@ import os
 import pickle
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -147,24 +145,10 @@ def test_unknown_parameter_gets_a_suggestion(executor, name, hint):
         Executor(**{name: 1})
 
 
-def test_run_dir_of_a_job_is_path_like(executor):
-    job = executor.submit(add, 1, 2)
-    job.wait()
-    folder = Path(job.run.dir)
-    assert (folder / "spec.yaml").exists()
-    assert f"{job.run.dir}" == os.fspath(job.run.dir) == str(folder)
-
-
 def test_unpicklable_argument_is_refused_before_anything_is_written(executor, tmp_path):
     with pytest.raises(UserError, match=r"add\(\): argument b.* _thread.lock"):
         executor.submit(add, 1, b=[threading.Lock()])
     assert not (tmp_path / "runs").exists()
-
-
-def test_unusable_runs_folder_is_refused(executor, tmp_path):
-    (tmp_path / "runs").touch()
-    with pytest.raises(SpecError, match=r"Cannot create a run folder in '.*/runs' \(`folder`\): File exists"):
-        executor.submit(add, 1)
 
 
 def test_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
@@ -202,16 +186,6 @@ def test_batch_is_submitted_at_the_end_of_its_block(executor, tmp_path):
     with suppress(ZeroDivisionError), executor.batch():
         executor.submit(add, 1 // 0)
     assert list((tmp_path / "runs").iterdir()) == [array]
-    wait_for_array(jobs)
-
-
-@pytest.mark.slow
-def test_functions_of_a_batch_may_differ(executor):
-    executor.update_parameters(array_parallelism=2)
-    jobs = executor.submit_array([lambda: 1, partial(add, 1)])
-    assert spec_of(jobs[0]).name == "functions"
-    assert load_spec(jobs[0].run.dir.path.parent / "spec.yaml").array == "0-1%2"
-    assert [job.submission().result() for job in jobs] == [1, 1]
     wait_for_array(jobs)
 
 
@@ -276,14 +250,6 @@ def test_one_query_serves_all_jobs(executor, monkeypatch):
     assert queries == []
 
 
-@pytest.mark.slow
-def test_jobs_can_be_awaited_in_threads(executor):
-    jobs = [executor.submit(add, i) for i in range(4)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda job: job.wait(), jobs * 4))
-    assert {job.state for job in jobs} == {"COMPLETED"}
-
-
 def test_job_error_survives_pickling_and_is_of_the_last_attempt(executor):
     job = executor.submit(add, 1)
     job.wait()
@@ -297,18 +263,3 @@ def test_job_error_survives_pickling_and_is_of_the_last_attempt(executor):
     failure = JobFailed.from_status(job.run.status())
     assert (failure.rank, failure.host) == (None, None)
     assert "did not leave in time" in str(failure)
-
-
-def test_note_is_logged_once(executor, caplog):
-    executor.update_parameters(gpus_per_node=1)
-    for job in [executor.submit(add, 1), executor.submit(add, 2)]:
-        job.wait()
-    assert [record.message for record in caplog.records if "No GPU found" in record.message] != []
-    assert len([record for record in caplog.records if "No GPU found" in record.message]) == 1
-
-
-def test_ended_job_is_not_cancelled_at_deletion(executor, monkeypatch):
-    job = executor.submit(add, 1).cancel_at_deletion()
-    job.wait()
-    monkeypatch.setattr(Job, "cancel", lambda *_, **__: pytest.fail("an ended job was cancelled"))
-    job.__del__()

@@ -92,13 +92,6 @@ def test_invalid_spec_is_refused_with_the_values(make_spec, fields, message):
         make_spec(**fields)
 
 
-def test_array_task_is_a_separate_run(make_spec):
-    array = make_spec(array="0-3%2", nodes=2)
-    task = array.task(3)
-    assert (task.run_id, task.run_dir) == ("train-1/task-3", "/home/me/runs/train-1/task-3")
-    assert (task.array, task.array_task, task.nodes) == (None, 3, 2)
-
-
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5"])
 def test_rule_change_needs_a_number(text):
     with pytest.raises(SpecError, match=r"--restart-policy oom\.retries is"):

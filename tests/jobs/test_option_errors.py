@@ -38,11 +38,6 @@ def test_set_with_empty_value_removes_a_variable(resolve, tmp_path):
     assert resolve(None, "env.X=")["env"] == {"Y": "2"}
 
 
-def test_sbatch_flag_is_a_boolean_in_python(prepared):
-    assert "#SBATCH --contiguous\n" in prepared(sbatch={"contiguous": True}).script
-    assert "contiguous" not in prepared(sbatch={"contiguous": False}).script
-
-
 def test_variable_set_per_rank_is_refused(prepared):
     with pytest.raises(SpecError, match="hpctrain sets the variable RANK for each rank, so --env RANK=3"):
         prepared(env={"RANK": "3"})

@@ -92,13 +92,6 @@ def test_program_that_does_not_exist_is_refused(tmp_path, monkeypatch, args, mes
     assert message in result.output
 
 
-@pytest.mark.parametrize("option", ["--module=x", "--setup=source env.sh", "--env=PATH=/x:/bin"])
-def test_program_may_exist_only_in_the_job(tmp_path, monkeypatch, option):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, ["submit", "--dry-run", "--backend=local", option, "--", "only-there"])
-    assert "'only-there' not found" not in result.output
-
-
 @pytest.mark.parametrize(("name", "ranks"), [("torchrun", 2), ("torchrun", 1), ("train", 2)])
 def test_launcher_that_would_run_once_per_rank_gets_a_warning(tmp_path, monkeypatch, name, ranks):
     monkeypatch.chdir(tmp_path)

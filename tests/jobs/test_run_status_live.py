@@ -326,17 +326,6 @@ def test_preemption_affects_one_array_task_only(cluster, tmp_path):
     assert array_status.state is RunState.COMPLETED
 
 
-def test_array_tasks_are_cancelled_at_once(cluster, tmp_path):
-    run = submit_array(cluster, tmp_path / "r", "sleep 60", 4, "--exclusive", "--ntasks=1")
-    wait_for(lambda: run.status().tasks == {"RUNNING": 4}, 30, "all tasks to run")
-    run.tasks()[0].cancel()
-    wait_for(lambda: run.status().tasks == {"RUNNING": 3, "CANCELLED": 1}, 30, "one task to end")
-    assert run.status().state is RunState.RUNNING
-    run.cancel()
-    wait_for(lambda: run.status().tasks == {"CANCELLED": 4}, 30, "all tasks to end")
-    assert run.status().state is RunState.CANCELLED
-
-
 def test_cancelled_pending_tasks_are_not_unknown(cluster, tmp_path):
     """Slurm removes each from the shared record and forgets it."""
     run = submit_array(cluster, tmp_path / "r", "sleep 60", 200, "--hold", at_once=200)
@@ -350,14 +339,6 @@ def test_cancelled_pending_tasks_are_not_unknown(cluster, tmp_path):
     run.cancel()
     for _ in range(3):
         assert run.status().tasks == {"CANCELLED": 200}
-
-
-def test_pending_array_is_cancelled_by_scancel(cluster, tmp_path):
-    run = submit_array(cluster, tmp_path / "r", "sleep 60", 20, "--hold")
-    cluster.command("scancel", *(task.job_id for task in run.tasks()[:15]))
-    assert run.status().tasks == {"PENDING": 5, "CANCELLED": 15}
-    cluster.command("scancel", run.job_id)
-    assert run.status().tasks == {"CANCELLED": 20}
 
 
 def test_array_task_is_requeued_while_others_are_pending(slurm, tmp_path):

@@ -11,7 +11,7 @@ from helpers.commands import environment
 from hpctrain.errors import SpecError
 from hpctrain.jobs.doctor.run_checks import DoctorReport, profile_options
 from hpctrain.jobs.options.resolved_options import resolve_options
-from hpctrain.jobs.site.mounts import find_mount, is_node_local
+from hpctrain.jobs.site.mounts import find_mount
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig, parse_config
 from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
@@ -32,18 +32,6 @@ from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
 )
 def test_gpus_are_parsed_from_gres(gres, gpus):
     assert parsing.parse_gpus(gres) == gpus
-
-
-@pytest.mark.parametrize(
-    ("word", "mib"), [("64G", 65536), ("1000", 1000), ("1.5T", 1572864), ("100K", 1), ("0", 0), ("x", None)]
-)
-def test_memory_sizes_are_parsed(word, mib):
-    assert parsing.parse_size_mib(word) == mib
-
-
-def test_unlimited_times_are_parsed():
-    assert [parsing.parse_time_limit(word) for word in ("UNLIMITED", "NONE", "infinite", "")] == [None] * 4
-    assert parsing.parse_time_limit("1-12:00:00") == 36 * 3600
 
 
 def test_slurm_config_is_parsed():
@@ -182,9 +170,3 @@ def test_mount_of_a_path_is_found(tmp_path, path, mount_point, shared):
     table.write_text(MOUNTS)
     mount = find_mount(path, table)
     assert (mount.point, mount.is_shared) == (mount_point, shared)
-
-
-def test_node_local_folders():
-    assert is_node_local("/dev/shm/x")
-    assert not is_node_local("/home/me")
-    assert not is_node_local("/tmpfoo")

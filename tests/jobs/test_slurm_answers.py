@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from helpers.fake_slurm import FakeSlurm, queued, recorded
+from helpers.fake_slurm import queued, recorded
 from helpers.waiting import slowness
 
 from hpctrain.errors import SchedulerError, SpecError
@@ -121,33 +121,6 @@ def test_first_failed_query_ends_the_others():
     ]
 
 
-def test_discarded_call_kills_its_process(tmp_path):
-    call = SlurmCall(["sleep", "60"], dict(os.environ))
-    process = call._process
-    del call
-    assert process.returncode == -signal.SIGKILL
-
-
-def test_answer_within_the_timeout_can_be_read_later():
-    call = SlurmCall(["echo", "a"], dict(os.environ), timeout_s=0.2)
-    time.sleep(0.3)
-    assert call.answer() == ("a\n", "")
-
-
-def test_unrunnable_command_is_reported():
-    with pytest.raises(SchedulerError, match="cannot run echo: Argument list too long"):
-        run_slurm(["echo", "x" * 2**18], dict(os.environ))
-
-
-@pytest.mark.parametrize("has_memfd", [True, False], ids=["memfd", "old_python"])
-def test_call_may_have_long_input_and_be_read_late(monkeypatch, has_memfd):
-    if not has_memfd:
-        monkeypatch.delattr(os, "memfd_create")
-    text = "x" * 10**6
-    call = SlurmCall(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
-    assert call.answer() == (f"{len(text)}\n", "")
-
-
 @pytest.mark.slow
 def test_signal_without_an_answer_has_arrived_if_the_step_ends(fake_slurm, monkeypatch):
     """If a task is requeued while scancel signals its step, scancel 22.05 repeats the signal for a minute."""
@@ -170,22 +143,3 @@ def test_training_does_not_start_beside_a_broken_slurm(fake_slurm, trouble):
     fake_slurm.answer("sinfo", stderr=f"slurm_load_partitions: {trouble}\n", code=1)
     with pytest.raises(SchedulerError, match=f"Slurm is set up on this machine but .*{trouble}"):
         choose_backend("auto", fake_slurm.environ)
-
-
-def delay_sinfo(fake_slurm: FakeSlurm, seconds: float) -> None:
-    sinfo = fake_slurm.folder / "sinfo"
-    sinfo.write_text(sinfo.read_text().replace("\n", f"\nsleep {seconds}\n", 1))
-
-
-@pytest.mark.slow
-def test_busy_controller_is_awaited(fake_slurm):
-    delay_sinfo(fake_slurm, 7)
-    assert choose_backend("auto", fake_slurm.environ)[0].name == "slurm"
-
-
-@pytest.mark.parametrize("asked", ["auto", "slurm"])
-def test_controller_that_does_not_respond_is_reported(fake_slurm, monkeypatch, asked):
-    delay_sinfo(fake_slurm, 2)
-    monkeypatch.setattr("hpctrain.jobs.backends.slurm._PROBE_TIMEOUT_S", 0.2)
-    with pytest.raises(SchedulerError, match=r"does not respond: sinfo did .* within 0\.2 s\. Try again"):
-        choose_backend(asked, fake_slurm.environ)

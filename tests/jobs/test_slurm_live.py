@@ -22,26 +22,6 @@ from hpctrain.records.run_record import read_run_record
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.states import RunState
 
-HOSTILE = [
-    "a b",
-    "a'b",
-    'a"b',
-    "a\\",
-    "\\\"'",
-    "a # b",
-    "#SBATCH --x",
-    "$(touch pwned)",
-    "`touch pwned`",
-    "a;touch pwned",
-    "packjob",
-    "hetHETjobJOB",
-    "%j %x %",
-    "é ü 😀",
-    "--x",
-    ":",
-    " lead",
-]
-
 
 @pytest.fixture
 def environ(slurm) -> dict[str, str]:
@@ -59,23 +39,6 @@ def test_all_states_of_a_run_are_reported(prepared, environ):
     resubmitted = submit_prepared(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
     with pytest.raises(RunFailed, match=r"failed: Slurm reports FAILED\. Log: .*slurm\.log"):
         resubmitted.wait(timeout=120)
-
-
-def test_held_run_can_be_cancelled(prepared, environ):
-    run = submit_prepared(prepared(backend="slurm", sbatch={"hold": ""}, environ=environ))
-    status = run.status()
-    assert (status.state, status.held) == (RunState.PENDING, False)
-    run.cancel()
-    wait_for(lambda: run.status().state is RunState.CANCELLED, 20, "the run to be gone")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [({"nodes": 5, "gpus_per_node": 2}, "requests 5 nodes"), ({"mem": "lots"}, "mem")]
-)
-def test_refused_job_leaves_no_run_folder(prepared, environ, tmp_path, options, message):
-    with pytest.raises(SchedulerError, match=message):
-        submit_prepared(prepared(backend="slurm", run_dir="r", environ=environ, **options))
-    assert not (tmp_path / "r").exists()
 
 
 def test_unreachable_controller_gives_unknown_state_and_a_note(prepared, environ, tmp_path):

@@ -84,13 +84,6 @@ def test_auto_executor_submits_runs(auto, tmp_path):
     assert spec.restart_policy == parse_rule_changes({"time-limit.retries": "5"})
 
 
-def test_auto_executor_reports_unknown_and_refused_parameters(auto):
-    with pytest.raises(NameError, match="Unknown argument 'node' for executor 'hpctrain'"):
-        auto.update_parameters(hpctrain_node=1)
-    with pytest.raises(SpecError, match=r"no parameter 'python'\. The ranks use"):
-        auto.update_parameters(hpctrain_python="python3")
-
-
 def test_plugin_does_not_affect_other_clusters(installed, tmp_path, monkeypatch):
     assert submitit.AutoExecutor(tmp_path).cluster in ("slurm", "local")
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda _: 1))
@@ -165,18 +158,6 @@ def test_function_that_raises_is_called_again_on_request(auto, options, again):
     job.wait()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("use_srun", False, "The supervisor starts the ranks with srun"),
-        ("python", "python3", "venv, conda or container_image"),
-    ],
-)
-def test_refusal_has_a_reason(tmp_path, name, value, reason):
-    with pytest.raises(SpecError, match=f"{name}.*{reason}"):
-        Executor(tmp_path).update_parameters(**{name: value})
-
-
 def test_documentation_lists_all_parameters_of_submitit(tmp_path):
     table = (REPOSITORY / "docs/submitit.md").read_text().partition("| submitit | hpctrain |")[2]
     rows = [row.split(" | ", 1) for row in table.partition("\n\n")[0].splitlines()[2:]]
@@ -189,30 +170,6 @@ def test_documentation_lists_all_parameters_of_submitit(tmp_path):
                 Executor(tmp_path).update_parameters(**{name: None})
         else:
             Executor(tmp_path).update_parameters(**{name: None})
-
-
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_hydra_submits_a_multirun(installed, tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    app = REPOSITORY / "tests/scripts/hydra_app.py"
-    done = run_command(
-        [
-            *(sys.executable, app, "--multirun", "+lr=1,2", "hydra.sweep.dir=sweep"),
-            *("hydra/launcher=hpctrain", "hydra.launcher.tasks_per_node=2"),
-            *("+hydra.launcher.backend=local", "+hydra.launcher.code_snapshot=false"),
-        ],
-        cwd=tmp_path,
-        env={**environment(), "PYTHONPATH": os.pathsep.join([str(installed), str(REPOSITORY)])},
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    (array,) = (tmp_path / "sweep" / "runs").iterdir()
-    for task, total in enumerate((2.0, 4.0)):
-        logs = [log.read_text() for log in (array / f"task-{task}").glob("logs/attempt-000/rank-*.log")]
-        assert [f"total {total}" in log for log in logs] == [True, True]
-    assert "lr=2" in (tmp_path / "sweep/1/.hydra/overrides.yaml").read_text()
 
 
 @pytest.mark.slow

@@ -88,13 +88,6 @@ def test_cancelled_trials_are_resumed(hpctrain, tmp_path):
     hpctrain("wait", "s")
 
 
-def test_runs_that_are_not_sweeps_are_refused(hpctrain):
-    hpctrain("submit", "--backend", "local", "--no-code-snapshot", "--run-dir", "runs/r", "train.py", "nap")
-    hpctrain("wait", "r")
-    assert "neither a sweep nor a job array" in hpctrain("sweep", "status", "r").output
-    assert "is not a sweep" in hpctrain("sweep", "resume", "r").output
-
-
 def test_rejected_extension_leaves_the_sweep_unchanged(prepared, tmp_path, monkeypatch):
     def refuse(*_args, **_options):
         raise SchedulerError("too many jobs")

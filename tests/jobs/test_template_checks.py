@@ -58,8 +58,3 @@ def test_non_python_script_is_refused(prepared, tmp_path):
     with pytest.raises(SpecError, match="begins with #!/bin/bash"):
         prepared(script="train")
     prepared(script="ok")
-
-
-def test_run_folder_on_a_file_system_without_space_is_refused(prepared):
-    with pytest.raises(SpecError, match="file system of '/proc' cannot store files"):
-        prepared(run_dir="/proc/foo")
