@@ -28,8 +28,6 @@ _APPTAINER_SOURCES = ("library://", "oras://", "shub://")
 _DOCKER = "docker://"
 _MOUNT = re.compile("([^:]+):([^:]+)(?::(?:ro|rw)?)?", re.DOTALL)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-#: System folders of an image, which must not be hidden by folders of the host.
-_SYSTEM = {"/", "/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/sbin", "/sys", "/usr"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +67,6 @@ class Container:
                     "letters, digits and _, and do not start with a digit."
                 )
         for description, path in folders.items():
-            if path in _SYSTEM:
-                raise SpecError(
-                    f"The {description} is {path}. In a container, this folder would hide {path} in the "
-                    "image. Use another folder."
-                )
             if match := re.search("[:,]", path):
                 raise SpecError(
                     f"The {description} {path!r} contains {match[0]!r}, so it cannot be mounted in a "

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import get_args
 
 from hpctrain.errors import SpecError
-from hpctrain.rundir import ENV_PREFIX
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.container import VARIABLE_NAME
 from hpctrain.spec.job_spec import (
@@ -52,14 +50,6 @@ _STAGED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 #: Characters not allowed in a line of a batch script.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
-
-#: Linux accepts 128 KiB per argument, with its terminating NUL (MAX_ARG_STRLEN, execve(2)).
-_MAX_WORD_BYTES = 128 * 1024 - 1
-#: Bytes that a torchrun agent receives in addition to the arguments.
-_PLAN_BYTES = 4096
-#: Linux allows 2 MiB for all arguments and variables of a process; this part is reserved for the job's own
-#: variables.
-_ALL_BYTES = 1024 * 1024
 
 
 def check_spec(spec: JobSpec) -> None:
@@ -107,7 +97,6 @@ def check_spec(spec: JobSpec) -> None:
     if not spec.supervised:
         _check_unsupervised(spec)
     _check_words(spec)
-    _check_lengths(spec)
 
 
 def _check_shape(spec: JobSpec) -> None:
@@ -264,29 +253,3 @@ def _process_texts(spec: JobSpec) -> list[tuple[str, str]]:
         *((f"source of {name} (--stage)", source) for name, source in spec.stage.items()),
         *((f"value of the variable {name}", value) for name, value in spec.env.items()),
     ]
-
-
-def _check_lengths(spec: JobSpec) -> None:
-    # The rank receives all arguments as one JSON string; through an agent, that string is nested in another.
-    words = json.dumps([spec.entry, *spec.args])
-    length, limit = len(words), _MAX_WORD_BYTES
-    if spec.torchrun is not None:
-        length, limit = len(json.dumps(words)), limit - _PLAN_BYTES
-    if length > limit:
-        raise SpecError(
-            f"The program and its arguments are {length} bytes long as JSON, but at most {limit} bytes "
-            "can be passed to a rank. Write the arguments to a file, and pass its path instead."
-        )
-    longest = _MAX_WORD_BYTES - len(ENV_PREFIX)
-    variables = {name: len(f"{name}={value}".encode()) for name, value in spec.env.items()}
-    for name, length in variables.items():
-        if length > longest:
-            raise SpecError(
-                f"The variable {name} (--env) is {length} bytes long, but at most {longest} bytes can be "
-                "passed to a rank. Write the value to a file, and pass its path instead."
-            )
-    if (total := sum(variables.values())) > _ALL_BYTES:
-        raise SpecError(
-            f"The variables (--env) are {total} bytes long in total, but at most {_ALL_BYTES} bytes can be "
-            "passed to a rank. Write the values to files, and pass their paths instead."
-        )

@@ -12,7 +12,6 @@ from helpers.fuzzing import FOLDER, Parser, check_errors, check_time, write_file
 
 from hpctrain.cli import resubmit_command, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
-from hpctrain.jobs.doctor import run_checks
 from hpctrain.jobs.options import (
     config_files,
     option,
@@ -99,10 +98,6 @@ def check_endpoint(text: str) -> None:
     launcher.TorchrunConfig(rdzv_backend="etcd", rdzv_endpoint=text).check()
 
 
-def refuse_content(text: str) -> None:
-    run_checks._refuse_other_content(write_file(text))
-
-
 PARSERS = [
     Parser(
         load_spec.load_spec,
@@ -116,13 +111,6 @@ PARSERS = [
         [CONFIG, SITE],
         (SpecError,),
         lambda text: config_files.read_config_file(write_file(text, "c.yaml"), {"HOME": "/h"}),
-        most_bytes=YAML_BYTES,
-    ),
-    Parser(
-        run_checks._refuse_other_content,
-        ["site: {}\n"],
-        (SpecError,),
-        refuse_content,
         most_bytes=YAML_BYTES,
     ),
     Parser(

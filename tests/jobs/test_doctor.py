@@ -14,7 +14,7 @@ from helpers.commands import environment, run_command
 from helpers.waiting import slowness
 
 from hpctrain import sandbox
-from hpctrain.errors import SpecError, UserError
+from hpctrain.errors import UserError
 from hpctrain.jobs.doctor import folder_checks, machine_checks
 from hpctrain.jobs.doctor.machine_checks import check_containers, check_gpus, torch_findings
 from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, command_output, run_python_probe
@@ -315,20 +315,14 @@ def test_gpus_of_this_machine_are_described():
     assert " × " in findings[0].value
 
 
-def test_profile_file_overwrites_only_a_profile(tmp_path):
+def test_profile_is_written_to_a_new_file(tmp_path):
     path = tmp_path / "etc" / "site.yaml"
     site = Site(slurm=SlurmConfig(cluster="c"), habits=SiteConventions(requeue=False))
-    for _ in range(2):
-        write_profile_file(DoctorReport((), site, gpu_request_style="gpus-per-node"), path)
+    report = DoctorReport((), site, gpu_request_style="gpus-per-node")
+    write_profile_file(report, path)
     profile = {"gpu_request_style": "gpus-per-node", "site": {"habits": {"requeue": False}}}
     assert yaml.safe_load(path.read_text()) == profile
-    for text, message in (
-        ("partition: gpu\nsite: {}\n", "contains 'partition'"),
-        ("just words", "contains 'other content'"),
-        ("a: [", "Cannot read"),
-    ):
-        path.write_text(text)
-        with pytest.raises(SpecError, match=message):
-            write_profile_file(DoctorReport((), site), path)
+    with pytest.raises(UserError, match="exists already"):
+        write_profile_file(report, path)
     with pytest.raises(UserError, match="Slurm is not available"):
         write_profile_file(DoctorReport((), None), tmp_path / "other.yaml")

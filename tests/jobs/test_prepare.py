@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 from helpers.commands import environment
@@ -65,14 +64,6 @@ def test_bad_input_is_refused_and_leaves_nothing(prepared, tmp_path, options, me
     with pytest.raises(SpecError, match=message):
         submit_prepared(prepared(**options))
     assert os.listdir(tmp_path) == ["train.py"]
-
-
-def test_environment_of_the_operating_system_is_not_staged(prepared, monkeypatch):
-    from hpctrain.jobs.submit.submit import submit_prepared
-
-    monkeypatch.setattr(sys, "prefix", "/usr/local")
-    with pytest.raises(SpecError, match="Python of the operating system in /usr/local"):
-        submit_prepared(prepared(stage_environment=True, python=sys.executable))
 
 
 def test_options_reach_the_job_spec(prepared):

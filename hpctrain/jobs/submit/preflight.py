@@ -226,19 +226,12 @@ def check_environment(job: PreparedSubmission) -> None:
 
 
 def check_staged_sources(job: PreparedSubmission) -> None:
-    """Check that the sources of `--stage` are readable files or folders, and that an environment exists."""
+    """Check that the sources of `--stage` are readable files or folders."""
     for source in job.spec.stage.values():
         if not os.path.exists(source):
             raise SpecError(f"{source!r} (--stage) not found. Check its path.")
         if not (os.path.isfile(source) or os.path.isdir(source)) or not os.access(source, os.R_OK):
             raise SpecError(f"{source!r} (--stage) is not a readable file or folder. Check its permissions.")
-    is_own = job.spec.python == sys.executable
-    if job.spec.stage_environment and is_own and sys.prefix in ("/usr", "/usr/local"):
-        raise SpecError(
-            "--stage-environment copies a virtual or conda environment, but hpctrain runs with the Python of "
-            f"the operating system in {sys.prefix}. Install hpctrain in a virtual environment, or remove the "
-            "option."
-        )
 
 
 def check_run_folder(job: PreparedSubmission) -> Iterable[str]:
