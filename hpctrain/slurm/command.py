@@ -149,12 +149,12 @@ def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> sys
 
 def is_answer_lost(error: str) -> bool:
     """True if the request may have arrived despite this error."""
-    return any(words in error for words in _ANSWER_LOST)
+    return any(pattern in error for pattern in _ANSWER_LOST)
 
 
 def is_transient(error: str) -> bool:
     """True if the error means that the controller is unreachable or the command was killed."""
-    return is_answer_lost(error) or any(words in error for words in _UNREACHABLE_ERRORS)
+    return is_answer_lost(error) or any(pattern in error for pattern in _UNREACHABLE_ERRORS)
 
 
 def job_step_name(attempt: int, *, waits: bool = False) -> str:

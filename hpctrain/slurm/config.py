@@ -87,15 +87,15 @@ def query_config(environ: Mapping[str, str]) -> SlurmConfig:
     return parse_config(run_slurm(_CONFIG, environ))
 
 
-def parse_config(answer: str) -> SlurmConfig:
-    values: dict[str, str] = {key: value.strip() for key, value in _LINE.findall(answer)}
+def parse_config(output: str) -> SlurmConfig:
+    values: dict[str, str] = {key: value.strip() for key, value in _LINE.findall(output)}
 
     def value(key: str, default: str = "") -> str:
         return values.get(key, default)
 
     def duration_s(key: str, default: float) -> float:
-        found = parse_number(value(key))
-        return default if found is None else float(found)
+        number = parse_number(value(key))
+        return default if number is None else float(number)
 
     plugins = [value("JobSubmitPlugins"), value("CliFilterPlugins")]
     return SlurmConfig(

@@ -131,21 +131,21 @@ _PRECEDENCE = (
 )
 
 
-def base_state(words: str) -> str:
+def base_state(text: str) -> str:
     """Return the state from Slurm's output, such as `CANCELLED by 1000` or `CANCELLED+`."""
-    return words.split()[0].rstrip("+") if words.strip() else ""
+    return text.split()[0].rstrip("+") if text.strip() else ""
 
 
-def parse_job_state(words: str) -> RunState:
+def parse_job_state(text: str) -> RunState:
     """Return the run state for a job state such as `RUNNING` or `CANCELLED by 1000`."""
-    known = SLURM_STATES.get(base_state(words))
-    return known.state if known else RunState.UNKNOWN
+    state = SLURM_STATES.get(base_state(text))
+    return state.state if state else RunState.UNKNOWN
 
 
 def combine_states(states: Iterable[RunState]) -> RunState:
     """Return the combined state of several parts: active while any part is, failed if any part failed."""
-    found = set(states)
-    return next((state for state in _PRECEDENCE if state in found), RunState.UNKNOWN)
+    distinct = set(states)
+    return next((state for state in _PRECEDENCE if state in distinct), RunState.UNKNOWN)
 
 
 def count_states(states: Iterable[RunState]) -> dict[str, int]:
@@ -165,10 +165,10 @@ def combine_views(views: Sequence[JobStateView]) -> JobStateView:
         return views[0]
     states = [view.state for view in views]
     state = combine_states(states)
-    words = sorted({view.words for view in views if view.words})
+    explanations = sorted({view.words for view in views if view.words})
     return JobStateView(
         state,
-        "; ".join([f"{len(views)} parts: {describe_counts(count_states(states))}", *words]),
+        "; ".join([f"{len(views)} parts: {describe_counts(count_states(states))}", *explanations]),
         held=any(view.held for view in views),
         job_state=next(view.job_state for view in views if view.state is state),
     )

@@ -85,11 +85,11 @@ class Container:
         if self.runtime == "apptainer":
             return self.image if "://" in self.image else _DOCKER + self.image.replace("#", "/", 1)
         name = self.image.removeprefix(_DOCKER)
-        registry, slash, rest = name.partition("/")
+        registry, slash, path = name.partition("/")
         is_registry = (
             slash and "#" not in name and ("." in registry or ":" in registry or registry == "localhost")
         )
-        return f"{registry}#{rest}" if is_registry else name
+        return f"{registry}#{path}" if is_registry else name
 
 
 def is_image_file(value: str) -> bool:
@@ -106,4 +106,4 @@ def required_runtime(image: str) -> ContainerRuntime | None:
 
 def split_list_values(values: Iterable[str]) -> tuple[str, ...]:
     """Split comma-separated values into one flat list."""
-    return tuple(part for value in values for part in value.split(",") if part)
+    return tuple(item for value in values for item in value.split(",") if item)

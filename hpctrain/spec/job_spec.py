@@ -163,8 +163,8 @@ class JobSpec:
     def folders(self) -> dict[str, str]:
         """Folders that the ranks need, by description."""
         run = RunDir(Path(self.run_dir))
-        own = os.path.dirname(self.script) if self.program == "script" else self.workdir
-        code = own if self.code is None else self.code.source
+        script_folder = os.path.dirname(self.script) if self.program == "script" else self.workdir
+        code = script_folder if self.code is None else self.code.source
         return {
             "run folder": str((run.array or run).path),
             "working directory": self.workdir,

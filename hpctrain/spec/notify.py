@@ -50,13 +50,13 @@ def _fault(address: str) -> str | None:
     if not address.isascii() or not address.isprintable() or " " in address:
         return "it contains a character that is not allowed in a URL. Encode the character as %XX"
     try:
-        parts = urlsplit(address)
-        parts.port  # noqa: B018 (raises if it is not a number)
+        url = urlsplit(address)
+        url.port  # noqa: B018 (raises if it is not a number)
     except ValueError:
         return "the host or port is invalid"
-    if "@" in parts.netloc:
+    if "@" in url.netloc:
         return "its user name or password would not be sent. Use a command such as `curl` instead"
-    return None if parts.hostname else "it has no host"
+    return None if url.hostname else "it has no host"
 
 
 def is_address(target: str) -> bool:

@@ -260,9 +260,9 @@ def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
             raise SpecError(
                 f"--restart-policy {key} is {text!r}, but must be an integer of at least 0. {_FORM}"
             )
-        known = str(_kind(kind))
+        kind_name = str(_kind(kind))
         _check(kind, field, int(text))
-        changes.setdefault(known, {})[field] = int(text)
+        changes.setdefault(kind_name, {})[field] = int(text)
     return changes
 
 

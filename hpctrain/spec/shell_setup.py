@@ -80,13 +80,13 @@ def _check_conda(name: str, environ: Mapping[str, str]) -> None:
             timeout=_CONDA_LIMIT_S,
             check=True,
         )
-        known = {"base", *(Path(path).name for path in json.loads(listed.stdout)["envs"])}
+        environments = {"base", *(Path(path).name for path in json.loads(listed.stdout)["envs"])}
     except (OSError, subprocess.SubprocessError, ValueError, KeyError):
         return  # conda may still work on the nodes.
-    if name not in known:
+    if name not in environments:
         raise SpecError(
             f"{conda} has no environment {name!r} (--conda). Available environments: "
-            f"{', '.join(sorted(known))}."
+            f"{', '.join(sorted(environments))}."
         )
 
 

@@ -64,10 +64,10 @@ def check_spec(spec: JobSpec) -> None:
             raise SpecError(
                 f"Unknown {option} {choice!r} (--{option}). Choose from {', '.join(get_args(choices))}."
             )
-    for field, least in _LEAST.items():
-        if (value := getattr(spec, field)) is not None and value < least:
+    for field, minimum in _LEAST.items():
+        if (value := getattr(spec, field)) is not None and value < minimum:
             option = field.removesuffix("_s").replace("_", "-")
-            raise SpecError(f"--{option} is {value}, but must be at least {least}.")
+            raise SpecError(f"--{option} is {value}, but must be at least {minimum}.")
     if spec.array is not None:
         JobArray.parse(spec.array)
     if spec.backend == "slurm" and "\\" in spec.run_dir:

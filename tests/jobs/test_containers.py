@@ -265,12 +265,12 @@ def test_auto_chooses_the_runtime_of_the_site(tmp_path, available, image, runtim
     from hpctrain.jobs.submit.container_builder import build_container
 
     container = build_container(
-        {"container_image": image}, backend="slurm", known=available, cwd=tmp_path, environ={}
+        {"container_image": image}, backend="slurm", runtimes=available, cwd=tmp_path, environ={}
     )
     assert container.runtime == runtime
     with pytest.raises(SpecError, match="No container runtime found on this machine"):
         build_container(
-            {"container_image": "x"}, backend="slurm", known=("enroot",), cwd=tmp_path, environ={}
+            {"container_image": "x"}, backend="slurm", runtimes=("enroot",), cwd=tmp_path, environ={}
         )
 
 

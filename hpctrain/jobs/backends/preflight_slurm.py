@@ -92,20 +92,20 @@ def expected_start(request: JobRequest, output: str, error: str = "") -> str:
     if request.is_given("hold"):
         return "The job is held (--hold) and will start only after `scontrol release`."
     # The forecast ignores dependencies (seen with Slurm 22.05).
-    when = _when(time)
+    start_text = _when(time)
     if request.is_given("dependency"):
         condition = "its dependency is satisfied (--dependency)"
-        when = f"when {condition}" if when == _NOW else f"{when}, after {condition}"
-    return f"Estimated start: {when}, on {nodes}{f', partition {partition}' if partition else ''}."
+        start_text = f"when {condition}" if start_text == _NOW else f"{start_text}, after {condition}"
+    return f"Estimated start: {start_text}, on {nodes}{f', partition {partition}' if partition else ''}."
 
 
 def _when(time: str) -> str:
     if (seconds := parse_timestamp(time)) is None:
         return time
-    start, now = datetime.fromtimestamp(seconds), datetime.now()
-    if (start - now).total_seconds() < _IMMEDIATE_S:
+    start, today = datetime.fromtimestamp(seconds), datetime.now()
+    if (start - today).total_seconds() < _IMMEDIATE_S:
         return _NOW
-    return f"{start:%H:%M}" if start.date() == now.date() else f"{start:%Y-%m-%d %H:%M}"
+    return f"{start:%H:%M}" if start.date() == today.date() else f"{start:%Y-%m-%d %H:%M}"
 
 
 def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Site) -> str:

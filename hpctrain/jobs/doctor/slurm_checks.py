@@ -135,9 +135,7 @@ def probe_options(site: Site, environ: Mapping[str, str]) -> ProbeResults:
     }
     commands = [("sbatch", "--test-only", *options, "--wrap=true") for options in probes.values()]
     answers = dict(zip(probes, run_slurm_parallel(commands, environ, timeout_s=_LIMIT_S), strict=True))
-    refusals = {
-        name: _reason(answer) for name, answer in answers.items() if isinstance(answer, SchedulerError)
-    }
+    refusals = {name: _reason(reply) for name, reply in answers.items() if isinstance(reply, SchedulerError)}
     if {"plain", "no memory", "no time", "neither"} <= refusals.keys():
         remedy = "Set the options that this site requires, such as --account, in hpctrain.yaml."
         finding = _job_finding("a plain job", f"refused: {refusals['no memory']}", remedy, "problem")

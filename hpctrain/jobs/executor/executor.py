@@ -129,7 +129,10 @@ class Executor(submitit.Executor):
     ) -> list[submitit.Job[Any]]:
         if self.parameters.get("backend") == "debug":
             return [DebugJob(self.folder, delayed) for delayed in delayed_submissions]
-        calls = [FunctionCall(each.function, each.args, each.kwargs) for each in delayed_submissions]
+        calls = [
+            FunctionCall(submission.function, submission.args, submission.kwargs)
+            for submission in delayed_submissions
+        ]
         runs, world_size = _submit_calls(calls, *to_options(self.parameters), self.folder, self._shown_notes)
         return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
 
@@ -161,9 +164,9 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
             return plain, value
         case ("stderr_to_stdout", _) | ("use_srun", True | None):
             return plain, None
-    known = ({*option_names()} | _CONVERTED) - _HINTS.keys()
-    if plain not in known:
-        hint = _HINTS.get(plain) or suggest(plain, sorted(known))
+    accepted = ({*option_names()} | _CONVERTED) - _HINTS.keys()
+    if plain not in accepted:
+        hint = _HINTS.get(plain) or suggest(plain, sorted(accepted))
         raise SpecError(f"Executor has no parameter {name!r}. {hint}")
     return plain, value
 

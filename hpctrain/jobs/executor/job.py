@@ -215,8 +215,8 @@ class Job(submitit.Job[R]):
         """
         tracker = UnknownStateTracker()
         while (status := self.watcher.status(self.run)) is None or not status.state.ended:
-            if status is not None and (words := tracker.message_for(status)):
-                log.warning(f"Waiting for run {status.run_id}: {words}")
+            if status is not None and (message := tracker.message_for(status)):
+                log.warning(f"Waiting for run {status.run_id}: {message}")
             time.sleep(_POLL_INTERVAL_S)
         self.run.await_exit()
 

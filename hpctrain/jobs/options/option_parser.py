@@ -73,7 +73,7 @@ def find_replacement(name: str) -> str:
     return f"Use {option.flag}" if option.about.on_command_line else f"Use --set {option.name}=VALUE"
 
 
-def find_option(key: str, where: str) -> Option | None:
+def find_option(key: str, location: str) -> Option | None:
     """Return the option of that name, if files and `--set` accept it; None for an option of sbatch."""
     if key in sbatch_options():
         return None
@@ -81,13 +81,13 @@ def find_option(key: str, where: str) -> Option | None:
     if option is not None and option.about.in_files:
         return option
     if option is not None:
-        raise SpecError(f"{where}{key!r} is only accepted on the command line, as {option.flag}.")
+        raise SpecError(f"{location}{key!r} is only accepted on the command line, as {option.flag}.")
     if key in SECTIONS:
-        raise SpecError(f"{where}{key!r} is a section of configuration files, not an option.")
+        raise SpecError(f"{location}{key!r} is a section of configuration files, not an option.")
     names = [name for name, option in all_options().items() if option.about.in_files]
     replacement = find_replacement(key)
     hint = f"{replacement}." if replacement else suggest(key, (*names, *sbatch_options(), *SECTIONS))
-    raise SpecError(f"{where}unknown option {key!r}. {hint}")
+    raise SpecError(f"{location}unknown option {key!r}. {hint}")
 
 
 def parse_option(key: str, value: object, label: str, source: OptionSource) -> Iterator[OptionValue]:

@@ -6,7 +6,7 @@ the tables of the documentation are generated from it.
 
 # No `from __future__ import annotations`: evaluating string annotations would dominate the import time.
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal, TypedDict
 
@@ -405,7 +405,7 @@ _WITHOUT_FLAG = frozenset(
     }
 )
 #: Predicates for values that are paths; in a file, they are relative to its folder.
-_IS_PATH = {
+_IS_PATH: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(("run_dir", "runs_dir", "venv", "container_mounts", "stage"), bool),
     "template": is_template_path,
     "conda": is_conda_prefix,

@@ -239,8 +239,8 @@ def _notices(
     status: RunStatus, before: RunStatus | None, unknown: UnknownStateTracker
 ) -> Iterator[EventLine]:
     """Yield a line if the state changed or became unknown."""
-    if words := unknown.message_for(status):
-        yield EventLine(words)
+    if message := unknown.message_for(status):
+        yield EventLine(message)
     is_array = status.tasks is not None
     is_new = before is None or before.state is not status.state or (is_array and before.words != status.words)
     if is_new and (is_array or status.state is RunState.PENDING):
@@ -256,8 +256,8 @@ def describe_event(event: dict[str, Any]) -> str | None:
             over = "; no checkpoint to resume from" if event.get("starts_over") else ""
             return f"attempt {attempt}: starting, {size}{over}"
         case "staged":
-            words = describe_staging(event)
-            return None if words is None else f"attempt {attempt}: {words}"
+            description = describe_staging(event)
+            return None if description is None else f"attempt {attempt}: {description}"
         case "startup":
             durations = StartupDurations.from_event(event)
             return None if durations is None else f"attempt {attempt}: {durations.describe()}"

@@ -117,11 +117,11 @@ class JobRequest:
 
     def describe(self) -> str:
         """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib`."""
-        spec, least = self.spec, self.spec.least_granted
+        spec, minimum = self.spec, self.spec.least_granted
         nodes = (
-            pluralize(least, "node")
-            if least == spec.most_granted
-            else f"{least} to {spec.most_granted} nodes"
+            pluralize(minimum, "node")
+            if minimum == spec.most_granted
+            else f"{minimum} to {spec.most_granted} nodes"
         )
         kind = f"{spec.gpu_type} " if spec.gpu_type else ""
         size = [pluralize(spec.gpus_per_node, f"{kind}GPU")] if spec.gpus_per_node else []
@@ -244,13 +244,13 @@ def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> I
             "PartitionMinNodes",
         )
     # For a range of nodes, Slurm allocates what the partition allows.
-    least, cpus, mib = spec.least_granted, request.cpus_per_node, request.memory_per_node_mib
+    minimum, cpus, mib = spec.least_granted, request.cpus_per_node, request.memory_per_node_mib
     max_mib = partition.max_mem_per_node_mib
     if max_mib is None and partition.max_mem_per_cpu_mib is None and site.slurm is not None:
         max_mib = site.slurm.max_mem_per_node_mib
     memory = request.origin(request.memory_option or "mem")
     maxima = {
-        "MaxNodes": (least, partition.max_nodes, f"{pluralize(least, 'node')} (--nodes)"),
+        "MaxNodes": (minimum, partition.max_nodes, f"{pluralize(minimum, 'node')} (--nodes)"),
         "MaxCPUsPerNode": (
             cpus,
             partition.max_cpus_per_node,
@@ -258,10 +258,10 @@ def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> I
         ),
         "MaxMemPerNode": (mib, max_mib, f"{mib} MiB of memory per node ({memory})"),
     }
-    for setting, (value, most, requested) in maxima.items():
-        if most is not None and value > most:
+    for setting, (value, maximum, requested) in maxima.items():
+        if maximum is not None and value > maximum:
             yield ExceededLimit(
-                f"The job requests {requested}, but partition {name} allows at most {most} ({setting}). "
+                f"The job requests {requested}, but partition {name} allows at most {maximum} ({setting}). "
                 "Request less, or choose another --partition.",
                 "PartitionMaxNodes" if setting == "MaxNodes" else None,
             )
@@ -334,7 +334,7 @@ def is_preemptible(partition: Partition, site: Site) -> bool:
     # PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).
     if site.slurm is None or site.slurm.preempt_type != "partition_prio" or partition.preempt_mode == "OFF":
         return False
-    return any(other.priority_tier > partition.priority_tier for other in site.partitions)
+    return any(competitor.priority_tier > partition.priority_tier for competitor in site.partitions)
 
 
 def _requeue_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:

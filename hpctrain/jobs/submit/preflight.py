@@ -94,7 +94,7 @@ def check_options(job: PreparedSubmission) -> list[str]:
                 f"{flag} requires torchrun, but srun starts the ranks (--launcher). Remove {flag}, or use "
                 "--launcher torchrun."
             )
-    reasons = {}
+    reasons: dict[str, str] = {}
     if not spec.supervised:
         reasons |= dict.fromkeys(_OF_SUPERVISOR, "hpctrain does not run in the job (--template plain)")
     if spec.backend == "local":
@@ -113,15 +113,15 @@ def check_time_left(job: PreparedSubmission) -> Iterator[str]:
     left_s = spec.time_limit_s - spec.stop_before_limit_s - early_s
     if left_s >= _MIN_S:
         return
-    given = job.settings.options
-    lead_s = spec.stop_before_limit_s if "stop_before_limit" in given else DEFAULT_STOP_BEFORE_LIMIT_S
+    options = job.settings.options
+    lead_s = spec.stop_before_limit_s if "stop_before_limit" in options else DEFAULT_STOP_BEFORE_LIMIT_S
     better = format_time_limit(60 * math.ceil((_MIN_S + lead_s + early_s) / 60))
-    early = f" Slurm may send the stop signal up to {early_s:.0f} s early." if early_s else ""
+    early_note = f" Slurm may send the stop signal up to {early_s:.0f} s early." if early_s else ""
     yield (
         f"Warning: the run may have only {max(0.0, left_s):g} s to start and train. The time limit is "
         f"{spec.time_limit_s:g} s (--time), and the ranks stop and save {spec.stop_before_limit_s} s before "
-        f"it (--stop-before-limit).{early} The run fails after three attempts without a new checkpoint. Use "
-        f"--time {better} or more."
+        f"it (--stop-before-limit).{early_note} The run fails after three attempts without a new checkpoint. "
+        f"Use --time {better} or more."
     )
 
 
@@ -255,9 +255,9 @@ def _describe_changes(run: RunDir, spec: JobSpec) -> Iterator[str]:
         return
     old, new = ((job.script, shlex.join(job.args)) for job in (before, spec))
     changed = [
-        f"{name} {now or 'none'!r} instead of {then or 'none'!r}"
-        for name, then, now in zip(("script", "arguments"), old, new, strict=True)
-        if then != now
+        f"{name} {current or 'none'!r} instead of {then or 'none'!r}"
+        for name, then, current in zip(("script", "arguments"), old, new, strict=True)
+        if then != current
     ]
     if not changed:
         return
@@ -316,13 +316,13 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
 
 def check_code(job: PreparedSubmission) -> Iterable[str]:
     """Choose the code to copy; check its size, and that git can list the files."""
-    given = job.settings.options
-    if not given.get("code_snapshot", True) or not job.spec.supervised:
+    options = job.settings.options
+    if not options.get("code_snapshot", True) or not job.spec.supervised:
         return ()
     # Imported only if needed, because this import is slow.
     from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 
-    script, limit_mb = job.spec.script, given["code_snapshot_limit"]
+    script, limit_mb = job.spec.script, options["code_snapshot_limit"]
     job.snapshot, notes = plan_snapshot(
         script, limit_mb, job.environ, folder=job.code, starts_now=job.backend.name == "local"
     )

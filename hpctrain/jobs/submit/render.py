@@ -165,25 +165,25 @@ def describe_job(spec: JobSpec) -> list[str]:
     if not spec.supervised:
         command = "sbatch" if spec.backend == "slurm" else "bash"
         return [f"To start an ended run again: {command} job.sbatch, in the run folder."]
-    words = redact_args(program_words(spec))
+    arguments = redact_args(program_words(spec))
     if spec.torchrun is not None:
-        program = ["--no-python", *words] if spec.program == "command" else words[1:]
+        program = ["--no-python", *arguments] if spec.program == "command" else arguments[1:]
         agents = [f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.ntasks_per_node}"]
-        words = ["torchrun", *agents, f"--rdzv-backend={spec.torchrun.rdzv_backend}", *program]
+        arguments = ["torchrun", *agents, f"--rdzv-backend={spec.torchrun.rdzv_backend}", *program]
     title = f"Each attempt starts {spec.world_size} processes on this machine:"
     if spec.backend == "slurm":
-        words = ["srun", *srun_options(spec, spec.nodes), *words]
+        arguments = ["srun", *srun_options(spec, spec.nodes), *arguments]
         title = "Each attempt runs the equivalent of:"
-    command = " ".join(map(_quote, words))
+    command = " ".join(map(_quote, arguments))
     if len(command) > _MAX_CHARACTERS:
         command = f"{command[:_MAX_CHARACTERS]} …"
     lines = textwrap.wrap(command, 105, break_long_words=False, break_on_hyphens=False)
     return [start, title, *(f"  {line}" for line in lines)]
 
 
-def _quote(word: str) -> str:
+def _quote(text: str) -> str:
     """Return a word on one line, quoted if it contains special characters."""
-    return word if word and not _NOT_PLAIN.search(word) else json.dumps(word, ensure_ascii=False)
+    return text if text and not _NOT_PLAIN.search(text) else json.dumps(text, ensure_ascii=False)
 
 
 def _check_script(text: str, lines: Sequence[str], template: str, *, supervised: bool) -> None:
@@ -192,18 +192,18 @@ def _check_script(text: str, lines: Sequence[str], template: str, *, supervised:
             f"The template {template!r} (--template) does not start the supervisor, so no rank would "
             "run. Extend a built-in template. If you replace its block 'launch', call super() in that block."
         )
-    given = dict(option for line in lines for option in directive_options(line))
+    options = dict(option for line in lines for option in directive_options(line))
     for line in text.splitlines():
         if line in lines:
             continue
         for name, value in directive_options(line):
-            if name in given and given[name] != value:
+            if name in options and options[name] != value:
                 raise SpecError(
                     f"The template {template!r} (--template) contains {line.strip()!r}, but the job is "
-                    f"submitted with --{name}={given[name]}. Remove that line, and pass the option "
+                    f"submitted with --{name}={options[name]}. Remove that line, and pass the option "
                     "to hpctrain submit."
                 )
-            if name not in given and (hint := find_replacement(name)):
+            if name not in options and (hint := find_replacement(name)):
                 raise SpecError(
                     f"The template {template!r} (--template) contains {line.strip()!r}, but a template "
                     f"cannot set --{name}. {hint}."
@@ -215,17 +215,17 @@ def directive_options(line: str) -> Iterator[tuple[str, str]]:
     if (match := _DIRECTIVE.match(line)) is None:
         return
     try:
-        words = shlex.split(match[1], comments=True)
+        tokens = shlex.split(match[1], comments=True)
     except ValueError:
         return
-    while words:
-        word = words.pop(0)
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-        elif word.startswith("-") and word[1:2] in SHORT_NAMES:
-            name, equals, value = SHORT_NAMES[word[1]], word[2:], word[2:].removeprefix("=")
+    while tokens:
+        token = tokens.pop(0)
+        if token.startswith("--"):
+            name, equals, value = token[2:].partition("=")
+        elif token.startswith("-") and token[1:2] in SHORT_NAMES:
+            name, equals, value = SHORT_NAMES[token[1]], token[2:], token[2:].removeprefix("=")
         else:
             continue
-        if not equals and words and not words[0].startswith("-"):
-            value = words.pop(0)
+        if not equals and tokens and not tokens[0].startswith("-"):
+            value = tokens.pop(0)
         yield name, value
