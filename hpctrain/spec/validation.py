@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import get_args
 
 from hpctrain.errors import SpecError
@@ -177,13 +176,6 @@ def _check_unsupervised(spec: JobSpec) -> None:
 
 
 def _check_words(spec: JobSpec) -> None:
-    for description, path in (
-        *([("script", spec.script)] if spec.program == "script" else []),
-        ("run folder", spec.run_dir),
-        ("working directory", spec.workdir),
-    ):
-        if not Path(path).is_absolute():
-            raise SpecError(f"The path of the {description} is {path!r}, but must be absolute.")
     for name in spec.env:
         if not VARIABLE_NAME.fullmatch(name):
             raise SpecError(

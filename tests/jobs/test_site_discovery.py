@@ -50,11 +50,9 @@ MaxMemPerNode           = UNLIMITED
 PowerPlugin             =
 PreemptMode             = GANG,SUSPEND
 PreemptType             = preempt/qos
-RequeueExit             = 1-3
 SelectType              = select/cons_tres
 SelectTypeParameters    = CR_CORE_MEMORY
 SlurmctldParameters     = enable_expedited_requeue,enable_configless
-SlurmdTimeout           = 300 sec
 SLURM_VERSION           = 24.11.5
 """
     )
@@ -68,14 +66,12 @@ SLURM_VERSION           = 24.11.5
         preempt_mode="GANG,SUSPEND",
         expedites_requeues=True,
         kill_wait_s=30,
-        slurmd_timeout_s=300,
         max_array_size=4001,
         def_mem_per_cpu_mib=2000,
         select="cons_tres",
         hands_out_memory=True,
         enforces_limits="ALL",
         chooses_partition=True,
-        requeue_exit="1-3",
     )
 
 
@@ -83,7 +79,7 @@ def test_real_site_is_discovered_completely(slurm):
     site, gaps = discover_site(environment(slurm.env), SiteConventions())
     assert gaps == []
     assert (site.slurm.cluster, site.slurm.job_requeue, site.slurm.accounting) == (slurm.name, True, False)
-    assert (site.slurm.kill_wait_s, site.slurm.slurmd_timeout_s) == (5, 3)
+    assert site.slurm.kill_wait_s == 5
     preemptible, urgent = site.partitions
     assert (preemptible.name, preemptible.default, preemptible.max_time_s) == ("preemptible", True, None)
     assert (preemptible.preempt_mode, preemptible.grace_time_s) == ("REQUEUE", 30)

@@ -21,8 +21,6 @@ from hpctrain.spec.job_spec import GpuRequestStyle
 _LIMIT_S = 20.0
 #: A shorter grace time may be insufficient to write a checkpoint.
 _LITTLE_GRACE_S = 10.0
-#: With a longer timeout, a dead node stalls the run for too long.
-_LONG_SILENCE_S = 600.0
 _TIME, _MEMORY = "--time=5", "--mem=100M"
 #: Ways to request a GPU; the first is preferred if both work.
 _GPU: Mapping[GpuRequestStyle, str] = {"gres": "--gres=gpu:1", "gpus-per-node": "--gpus-per-node=1"}
@@ -43,9 +41,6 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
             "job is requeued instead. If a plugin prevents requeues, set `requeue: false` under `habits:` "
             "in the site profile.",
         )
-    if slurm.requeue_exit:
-        remedy = "Slurm requeues jobs that end with these exit codes, so Slurm may restart a failed run."
-        yield _finding("RequeueExit", slurm.requeue_exit, remedy)
     mode = f"by {slurm.preempt_type}, PreemptMode={slurm.preempt_mode}"
     yield _finding("preemption", "none" if slurm.preempt_type == "none" else mode)
     remedy = (
@@ -57,11 +52,6 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its time limit",
         remedy if slurm.kill_wait_s < _LITTLE_GRACE_S else "",
     )
-    timeout_s = slurm.slurmd_timeout_s
-    mark = f"marked down after {timeout_s:g} s" if timeout_s else "never marked down"
-    remedy = "A node that is not marked down counts as available, even if it does not respond."
-    is_short = 0 < timeout_s <= _LONG_SILENCE_S
-    yield _finding("SlurmdTimeout", f"an unresponsive node is {mark}", "" if is_short else remedy)
 
 
 def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
@@ -103,8 +93,6 @@ def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
     grace_s = partition.grace_time_s + (site.slurm or SlurmConfig()).kill_wait_s
     if "SUSPEND" in partition.preempt_mode:
         yield "A preempted run is suspended, and continues to occupy GPU memory."
-    elif partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
-        yield f"A preempted run has {grace_s:g} s to save (KillWait), and continues in a successor job."
     elif grace_s < _LITTLE_GRACE_S:
         yield f"A preempted run has {grace_s:g} s to save (GraceTime + KillWait)."
 

@@ -31,7 +31,7 @@ def build_container(
 ) -> Container | None:
     """Return the requested container; None if none was requested.
 
-    `known` are the runtimes in the site's profile; None if it does not list any.
+    `runtimes` are the runtimes in the site's profile; None if it does not list any.
     """
     image = options.get("container_image")
     if image is None:
