@@ -90,10 +90,7 @@ class SlurmCall:
 
 
 def run_slurm(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    timeout_s: float = COMMAND_LIMIT_S,
+    command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
 ) -> str:
     """Return the stdout of a Slurm command. See `SlurmCall`."""
     return SlurmCall(command, environ, timeout_s=timeout_s).answer()[0]

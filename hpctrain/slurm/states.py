@@ -109,9 +109,7 @@ SLURM_STATES = {
     ),
     "NODE_FAIL": SlurmState(RunState.FAILED, "NF", "A node of the job failed, and the job was not requeued."),
     "OUT_OF_MEMORY": SlurmState(
-        RunState.FAILED,
-        "OOM",
-        "The job needed more memory than it requested. Request more with --mem.",
+        RunState.FAILED, "OOM", "The job needed more memory than it requested. Request more with --mem."
     ),
     "PREEMPTED": SlurmState(
         RunState.FAILED, "PR", "A job with a higher priority took the nodes, and this job was not requeued."

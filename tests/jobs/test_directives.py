@@ -139,10 +139,7 @@ def test_unlimited_time_differs_from_no_time_option(backend, options, directives
 
 def test_each_array_task_has_a_log_in_its_own_folder(make_spec):
     directives = all_directives(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
-    assert (directives["array"], directives["output"]) == (
-        "0-3%2",
-        "/home/me/100%%j/task-%a/logs/slurm.log",
-    )
+    assert (directives["array"], directives["output"]) == ("0-3%2", "/home/me/100%%j/task-%a/logs/slurm.log")
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,7 @@ from hpctrain.jobs.doctor.slurm_checks import (
     probe_options,
 )
 from hpctrain.slurm.config import SlurmConfig
-from hpctrain.slurm.site_facts import (
-    NodeGroup,
-    Partition,
-    Site,
-    SiteConventions,
-    discover_site,
-)
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, discover_site
 
 
 def standings(findings: Iterable[Finding]) -> dict[str, str]:

@@ -91,10 +91,7 @@ pytestmark = pytest.mark.slurm
             {"partition": "wide", "nodes": 2, "mem": "2G"},
             r"2048 MiB of memory .* \(--mem\).* 1000 \(MaxMemPerNode\)",
         ),
-        (
-            {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
-            r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)",
-        ),
+        ({"partition": "wide", "nodes": 2, "cpus_per_task": 5}, r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)"),
         ({"partition": "short", "nodes": 2}, r"requests 2 nodes .* allows at most 1 \(MaxNodes\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
     ],

@@ -129,19 +129,13 @@ def test_more_gpus_than_the_machine_has_are_refused(prepared, monkeypatch):
     ("options", "note"),
     [
         ({"spare_nodes": 1}, "--spare-nodes has no effect: the run uses the local backend."),
-        (
-            {"resume_mode": "requeue"},
-            "--resume-mode has no effect: the run uses the local backend.",
-        ),
+        ({"resume_mode": "requeue"}, "--resume-mode has no effect: the run uses the local backend."),
         (
             {"nodes": "1:2", "scale_up_after": 1},
             "scale_up_after has no effect: the run uses the local backend",
         ),
         ({"notify_on": ["stall"]}, "notify_on has no effect: --notify is not given."),
-        (
-            {"notify_stall_after": 9},
-            "notify_stall_after has no effect: --notify is not given.",
-        ),
+        ({"notify_stall_after": 9}, "notify_stall_after has no effect: --notify is not given."),
         ({"gpu_request_style": "gres"}, "gpu_request_style has no effect:"),
     ],
 )

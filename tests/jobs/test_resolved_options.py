@@ -218,11 +218,7 @@ class TestConfigSearchPath:
         ("gpus-per-node: 8\n", 1, "unknown option 'gpus-per-node'. Use --gpus-per-node"),
         ("profile: {}\n", 1, "'profile' is only accepted on the command line, as --profile"),
         ("profilse: {}\n", 1, "Did you mean 'profiles'"),
-        (
-            "profiles:\n  a:\n    nodse: 3\n",
-            3,
-            r".profile a.: unknown option 'nodse'. Did you mean 'nodes'",
-        ),
+        ("profiles:\n  a:\n    nodse: 3\n", 3, r".profile a.: unknown option 'nodse'. Did you mean 'nodes'"),
         ("\ncpus_per_task: many\n", 2, "cpus_per_task is 'many', but must be an integer"),
         ("gpu_request_style: grse\n", 1, "gpu_request_style is 'grse', but must be gres or gpus-per-node"),
         ("qos: ''\n", 1, "qos is empty"),

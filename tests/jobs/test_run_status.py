@@ -132,11 +132,7 @@ def test_without_controller_only_an_end_in_accounting_counts(fake_slurm):
     ]
     fake_slurm.answer("sacct", "".join(lines))
     views = query(fake_slurm, "17", "18", "19", "20", "21_7", "22")
-    assert [view.state for view in views] == [
-        RunState.COMPLETED,
-        RunState.CANCELLED,
-        *[RunState.UNKNOWN] * 4,
-    ]
+    assert [view.state for view in views] == [RunState.COMPLETED, RunState.CANCELLED, *[RunState.UNKNOWN] * 4]
     assert views[1].job_state == "CANCELLED"
     assert "the last known state is PREEMPTED, but the job may have been requeued" in views[3].words
     # Tasks that never started share a record until one gets its own.

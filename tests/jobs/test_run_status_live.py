@@ -159,17 +159,13 @@ QUICK = {
         failed, "PENDING RUNNING FAILED", "COMPLETED", "Slurm reports COMPLETED", script="sleep 1"
     ),
     "held": Scenario(
-        *(held_and_released, "PENDING RUNNING COMPLETED", None),
-        script=ENDS,
-        options=("--hold",),
+        *(held_and_released, "PENDING RUNNING COMPLETED", None), script=ENDS, options=("--hold",)
     ),
     "held-cancelled": Scenario(held_and_cancelled, "PENDING CANCELLED", None, options=("--hold",)),
     "scancelled": Scenario(cancelled_by_scancel, "PENDING RUNNING CANCELLED", "CANCELLED"),
     "requeued": Scenario(requeued, "PENDING RUNNING PENDING RUNNING COMPLETED", None, script=SECOND_ENDS),
     "dependent": Scenario(
-        *(waits_for_another, "PENDING RUNNING COMPLETED", None),
-        script=ENDS,
-        options=("--hold",),
+        *(waits_for_another, "PENDING RUNNING COMPLETED", None), script=ENDS, options=("--hold",)
     ),
     "in-vain": Scenario(waits_in_vain, "PENDING CANCELLED", None, options=("--hold",)),
 }

@@ -65,11 +65,7 @@ def test_sweep_with_a_failing_trial_is_resumed_and_extended(hpctrain, tmp_path):
     status = document(hpctrain("sweep", "status", "s", "--json"))
     assert status["states"] == {"FAILED": 1, "COMPLETED": 2}
     attempts = {one["run_id"]: (one["state"], one["attempt"]) for one in status["trials"]}
-    assert attempts == {
-        "s/task-0": ("COMPLETED", 0),
-        "s/task-1": ("FAILED", 1),
-        "s/task-2": ("COMPLETED", 1),
-    }
+    assert attempts == {"s/task-0": ("COMPLETED", 0), "s/task-1": ("FAILED", 1), "s/task-2": ("COMPLETED", 1)}
     sweep = RunDir(tmp_path / "runs/s")
     assert [load_spec(sweep.task(n).spec).args for n in range(3)] == [("nap",), ("fail",), ("twice",)]
     assert [load_spec(sweep.task(n).spec).name for n in range(3)] == ["train", "again", "again"]

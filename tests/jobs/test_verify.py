@@ -14,12 +14,7 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hpctrain.errors import SpecError
 from hpctrain.jobs.verify.scratch_run import ScratchRun
 from hpctrain.jobs.verify.training_record import TrainingRecord, plan_verification
-from hpctrain.jobs.verify.verify_run import (
-    compare_environments,
-    compare_metrics,
-    compare_samples,
-    verify_run,
-)
+from hpctrain.jobs.verify.verify_run import compare_environments, compare_metrics, compare_samples, verify_run
 from hpctrain.rundir import RunDir
 
 NAN = float("nan")

@@ -30,13 +30,7 @@ from hpctrain.slurm.job_queries import (
 )
 from hpctrain.slurm.parsing import SOON_S, parse_timestamp
 from hpctrain.slurm.pending_reasons import explain_reason
-from hpctrain.slurm.states import (
-    JobStateView,
-    RunState,
-    base_state,
-    combine_views,
-    parse_job_state,
-)
+from hpctrain.slurm.states import JobStateView, RunState, base_state, combine_views, parse_job_state
 
 #: Seconds: a requeued job that starts within a second of its stop fails with "Job credential revoked".
 REQUEUE_DELAY_S = 2

@@ -12,13 +12,7 @@ import yaml
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import OptionSource, OptionType, OptionValue
-from hpctrain.jobs.options.option_parser import (
-    PROFILES_KEY,
-    SITE_KEY,
-    SWEEP_KEY,
-    find_option,
-    parse_option,
-)
+from hpctrain.jobs.options.option_parser import PROFILES_KEY, SITE_KEY, SWEEP_KEY, find_option, parse_option
 from hpctrain.text import suggest
 
 #: Rules in the `site:` section that Slurm does not report: the fields of `SiteConventions`.

@@ -205,10 +205,7 @@ _OPTIONS: Mapping[str, Mapping[str, OptionInfo]] = {
             default_words="one per GPU; 1 for runs on CPUs",
         ),
         "cpus_per_task": OptionInfo(
-            "CPUs per rank.",
-            "C",
-            default_words="for GPU jobs on Slurm, the share of the GPUs",
-            example="8",
+            "CPUs per rank.", "C", default_words="for GPU jobs on Slurm, the share of the GPUs", example="8"
         ),
         "gpu_request_style": OptionInfo("sbatch option that requests GPUs at this site."),
         "array": OptionInfo(
@@ -385,7 +382,7 @@ _OPTIONS: Mapping[str, Mapping[str, OptionInfo]] = {
             "Option to pass to sbatch. The options of sbatch below need no --sbatch.",
             "KEY[=VALUE]",
             example="{partition: gpu, hint: nomultithread}",
-        ),
+        )
     },
     "Configuration files": {
         "config": OptionInfo(

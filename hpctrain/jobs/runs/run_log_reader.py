@@ -188,11 +188,7 @@ ALL_RANKS = LogFilter()
 
 
 def follow_run(
-    run: Run,
-    shown: LogFilter = ALL_RANKS,
-    *,
-    whole: bool,
-    positions: Mapping[str, LogPosition] | None = None,
+    run: Run, shown: LogFilter = ALL_RANKS, *, whole: bool, positions: Mapping[str, LogPosition] | None = None
 ) -> Iterator[LogText | EventLine | LogMark | RunStatus]:
     """Yield logs and events of the run as they are written; the last item is the status of the ended run."""
     readers = deque(_open_readers(run, shown, whole=whole, positions=positions or {}))

@@ -17,13 +17,7 @@ from hpctrain.records.log_tail import read_last_records
 from hpctrain.records.run_record import RunRecord, last_activity, read_run_record
 from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.slurm.pending_reasons import DEPENDENCY_NEVER_SATISFIED
-from hpctrain.slurm.states import (
-    JobStateView,
-    RunState,
-    combine_states,
-    count_states,
-    describe_counts,
-)
+from hpctrain.slurm.states import JobStateView, RunState, combine_states, count_states, describe_counts
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.text import pluralize
 

@@ -33,9 +33,7 @@ _LOCK_TIMEOUT_S = 5.0
 
 
 def submit_prepared(
-    submission: PreparedSubmission,
-    functions: Sequence[bytes] = (),
-    sweep: SweepRecord | None = None,
+    submission: PreparedSubmission, functions: Sequence[bytes] = (), sweep: SweepRecord | None = None
 ) -> Run:
     """Write the run folder and submit the job; for a job array, also write the folder of each task."""
     spec = submission.spec
