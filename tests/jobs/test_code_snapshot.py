@@ -132,18 +132,6 @@ def test_links_lead_to_the_copy_or_to_their_original_target(prepared, repo, tmp_
     assert (copy / "ignored" / "x.txt").read_text() == "data"
 
 
-def test_nested_repository_is_copied(prepared, repo):
-    inner = repo / "inner"
-    inner.mkdir()
-    git(inner, "init", "--quiet")
-    (inner / "own.py").touch()
-    (inner / "x.ckpt").touch()
-    (inner / ".gitignore").write_text("*.ckpt\n")
-    assert {"inner/own.py", "inner/.gitignore"} == {
-        name for name in files_in(submit_and_get_copy(prepared, repo)) if name.startswith("inner")
-    }
-
-
 @pytest.mark.slow
 def test_resubmitted_run_gets_a_new_copy(prepared, repo):
     first = submit_and_get_copy(prepared, repo, run_dir="r")
@@ -151,16 +139,6 @@ def test_resubmitted_run_gets_a_new_copy(prepared, repo):
     second = submit_and_get_copy(prepared, repo, run_dir="r")
     assert [copy.name for copy in (first, second)] == ["submission-000", "submission-001"]
     assert [(copy / "changed.py").read_text() for copy in (first, second)] == ["value = 2\n", "value = 4\n"]
-
-
-def test_ignored_script_is_copied(prepared, repo):
-    (repo / "data" / "train.py").touch()
-    run = submit_prepared(prepared(script=repo / "data" / "train.py"))
-    run.wait(timeout=120)
-    code = load_spec(run.dir.spec).code
-    assert code is not None
-    assert Path(code.script).read_text() == ""
-    assert not (Path(code.copy) / "data" / "x.txt").exists()
 
 
 def test_missing_repository_is_noted_if_the_job_waits(prepared, script):

@@ -92,21 +92,6 @@ def test_symlinks_stay_symlinks(repo, outside):
     assert (outside / "x.txt").read_text() == SECRET
 
 
-@pytest.mark.parametrize("committed", [False, True], ids=["new", "in the index"])
-def test_folder_replaced_by_a_link_is_a_link_in_the_copy(repo, outside, committed):
-    """Git still lists its old files, whose paths now lead outside."""
-    (repo / "data" / "x.txt").unlink()
-    (repo / "data").rmdir()
-    (repo / "data").symlink_to("../outside")
-    if committed:
-        git(repo, "update-index", "--add", "--cacheinfo", "100644," + "0" * 39 + "1,another/x.txt")
-        (repo / "another").symlink_to(outside)
-    copy = copy_code(repo)
-    assert (copy / "data").is_symlink()
-    assert_nothing_from_outside(copy)
-    assert (outside / "x.txt").read_text() == SECRET
-
-
 def make_fifo(path: Path) -> None:
     os.mkfifo(path)
 

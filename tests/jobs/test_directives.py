@@ -123,20 +123,6 @@ def test_gpus_are_requested_in_the_style_of_the_site(make_spec, fields, lines):
     assert [line.removeprefix("#SBATCH --") for line in requested if "gpu" in line or "gres" in line] == lines
 
 
-@pytest.mark.parametrize(
-    ("backend", "options", "directives"),
-    [
-        ("slurm", {"time": "unlimited"}, {"time": "UNLIMITED"}),
-        ("slurm", {}, {}),
-        ("local", {"time": "unlimited"}, {}),
-    ],
-)
-def test_unlimited_time_differs_from_no_time_option(backend, options, directives, tmp_path):
-    spec = build_spec("x.py", [], options, backend=backend, cwd=tmp_path, python="/p")
-    assert (spec.time_limit_s, spec.directives) == (None, directives)
-    assert all_directives(spec).get("time") == directives.get("time")
-
-
 def test_each_array_task_has_a_log_in_its_own_folder(make_spec):
     directives = all_directives(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
     assert (directives["array"], directives["output"]) == ("0-3%2", "/home/me/100%%j/task-%a/logs/slurm.log")

@@ -15,9 +15,8 @@ from helpers.commands import environment
 from helpers.waiting import wait_for
 
 from hpctrain import Executor
-from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, UserError
+from hpctrain.errors import RunFailed, RunNotFound, SpecError, UserError
 from hpctrain.files import is_locked
-from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.backends.local import LocalBackend
 from hpctrain.jobs.executor import Job, JobFailed
 from hpctrain.jobs.executor import job as job_module
@@ -47,10 +46,6 @@ def add(a, b=0):
 
 def spec_of(job: Job[object]) -> JobSpec:
     return load_spec(job.run.dir.spec)
-
-
-def refuse(*_):
-    raise SchedulerError("the queue is full")
 
 
 def wait_for_array(jobs: list[Job[object]]) -> None:
@@ -151,21 +146,6 @@ def test_unpicklable_argument_is_refused_before_anything_is_written(executor, tm
     assert not (tmp_path / "runs").exists()
 
 
-def test_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
-    executor.update_parameters(nodes=0)
-    with pytest.raises(SpecError, match="must be at least 1"):
-        executor.submit(add, 1)
-    executor.update_parameters(nodes="1:2")
-    with pytest.raises(SpecError, match="1 to 2 nodes were requested"):
-        executor.submit(add, 1)
-    executor.update_parameters(nodes=1)
-
-    monkeypatch.setattr(LocalBackend, "submit", refuse)
-    with pytest.raises(SchedulerError):
-        executor.submit(add, 1)
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
 @pytest.mark.slow
 def test_batch_is_submitted_at_the_end_of_its_block(executor, tmp_path):
     with executor.batch():
@@ -198,17 +178,6 @@ def test_config_files_apply_except_for_array(executor, tmp_path, monkeypatch):
     assert job.num_tasks == 2
     assert job.run.dir.path.parent == tmp_path / "runs"
     job.wait()
-
-
-def test_folder_of_a_possibly_queued_job_is_kept(executor, tmp_path, monkeypatch):
-    def vanish(*_):
-        raise SubmissionUnconfirmed("no answer")
-
-    monkeypatch.setattr(LocalBackend, "submit", vanish)
-    with pytest.raises(SubmissionUnconfirmed):
-        executor.submit(add, 1)
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert (folder / "function.pkl").exists()
 
 
 def test_job_can_be_restored_after_its_program_ended(executor, monkeypatch):

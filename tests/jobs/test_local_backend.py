@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from helpers.waiting import wait_for
@@ -81,16 +80,6 @@ def test_ranks_use_the_requested_cpus(prepared, script):
     run = submit_prepared(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
     run.wait(timeout=120)
     assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["3\n", "3\n"]
-
-
-@pytest.mark.ranks
-def test_background_processes_of_the_job_script_end_with_the_run(prepared):
-    run = submit_prepared(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
-    assert run.wait(timeout=120).state is RunState.COMPLETED
-    background_process = Path("/proc", (run.dir.path.parent / "pid").read_text().strip())
-    wait_for(lambda: not (background_process / "exe").exists(), 10, "its end")
-    resubmitted = submit_prepared(prepared(run_dir="r"))  # takes the lock
-    resubmitted.wait(timeout=120)
 
 
 def test_starting_job_script_is_not_requeued_but_can_be_cancelled(prepared, monkeypatch):
@@ -180,18 +169,6 @@ def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
     with pytest.raises(RunNotFound, match=f"Did you mean {run.run_id!r}"):
         find_run(run.run_id[:-1], runs_dir, {})
     assert list_runs(tmp_path / "nothing", {}) == []
-
-
-def test_folder_without_a_submission_has_unknown_state(prepared, tmp_path):
-    submission = prepared(run_dir="r")
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "spec.yaml").write_text(submission.spec.text())
-    run = find_run("r", tmp_path, {})
-    assert run.status().state is RunState.UNKNOWN
-    with pytest.raises(RunNotFound, match="never been submitted"):
-        run.cancel()
-    with pytest.raises(SpecError, match="UNKNOWN"):
-        run.requeue()
 
 
 def test_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch, caplog):

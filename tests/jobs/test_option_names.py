@@ -51,19 +51,6 @@ def test_foreign_options_are_explained_without_a_suggestion(flag: str, advice: s
     assert "Did you mean" not in result.output
 
 
-@pytest.mark.parametrize(
-    ("flag", "hint"),
-    [
-        ("--bogus", "`hpctrain submit --help` lists the options."),
-        ("--gpu-per-node", "Did you mean '--gpus-per-node'?"),
-    ],
-)
-def test_only_close_options_are_suggested(flag: str, hint: str) -> None:
-    result = CliRunner().invoke(cli, ["submit", flag, "1", "train.py"])
-    assert result.exit_code == 2
-    assert result.output.endswith(f"Error: No such option {flag!r}. {hint}\n")
-
-
 def test_options_may_have_underscores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     args = ["submit", "--show-config", "--json", "--ntasks_per_node=3", "--name=a_b", "train_it.py"]

@@ -246,16 +246,6 @@ def test_recorded_end_takes_precedence_over_slurm(run, fake_slurm, finished, vie
         assert "before any rank started" in status.cause
 
 
-def test_end_recorded_during_the_query_counts(run, fake_slurm):
-    event = '{"time": 1, "attempt": 0, "kind": "finished", "state": "COMPLETED"}'
-    fake_slurm.answer("squeue", queued("17", "COMPLETED"))
-    squeue = fake_slurm.folder / "squeue"
-    squeue.write_text(
-        squeue.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\necho '{event}' >> '{run.dir.events}'\n")
-    )
-    assert run.status().state is RunState.COMPLETED
-
-
 def test_unknown_state_ends_the_wait_only_without_any_sign_of_the_run(run, fake_slurm, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -59,14 +59,6 @@ def failed(slurm: SlurmJobs, run: Run) -> Steps:
     yield "FAILED"
 
 
-def held_and_released(slurm: SlurmJobs, run: Run) -> Steps:
-    yield "PENDING"
-    assert run.status().words.startswith("JobHeldUser: held by its user; use `scontrol release")
-    assert run.status().held is False
-    slurm.command("scontrol", "release", run.job_id)
-    yield "COMPLETED"
-
-
 def held_and_cancelled(slurm: SlurmJobs, run: Run) -> Steps:
     yield "PENDING"
     run.cancel()
@@ -157,9 +149,6 @@ QUICK = {
     # Slurm reports success, but a complete run records it itself.
     "stopped": Scenario(
         failed, "PENDING RUNNING FAILED", "COMPLETED", "Slurm reports COMPLETED", script="sleep 1"
-    ),
-    "held": Scenario(
-        *(held_and_released, "PENDING RUNNING COMPLETED", None), script=ENDS, options=("--hold",)
     ),
     "held-cancelled": Scenario(held_and_cancelled, "PENDING CANCELLED", None, options=("--hold",)),
     "scancelled": Scenario(cancelled_by_scancel, "PENDING RUNNING CANCELLED", "CANCELLED"),

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
-import time
 
 import pytest
 from helpers.fake_slurm import queued, recorded
-from helpers.waiting import slowness
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.submit.submit import submit_prepared
-from hpctrain.rundir import RunDir
 from hpctrain.slurm import job_requests
-from hpctrain.slurm.command import SlurmCall, run_all, run_slurm
+from hpctrain.slurm.command import run_slurm
 
 
 def test_rejection_has_slurms_message_and_leaves_no_folder(fake_slurm, prepared, tmp_path):
@@ -43,16 +39,6 @@ def test_lost_answer_of_sbatch_keeps_the_folder(fake_slurm, prepared, tmp_path, 
         submit_prepared(submission)
     assert (tmp_path / "r" / "spec.yaml").exists()
     assert (tmp_path / "r" / "job.sbatch").exists()
-
-
-def test_job_that_cannot_be_recorded_keeps_its_folder(fake_slurm, prepared, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(RunDir, "log_event", fail)
-    with pytest.raises(SchedulerError, match=r"Job 17 was submitted, but .*No space left"):
-        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
-    assert (tmp_path / "r" / "spec.yaml").exists()
 
 
 def test_queued_job_is_active(fake_slurm, prepared):
@@ -99,26 +85,6 @@ def test_configuration_is_read_although_the_ping_after_it_is_refused():
     assert run_slurm(["sh", "-c", f"printf '{config}'; exit 1"], os.environ) == config
     with pytest.raises(SchedulerError, match="sh failed: no"):
         run_slurm(["sh", "-c", f"printf '{config}'; echo no >&2; exit 1"], os.environ)
-
-
-def test_first_failed_query_ends_the_others():
-    def start_calls(commands):
-        return [SlurmCall(command, dict(os.environ)) for command in commands]
-
-    start = time.monotonic()
-    commands = [["false"], ["sleep", "60"], ["no-such-command"]]
-    with pytest.raises(SchedulerError, match="false failed: exit code 1"):
-        run_all(start_calls(commands), probe_s=30)
-    with pytest.raises(SchedulerError, match=r"sleep did not respond within 0\.1 s"):
-        run_all(start_calls([["sleep", "60"], *commands]), probe_s=0.1)
-    # All are waited for, so one that is not ended takes its minute.
-    assert time.monotonic() - start < 50 * slowness()
-    answers = run_all(start_calls([["echo", "a"], ["false"], ["no-such-command"]]), probe_s=30)
-    assert [str(answer) for answer in answers] == [
-        "a\n",
-        "false failed: exit code 1",
-        "no-such-command not found on PATH",
-    ]
 
 
 @pytest.mark.slow

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import socket
-import struct
 import sys
-import threading
-from contextlib import suppress
 
 import pytest
 from helpers.commands import environment
@@ -19,7 +14,6 @@ from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.records.run_record import read_run_record
-from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.states import RunState
 
 
@@ -93,25 +87,3 @@ CALLS = (
     ["scancel", "5"],
     ["sbatch", "--wrap", "true"],
 )
-
-
-@pytest.mark.parametrize("call", CALLS, ids=" ".join)
-def test_controller_that_closes_connections_counts_as_unreachable(slurm, tmp_path, call):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def refuse() -> None:
-            with suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    connection.close()
-
-        threading.Thread(target=refuse, daemon=True).start()
-        conf = re.sub(
-            r"(?m)^SlurmctldHost=.*", "SlurmctldHost=localhost(127.0.0.1)", slurm.plan.conf.read_text()
-        )
-        conf = re.sub(r"(?m)^SlurmctldPort=.*", f"SlurmctldPort={server.getsockname()[1]}", conf)
-        (tmp_path / "slurm.conf").write_text(conf)
-        with pytest.raises(SchedulerError) as error:
-            run_slurm(call, slurm.env | {"SLURM_CONF": str(tmp_path / "slurm.conf")})
-    assert is_transient(str(error.value)), error.value

@@ -22,7 +22,6 @@ from hpctrain import Executor
 from hpctrain.errors import SpecError
 from hpctrain.jobs.executor.executor import to_options
 from hpctrain.jobs.runs.run import find_run
-from hpctrain.serialization import CallPayload
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes
@@ -140,22 +139,6 @@ def test_parameters_of_submitit_become_options(tmp_path):
 def test_cpus_per_gpu_are_those_of_all_gpus_of_a_rank(tmp_path, parameters, cpus):
     executor = Executor(tmp_path, cpus_per_gpu=3, **parameters)
     assert to_options(executor.parameters)[0]["cpus_per_task"] == cpus
-
-
-@pytest.mark.parametrize(
-    ("options", "again"),
-    [
-        ({}, False),
-        ({"max_num_timeout": 1}, False),
-        ({"restart_policy": {"python.retries": 1}}, True),
-        ({"max_failures": 1}, True),
-    ],
-)
-def test_function_that_raises_is_called_again_on_request(auto, options, again):
-    auto.update_parameters(**{f"hpctrain_{name}": value for name, value in options.items()})
-    job = auto.submit(add, 1)
-    assert CallPayload.read(job.run.dir.function).retry_on_exception is again
-    job.wait()
 
 
 def test_documentation_lists_all_parameters_of_submitit(tmp_path):
