@@ -64,7 +64,7 @@ def build_spec(
 ) -> JobSpec:
     """Fill in the defaults, and run the checks that do not inspect the machine.
 
-    `script` and `given` are those of `prepare_submission` and `ResolvedOptions.options`.
+    `script` and `options` are those of `prepare_submission` and `ResolvedOptions.options`.
     """
     path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
     name = options.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
@@ -165,14 +165,8 @@ def _nodes(value: int | str) -> tuple[int, int]:
     """Return the minimum and maximum number of nodes from `2:4` or a single number."""
     if isinstance(value, int):
         return value, value
-    if match := re.fullmatch(r"(\d{1,18}):(\d{1,18})", value, re.ASCII):
-        min_nodes, max_nodes = int(match[1]), int(match[2])
-        if 1 <= min_nodes <= max_nodes:
-            return min_nodes, max_nodes
-        raise SpecError(
-            f"--nodes {value}: the minimum is {min_nodes} and the maximum is {max_nodes}, but a range "
-            "requires 1 ≤ MIN ≤ MAX, as in 2:4."
-        )
+    if match := re.fullmatch(r"([1-9]\d{0,17}):(\d{1,18})", value, re.ASCII):
+        return int(match[1]), int(match[2])
     raise SpecError(
         f"--nodes {value!r} is neither a number nor a range. Use a number of nodes, such as 2, or a minimum "
         "and maximum, such as 2:4."

@@ -217,7 +217,7 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
             raise RunNotFound(f"Cannot access run {run!r}: {_trouble(error)}.") from error
         if has_spec:
             return Run(RunDir(folder.absolute()), environ)
-    run_ids = [run_ids.run_id for run_ids in list_runs(runs_dir, environ)]
+    run_ids = [listed.run_id for listed in list_runs(runs_dir, environ)]
     hint = suggest(
         run,
         run_ids,

@@ -156,7 +156,7 @@ def verify_run(
 def compare_metrics(
     recorded: TrainingRecord, repeated_record: TrainingRecord, steps: Iterable[int], ignored: Collection[str]
 ) -> Iterator[RecordDifference]:
-    """Yield the differing metrics of each step, the loss first. Metrics that only `here` has are skipped."""
+    """Yield the differing metrics of each step, the loss first, without those of the repetition only."""
     for step in steps:
         values, repeated = recorded.steps[step], repeated_record.steps.get(step, {})
         names = values.keys() - set(ignored)
