@@ -60,14 +60,6 @@ def failed(slurm: SlurmJobs, run: Run) -> Steps:
     yield "FAILED"
 
 
-def held_and_released(slurm: SlurmJobs, run: Run) -> Steps:
-    yield "PENDING"
-    assert run.status().words.startswith("JobHeldUser: held by its user; use `scontrol release")
-    assert run.status().held is False
-    slurm.command("scontrol", "release", run.job_id)
-    yield "COMPLETED"
-
-
 def held_and_cancelled(slurm: SlurmJobs, run: Run) -> Steps:
     yield "PENDING"
     run.cancel()
@@ -97,7 +89,7 @@ def requeued(slurm: SlurmJobs, run: Run) -> Steps:
 def waits_for_another(slurm: SlurmJobs, run: Run) -> Steps:
     first = slurm.submit(run.dir.path.parent / "first", "finish COMPLETED", "--hold")
     first.dir.spec.touch()
-    wanted, _ = resolve_dependency("afterok:first", run.dir.path.parent, slurm.environ)
+    wanted, _ = resolve_dependency("afterok:first", run.dir.path.parent, slurm.environ, "runs")
     slurm.command("scontrol", "update", f"JobId={run.job_id}", f"Dependency={wanted}")
     slurm.command("scontrol", "release", run.job_id)
     yield lambda: run.status().words == "Dependency: waiting for another job to end"
@@ -159,18 +151,11 @@ QUICK = {
     "stopped": Scenario(
         failed, "PENDING RUNNING FAILED", "COMPLETED", "Slurm reports COMPLETED", script="sleep 1"
     ),
-    "held": Scenario(
-        *(held_and_released, "PENDING RUNNING COMPLETED", None),
-        script=ENDS,
-        options=("--hold",),
-    ),
     "held-cancelled": Scenario(held_and_cancelled, "PENDING CANCELLED", None, options=("--hold",)),
     "scancelled": Scenario(cancelled_by_scancel, "PENDING RUNNING CANCELLED", "CANCELLED"),
     "requeued": Scenario(requeued, "PENDING RUNNING PENDING RUNNING COMPLETED", None, script=SECOND_ENDS),
     "dependent": Scenario(
-        *(waits_for_another, "PENDING RUNNING COMPLETED", None),
-        script=ENDS,
-        options=("--hold",),
+        *(waits_for_another, "PENDING RUNNING COMPLETED", None), script=ENDS, options=("--hold",)
     ),
     "in-vain": Scenario(waits_in_vain, "PENDING CANCELLED", None, options=("--hold",)),
 }
@@ -327,17 +312,6 @@ def test_preemption_affects_one_array_task_only(cluster, tmp_path):
     assert array_status.state is RunState.COMPLETED
 
 
-def test_array_tasks_are_cancelled_at_once(cluster, tmp_path):
-    run = submit_array(cluster, tmp_path / "r", "sleep 60", 4, "--exclusive", "--ntasks=1")
-    wait_for(lambda: run.status().tasks == {"RUNNING": 4}, 30, "all tasks to run")
-    run.tasks()[0].cancel()
-    wait_for(lambda: run.status().tasks == {"RUNNING": 3, "CANCELLED": 1}, 30, "one task to end")
-    assert run.status().state is RunState.RUNNING
-    run.cancel()
-    wait_for(lambda: run.status().tasks == {"CANCELLED": 4}, 30, "all tasks to end")
-    assert run.status().state is RunState.CANCELLED
-
-
 def test_cancelled_pending_tasks_are_not_unknown(cluster, tmp_path):
     """Slurm removes each from the shared record and forgets it."""
     run = submit_array(cluster, tmp_path / "r", "sleep 60", 200, "--hold", at_once=200)
@@ -351,14 +325,6 @@ def test_cancelled_pending_tasks_are_not_unknown(cluster, tmp_path):
     run.cancel()
     for _ in range(3):
         assert run.status().tasks == {"CANCELLED": 200}
-
-
-def test_pending_array_is_cancelled_by_scancel(cluster, tmp_path):
-    run = submit_array(cluster, tmp_path / "r", "sleep 60", 20, "--hold")
-    cluster.command("scancel", *(task.job_id for task in run.tasks()[:15]))
-    assert run.status().tasks == {"PENDING": 5, "CANCELLED": 15}
-    cluster.command("scancel", run.job_id)
-    assert run.status().tasks == {"CANCELLED": 20}
 
 
 def test_array_task_is_requeued_while_others_are_pending(slurm, tmp_path):
