@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -25,7 +24,7 @@ from hpctrain.cli.common import (
     short_path,
 )
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.options.option import Option, OptionValue
+from hpctrain.jobs.options.option import Option
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values, resolve_options
 from hpctrain.jobs.options.sbatch_options import SHORT_NAMES, find_replacement
@@ -34,13 +33,8 @@ from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.command import SlurmCall
 from hpctrain.spec.program import ProgramKind
 from hpctrain.text import suggest
-
-if TYPE_CHECKING:
-    from hpctrain.jobs.runs.run import Run
-
 
 #: Key of the context: true if the program follows a `--`.
 _IS_COMMAND = "hpctrain.is_command"
@@ -52,10 +46,10 @@ _PREVIOUS = "hpctrain.previous"
 
 def heading(param: click.Parameter) -> str:
     """Return the help section of an option of `submit`."""
-    known = all_options()
     if isinstance(param, _SbatchOption):
         return SBATCH_HEADING
-    return known[param.name].group if param.name in known else "This submission"
+    option = all_options().get(str(param.name))
+    return "This submission" if option is None else option.group
 
 
 class SubmitCommand(click.Command):
@@ -72,10 +66,10 @@ class SubmitCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = error.option_name
-            known = [opt[2:] for param in self.params for opt in param.opts if opt.startswith("--")]
-            closest = suggest(name.lstrip("-"), known, otherwise="").replace(" '", " '--")
-            replacement = find_replacement(name)
-            hint = f"{replacement}." if replacement else closest
+            hint = f"{find_replacement(name) or ''}."
+            if hint == ".":
+                known = [opt[2:] for param in self.params for opt in param.opts if opt.startswith("--")]
+                hint = suggest(name.lstrip("-"), known, otherwise="").replace(" '", " '--")
             hint = hint or "`hpctrain submit --help` lists the options."
             raise click.UsageError(f"No such option {name!r}. {hint}", ctx) from None
 
@@ -110,25 +104,11 @@ def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str)
     return [CompletionItem(word) for word in option.kind.choices if word.startswith(incomplete)]
 
 
-def _complete_partition(
-    ctx: click.Context,  # noqa: ARG001
-    param: click.Parameter,  # noqa: ARG001
-    incomplete: str,
-) -> list[CompletionItem]:
-    """Complete a partition of the site."""
-    try:
-        answer, _ = SlurmCall(("sinfo", "--noheader", "--format=%R"), os.environ, timeout_s=2.0).answer()
-    except SchedulerError:
-        return []
-    return [CompletionItem(word) for word in dict.fromkeys(answer.split()) if word.startswith(incomplete)]
-
-
 def _sbatch_option(name: str, long_name: str) -> _SbatchOption:
     short_names = [f"-{short}" for short, long in SHORT_NAMES.items() if long == long_name]
     names = [name, *short_names, f"--{long_name}"]
     if SbatchOptions.__annotations__[name] == int | str:
-        complete = _complete_partition if name == "partition" else None
-        return _SbatchOption(names, shell_complete=complete)
+        return _SbatchOption(names)
     return _SbatchOption([name, *short_names, f"--{long_name}/--no-{long_name}"], default=None)
 
 
@@ -139,24 +119,13 @@ def _click_option(option: Option) -> click.Option:
     if option.kind.flag:
         names = [option.name, *(f"{name}/--no-{name[2:]}" for name in names[1:])]
         return click.Option(names, default=None, help=text)
-    if option.kind.pairs:
-        callback = {"sbatch": _directives, "env": _variables}.get(option.name, parse_pairs)
-        return click.Option(
-            names,
-            multiple=True,
-            callback=callback,
-            metavar=option.metavar,
-            help=f"{text} Repeatable.",
-        )
+    if not (option.kind.pairs or option.kind.many):
+        return click.Option(names, metavar=option.metavar, help=text, shell_complete=_complete_value)
+    callback: Any = {"sbatch": _directives, "env": _variables}.get(option.name, parse_pairs)
     if option.kind.many:
-        return click.Option(
-            names,
-            multiple=True,
-            callback=lambda ctx, param, values: list(values) or None,  # noqa: ARG005
-            metavar=option.metavar,
-            help=f"{text} Repeatable.",
-        )
-    return click.Option(names, metavar=option.metavar, help=text, shell_complete=_complete_value)
+        callback = lambda _ctx, _param, values: list(values) or None  # noqa: E731
+    text = f"{text} Repeatable."
+    return click.Option(names, multiple=True, callback=callback, metavar=option.metavar, help=text)
 
 
 def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -224,19 +193,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 @click.argument("script", shell_complete=complete_files)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 @click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    script: str,
-    args: tuple[str, ...],
-    assignments: tuple[str, ...],
-    show_config: bool,
-    dry_run: bool,
-    follow: bool,
-    as_json: bool,
-    as_module: bool,
-    **asked: Any,
-) -> None:
+def command(ctx: click.Context, /, **params: Any) -> None:
     """Submit SCRIPT as a run. ARGS are passed to it unchanged.
 
     To submit a module or any other command:
@@ -245,33 +202,17 @@ def command(
         hpctrain submit [OPTIONS] -m package.module [ARGS]
         hpctrain submit [OPTIONS] -- COMMAND [ARGS]
     """  # noqa: D301
-    if dry_run and (as_json or show_config):
-        what = "--json a JSON document" if as_json else "--show-config a table"
-        raise click.UsageError(f"--dry-run prints a batch script and {what}. Use only one of these options.")
-    # Click's options have the names of the fields of SubmitOptions.
-    where: Any = {
-        "source": COMMAND_LINE_SOURCE,
-        "assignments": assignments,
-        "previous": previous(ctx),
-        "environ": os.environ,
-        "cwd": Path.cwd(),
-    }
-    if show_config:
+    as_json, dry_run, follow = params["as_json"], params["dry_run"], params["follow"]
+    if dry_run and (as_json or params["show_config"]):
+        other = "--json a JSON document" if as_json else "--show-config a table"
+        raise click.UsageError(f"--dry-run prints a batch script and {other}. Use only one of these options.")
+    if params["show_config"]:
         from hpctrain.cli.option_sources import print_option_sources
 
-        print_option_sources(resolve_options(asked, **where), as_json=as_json)  # type: ignore[arg-type]
+        print_option_sources(resolve_options(_asked(ctx), **_sources(ctx)), as_json=as_json)
         return
-    program: ProgramKind = "module" if as_module else "command" if is_command(ctx) else "script"
-    submission = prepare_submission(
-        script,
-        args,
-        asked,  # type: ignore[arg-type]
-        python=sys.executable,
-        program=program,
-        dry_run=dry_run,
-        **where,
-    )
-    _print_lines([*submission.notes, *([] if previous(ctx) else misplaced_options(script, args))])
+    submission, notes = prepare(ctx, params["args"])
+    _print_lines(notes)
     if dry_run:
         _print_lines(submission.forecast)
         click.echo(
@@ -280,25 +221,14 @@ def command(
             err=True,
         )
         click.echo(submission.script, nl=False)
-        if words := submission.preflight.refusal():
-            raise SchedulerError(f"Slurm would reject this job: {words}")
+        if reason := submission.preflight.refusal():
+            raise SchedulerError(f"Slurm would reject this job: {reason}")
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 
     run = submit_prepared(submission)
     _print_lines(submission.forecast)
-    _report(run, submission, follow=follow, as_json=as_json)
-
-
-def _print_lines(lines: Sequence[str]) -> None:
-    for line in lines:
-        click.echo(line, err=True)
-
-
-def _report(run: Run, submission: PreparedSubmission, *, follow: bool, as_json: bool) -> None:
-    """Print what was submitted, and follow the run if requested."""
-    run_dir, backend = submission.spec.run_dir, submission.backend.name
-    tasks = submission.spec.tasks()
+    run_dir, backend, tasks = submission.spec.run_dir, submission.backend.name, submission.spec.tasks()
     if as_json:
         facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": run_dir, "backend": backend}
         echo_json(facts | ({"tasks": [task.array_task for task in tasks]} if tasks else {}))
@@ -311,9 +241,55 @@ def _report(run: Run, submission: PreparedSubmission, *, follow: bool, as_json: 
 
         stream_run(run, whole=True, text_to_stderr=as_json)
     elif not as_json:
-        handle = run_reference(run_dir)
-        next_commands = (f"logs -f {handle}", f"status {handle}", f"cancel {handle}")
-        click.echo("Next: " + "  |  ".join(f"{program_name()} {command}" for command in next_commands))
+        echo_next(run_dir, "logs -f", "status", "cancel")
+
+
+def prepare(
+    ctx: click.Context, args: Sequence[str], *assignments: str
+) -> tuple[PreparedSubmission, list[str]]:
+    """Prepare the submission of a command's options, and return it with its notes."""
+    script, is_command = ctx.params["script"], ctx.meta.get(_IS_COMMAND)
+    kind: ProgramKind = "module" if ctx.params["as_module"] else "command" if is_command else "script"
+    submission = prepare_submission(
+        script,
+        args,
+        _asked(ctx),
+        python=sys.executable,
+        program=kind,
+        dry_run=ctx.params["dry_run"],
+        **_sources(ctx, *assignments),
+    )
+    return submission, [
+        *submission.notes,
+        *([] if _PREVIOUS in ctx.meta else _misplaced_options(script, args)),
+    ]
+
+
+def _asked(ctx: click.Context) -> Any:
+    """Return the values of the command line, by the names of the fields of SubmitOptions."""
+    return {name: value for name, value in ctx.params.items() if name in option_names()}
+
+
+def _sources(ctx: click.Context, *assignments: str) -> Any:
+    """Return the other arguments of `resolve_options`."""
+    return {
+        "source": COMMAND_LINE_SOURCE,
+        "assignments": [*ctx.params["assignments"], *assignments],
+        "previous": ctx.meta.get(_PREVIOUS),
+        "environ": os.environ,
+        "cwd": Path.cwd(),
+    }
+
+
+def echo_next(run_dir: str, *commands: str) -> None:
+    """Print the commands that a user needs next for a run."""
+    handle, name = run_reference(run_dir), program_name()
+    click.echo("Next: " + "  |  ".join(f"{name} {command} {handle}" for command in commands))
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        click.echo(line, err=True)
 
 
 def options() -> list[click.Option]:
@@ -321,33 +297,18 @@ def options() -> list[click.Option]:
     return [copy(param) for param in command.params if isinstance(param, click.Option)]
 
 
-def is_command(ctx: click.Context) -> bool:
-    """Return true if the program follows a `--`."""
-    return bool(ctx.meta.get(_IS_COMMAND))
-
-
-def misplaced_options(script: str, args: Sequence[str]) -> list[str]:
+def _misplaced_options(script: str, args: Sequence[str]) -> list[str]:
     """Return a note for each argument of the script that is probably an option of `submit`."""
     try:
         source = Path(script).read_text(errors="replace")
     except (OSError, ValueError):
         return []  # a module or a command
-    option_names = {
-        name for param in command.params if isinstance(param, click.Option) for name in param.opts
-    }
-    names = dict.fromkeys(word.partition("=")[0] for word in args)
+    known = {name for param in options() for name in param.opts if name.startswith("--")}
     return [
         f"Note: {name} is passed to {Path(script).name}. Put options of hpctrain before the script."
-        for name in names
-        if name.startswith("--")
-        and name in option_names
-        and name[2:].replace("-", "_") not in source.replace("-", "_")
+        for name in dict.fromkeys(arg.partition("=")[0] for arg in args)
+        if name in known and name[2:].replace("-", "_") not in source.replace("-", "_")
     ]
-
-
-def previous(ctx: click.Context) -> list[OptionValue] | None:
-    """Return the options of the submission that this one repeats, if any."""
-    return ctx.meta.get(_PREVIOUS)
 
 
 def resubmission(
@@ -366,7 +327,6 @@ def resubmission(
         SpecError: `options` names another program or another run folder.
     """
     from hpctrain.cli.resubmit_command import submit_arguments
-    from hpctrain.redaction import redact_args
 
     words, call = submit_arguments(spec, started=started)
     called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"
@@ -374,18 +334,10 @@ def resubmission(
     with suppress(click.NoSuchOption):  # reported below
         values, _, _ = command.make_parser(alone).parse_args(list(options))
         if "--" in options or values.get("as_module") or isinstance(values.get("script"), str):
-            shown = redact_args([word for word in words if not word.startswith(("--env=", "--notify="))])
-            again = ["hpctrain", "submit", *shown, f"--run-dir={short_path(run.path)}"]
-            end = list(options).index("--") if "--" in options else len(options)
-            if options[end + 1 : end + 2] and options[end + 1].startswith("-"):
-                # New arguments for the same program.
-                program = call[: len(call) - len(spec.get("args") or ())]
-                again += [*options[:end], *program, *options[end + 1 :]]
-            else:
-                again += options
             raise SpecError(
                 f"{called} continues run {run.run_id} with its script and arguments, and accepts only "
-                f"options. To continue the run with other arguments, use: {shlex.join(again)}"
+                "options. To continue the run with another script or other arguments, use `hpctrain submit "
+                f"--run-dir={short_path(run.path)} SCRIPT [ARGS]`."
             )
         keys = [text.partition("=")[0] for text in values.get("assignments") or ()]
         if isinstance(values.get("run_dir"), str) or {"run_dir", "runs_dir"}.intersection(keys):
