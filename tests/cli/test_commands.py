@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -14,13 +13,6 @@ from helpers.processes import assert_no_process_left
 
 from hpctrain.cli.common import json_text
 from hpctrain.cli.main import cli
-
-
-def test_help_lists_every_command(hpctrain):
-    result = hpctrain("--help")
-    assert result.returncode == 0
-    for name in ("submit", "status", "list", "logs", "wait", "cancel", "requeue", "env", "exec", "sandbox"):
-        assert f"\n  {name} " in result.stdout
 
 
 @pytest.mark.slow
@@ -180,74 +172,6 @@ def test_run_is_submitted_followed_inspected_and_continued(hpctrain, tmp_path):
     waited = hpctrain("wait", "r", "--json")
     assert json.loads(waited.stdout)["attempt"] == 1
     assert hpctrain("logs", "r").stdout == "args ['second']\n"
-
-
-@pytest.mark.ranks
-def test_array_task_has_its_own_logs_and_index(hpctrain, tmp_path):
-    (tmp_path / "task.py").write_text(
-        "import os\nprint(os.environ['HPCTRAIN_ARRAY_TASK_ID'], os.environ['SLURM_ARRAY_TASK_ID'])\n"
-    )
-    command = ["submit", "--backend", "local", "--run-dir", "r", "--array", "3,5%2"]
-    facts = json.loads(hpctrain(*command, "--json", "task.py").stdout)
-    assert (facts["run_id"], facts["tasks"]) == ("r", [3, 5])
-    assert hpctrain("wait", "r").returncode == 0
-    assert [hpctrain("logs", f"r/task-{index}").stdout for index in (3, 5)] == ["3 3\n", "5 5\n"]
-    assert "logs -f r  |" in hpctrain(*command[:-1], "5", "task.py").stdout
-    hpctrain("cancel", "r")
-    assert_no_process_left(tmp_path / "r")
-
-
-@pytest.mark.ranks
-def test_failure_exits_with_4_and_prints_the_cause_first(hpctrain, tmp_path):
-    (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
-    result = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "bad.py")
-    assert result.returncode == 4
-    cause = next(line for line in result.stderr.splitlines() if line.startswith("cause"))
-    assert "boom" in cause
-    assert "r/logs/attempt-" in result.stderr.partition(cause)[2].splitlines()[1]
-    assert hpctrain("wait", "r").returncode == 4
-    assert_no_process_left(tmp_path / "r")
-
-
-@pytest.mark.ranks
-def test_interrupting_follow_keeps_the_run_alive(hpctrain, tmp_path):
-    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
-    command = [
-        sys.executable,
-        "-m",
-        "hpctrain",
-        "submit",
-        "--backend",
-        "local",
-        "--run-dir",
-        "r",
-        "--follow",
-        "slow.py",
-    ]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        # Following has begun when the output of the rank is shown.
-        assert process.stdout.readline() == "here\n"
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "hpctrain logs -f r" in err
-    assert json.loads(hpctrain("status", "r", "--json").stdout)["state"] == "RUNNING"
-    result = hpctrain("wait", "r", "--timeout", "0.1")
-    assert result.returncode == 1
-    assert "RUNNING" in result.stderr
-    assert json.loads(hpctrain("cancel", "r", "--json").stdout)["cancelled"] is True
-    assert hpctrain("wait", "r").returncode == 4
-    assert_no_process_left(tmp_path / "r")
-
-
-def test_script_with_syntax_error_is_refused_with_its_line(hpctrain, tmp_path):
-    (tmp_path / "bad.py").write_text("x = 1\nif x\n")
-    result = hpctrain("submit", "bad.py")
-    assert result.returncode == 2
-    assert "syntax error on line 2" in result.stderr
 
 
 def test_folder_with_foreign_spec_is_not_a_run(hpctrain, tmp_path):

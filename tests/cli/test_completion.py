@@ -64,32 +64,6 @@ def test_shell_completes_commands_options_values_runs_and_files(tmp_path, shell)
         complete(terminal, "hpctrain logs else", "hpctrain logs elsewhere/")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("hpctrain che", "checkpoints"),
-        ("hpctrain submit --stop-b", "--stop-before-limit"),
-        ("hpctrain submit --resume-mode suc", "successor"),
-        ("hpctrain submit tr", "train_digits.py"),
-    ],
-)
-def test_fish_completes(tmp_path, line, expected):
-    require("fish")
-    (tmp_path / "train_digits.py").touch()
-    command = ["fish", "--no-config", "-c", f"hpctrain completion fish | source; complete -C '{line}'"]
-    result = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=shell_environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert expected in [found.split("\t")[0] for found in result.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_script_is_valid_in_its_shell(shell):
     result = CliRunner().invoke(cli, ["completion", shell])

@@ -13,7 +13,6 @@ import sys
 import pytest
 from helpers.commands import environment
 from helpers.processes import assert_no_process_left
-from helpers.run_histories import RunHistory, write_run
 from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
@@ -69,23 +68,6 @@ def test_logs_of_all_ranks_are_merged_by_time(hpctrain, crashed_once):
     empty = hpctrain("logs", "r", "--errors", "--attempt", "1")
     assert (empty.returncode, empty.stdout) == (0, "")
     assert "Run r has no recorded failures in attempt 1." in empty.stderr
-
-
-def test_failures_before_the_last_submission_are_found_by_attempt(hpctrain, tmp_path):
-    history = RunHistory().after(0, "submitted", job_id="1", backend="local").after(1, "started", nodes=1)
-    history.after(1, "failure", rank=0, cause="rank 0: ValueError: first")
-    history.after(1, "finished", state="FAILED", exit_code=4, cause="rank 0: ValueError: first")
-    history.after(9, "submitted", job_id="2", backend="local").after(1, "started", nodes=1)
-    write_run(tmp_path / "r", history.after(1, "finished", state="COMPLETED", exit_code=0), script="train.py")
-
-    none = hpctrain("logs", "r", "--errors")
-    assert none.stdout == ""
-    assert "no recorded failures since the last submission. For the failures of attempt 0" in none.stderr
-    for options in ([], ["-f"]):
-        result = hpctrain("logs", "r", "--errors", "--attempt", "0", *options)
-        assert result.stdout.splitlines()[0] == "attempt 0: rank 0: ValueError: first"
-        none = hpctrain("logs", "r", "--errors", "--attempt", "1", *options)
-        assert none.stdout == ""
 
 
 @pytest.mark.extended

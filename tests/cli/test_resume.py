@@ -157,9 +157,3 @@ def test_resume_of_one_array_task_leaves_the_others(workdir: Path) -> None:
     invoke("resume", "runs/a/task-1", "--env=COLOR=blue")
     invoke("wait", "a")
     assert [max(RunDir(workdir / f"runs/a/task-{index}").attempts()) for index in (0, 1)] == [0, 1]
-
-
-def test_new_runs_are_created_in_runs_dir(workdir: Path) -> None:
-    document = json.loads(invoke("submit", "--backend=local", "--runs-dir=experiments", "--json", "train.py"))
-    assert Path(document["run_dir"]).parent == workdir / "experiments"
-    invoke("wait", "--runs-dir=experiments", document["run_id"])

@@ -178,14 +178,6 @@ def test_wait_and_cancel_accept_several_runs(hpctrain, tmp_path):
 
 
 @pytest.mark.ranks
-def test_run_folder_that_looks_like_an_option_is_printed_with_a_prefix(hpctrain, tmp_path):
-    result = hpctrain("submit", "--backend", "local", "--run-dir=-r", "--follow", "train.py")
-    assert result.returncode == 0
-    assert "hpctrain status ./-r" in result.stderr
-    assert hpctrain("status", "./-r", "--json").returncode == 0
-
-
-@pytest.mark.ranks
 def test_failure_is_reported_once(hpctrain, tmp_path):
     (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
     options = ("--backend", "local", "--max-failures", "1", "--run-dir", "r")

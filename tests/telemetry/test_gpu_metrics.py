@@ -87,29 +87,6 @@ def test_gpu_measurements_survive_an_outage_and_are_not_repeated_after_a_restart
     assert sent(logger)[1:] == [("gpu/node-000/0/util", 4, 60.0)]
 
 
-def test_new_measurements_wait_for_their_steps(run):
-    logger = Recorder()
-    dispatcher = dispatcher_of(run, logger)
-    train(run, 1)
-    measure(run, 0, 100, [50.0])
-    dispatcher.advance()
-    assert sent(logger) == []
-    train(run, 99)
-    dispatcher.advance()
-    assert sent(logger) == [("gpu/node-000/0/util", 99, 50.0)]
-
-
-def test_replaced_telemetry_file_is_read_from_its_begin(run):
-    logger = Recorder()
-    measure(run, 0, 0, [1.0], gpu_names=["A"])
-    dispatcher = dispatcher_of(run, logger)
-    run.telemetry(0).unlink()
-    measure(run, 0, 1, [50.0])
-    train(run, 1)
-    dispatcher.advance()
-    assert sent(logger) == [("gpu/node-000/0/util", 1, 50.0)]
-
-
 def test_many_gpus_are_summarized(run):
     logger = Recorder()
     dispatcher = dispatcher_of(run, logger)

@@ -76,17 +76,6 @@ def test_repeated_steps_are_logged_once(run, rewinds, reads_between):
     assert logger.known == ([None, "abc"] if reads_between else [None])
 
 
-def test_late_metric_of_a_logged_step_is_logged(run):
-    logger = Recorder()
-    train(run, 0, 1, 9)
-    dispatcher_of(run, logger).advance()
-    line = {"step": 9, "time": 1.0, "attempt": 1, "loss": 7.0, "val_loss": 8.0}
-    append_json_line(run.metrics, line)
-    dispatcher_of(run, logger).advance()
-    assert logger.points[-1] == ("val_loss", 9, 8.0)
-    assert [point for point in logger.points if point[:2] == ("loss", 9)] == [("loss", 9, 1 / 9)]
-
-
 def test_rejected_metrics_are_sent_later(run):
     logger, messages = Recorder(), []
     logger.fails = True
@@ -100,17 +89,6 @@ def test_rejected_metrics_are_sent_later(run):
     assert dispatcher.advance()
     assert "again" in messages[1]
     assert sorted(logger.points) == expected((1, 10, 1))
-
-
-def test_rejected_metrics_are_sent_in_the_next_attempt(run):
-    logger = Recorder()
-    logger.fails = True
-    train(run, 0, 1, 10)
-    dispatcher_of(run, logger).advance()
-    logger.fails = False
-    train(run, 1, 6, 12)
-    dispatcher_of(run, logger).advance()
-    assert sorted(logger.points) == expected((1, 12, 1))
 
 
 def test_metrics_in_flight_during_a_kill_are_not_sent_twice(run):
@@ -135,29 +113,6 @@ def test_metrics_in_flight_during_a_kill_are_not_sent_twice(run):
     train(run, 1, 6, 12)
     dispatcher_of(run, logger).advance()
     assert sorted(logger.points) == expected((1, 12, 1))
-
-
-def test_kill_during_a_large_delivery_loses_few_steps(run):
-    class Killed(BaseException):
-        pass
-
-    logger = Recorder()
-    train(run, 0, 1, 100)
-    dispatcher = dispatcher_of(run, logger)
-    original_log = logger.log
-
-    def log(lines) -> None:
-        if logger.points:
-            dispatcher._state.save = lambda sending=None: None
-            raise Killed
-        original_log(lines)
-
-    logger.log = log
-    with pytest.raises(Killed):
-        dispatcher.advance()
-    logger.log = original_log
-    dispatcher_of(run, logger).advance()
-    assert sorted(logger.points) == expected((1, 32, 1), (65, 100, 1))
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"known": 3}', '{"known": null, "offset": "x"}', "\xff"])

@@ -46,14 +46,6 @@ def test_later_record_of_a_repeated_step_counts():
     assert curves.lowest("loss") == (3, 1 / 3)
 
 
-def test_records_of_one_step_and_attempt_are_merged():
-    lines = [{"step": 1, "loss": 2.0, "attempt": 0}, {"step": 1, "val_loss": 3.0, "attempt": 0}]
-    curves = MetricCurves.from_records(lines)
-    assert curves.names == ["loss", "val_loss"]
-    assert (curves.last("loss"), curves.last("val_loss")) == (2.0, 3.0)
-    assert curves.superseded == {}
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "high", None, True, [1], 10**400])
 def test_non_finite_values_are_gaps(value):
     curves = MetricCurves.from_records([{"step": 1, "loss": 1.0}, {"step": 2, "loss": value}])

@@ -7,7 +7,6 @@ import pytest
 from helpers.fake_gpu_driver import DetailedFakeDriver, FakeDriver, install_fake_driver
 
 from hpctrain.files import read_json_lines
-from hpctrain.telemetry.sampling import nvml
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
 from hpctrain.telemetry.sampling.sampler import TelemetrySampler
@@ -119,9 +118,3 @@ def test_no_gpus_without_a_working_driver(monkeypatch, number):
     with GpuReader() as gpus:
         assert (gpus.names, gpus.memory_bytes, gpus.read()) == ([], [], [])
     assert count_gpus({}) == 0
-
-
-def test_no_gpus_without_pynvml(monkeypatch):
-    monkeypatch.setattr(nvml, "pynvml", None)
-    with GpuReader() as gpus:
-        assert gpus.read() == []

@@ -21,7 +21,6 @@ from hpctrain.telemetry.report.pages import (
 from hpctrain.telemetry.report.run_data import RunContext, RunData
 from hpctrain.telemetry.report.summary import (
     describe_attempt_end,
-    describe_follow_up,
     key_figures,
     summarize,
 )
@@ -97,12 +96,6 @@ def test_end_of_an_attempt_is_explained(tmp_path, events, end):
     assert describe_attempt_end(attempt) == end
 
 
-def test_active_attempt_is_still_running(tmp_path):
-    facts = facts_of(write_run(tmp_path / "run", started_run(0).steps(1, 5, every=1)), "RUNNING")
-    (attempt,) = facts.attempts
-    assert describe_attempt_end(attempt) == describe_follow_up(attempt) == "still running"
-
-
 def test_figures_match_the_run_folder(run):
     facts = facts_of(run)
     document = json_report(facts)
@@ -138,12 +131,6 @@ HOSTILE = [
     "]]>--></style><b>",
     "\x1b]0;title\x07\x1b[2J\u202e",
 ]
-
-
-def test_too_deeply_nested_code_records_are_ignored(run):
-    run.code.mkdir()
-    (run.code / "submission-000.json").write_text('{"a":' * 100_000)
-    assert facts_of(run).codes == []
 
 
 def hostile_run(folder: Path) -> RunDir:
@@ -239,13 +226,6 @@ def test_active_run_is_reported_up_to_now(tmp_path):
     assert "now" in {name: meaning for name, _, meaning in key_figures(facts)}["Time"]
 
 
-def test_run_without_metrics_is_reported(tmp_path):
-    run = write_run(tmp_path / "run", started_run(60).after(100, "finished", state="COMPLETED"))
-    page = render_run_page(facts_of(run))
-    assert page_data(page)["charts"] == []
-    assert "Lost work and productive time are unknown: the script reports no steps." in page
-
-
 def test_figures_from_steps_are_unknown_without_steps(tmp_path):
     history = started_run(5).after(20, "signal", signal="SIGTERM", step=None, saved=False)
     history.after(1, "requeue", by="requeue").after(60, "started", nodes=2)
@@ -299,11 +279,6 @@ def test_cancellation_is_known_after_a_resubmission(tmp_path):
     facts = facts_of(write_run(tmp_path / "run", history))
     ends = [(item.end, item.followed_by, item.away_us) for item in facts.attempts]
     assert ends == [("cancelled", "submission", 0), ("completed", None, 0)]
-
-
-def test_observed_state_of_an_earlier_job_does_not_end_an_attempt(tmp_path):
-    facts = facts_of(write_run(tmp_path / "run", cancelled_run(job_id="6").steps(6, 9, every=1)), "RUNNING")
-    assert [item.end for item in facts.attempts] == [None]
 
 
 def test_cancelled_and_resubmitted_run_had_interruptions(tmp_path):
