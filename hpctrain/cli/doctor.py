@@ -38,8 +38,8 @@ def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
     from hpctrain.jobs.doctor.run_checks import profile_options, run_checks, write_profile_file
     from hpctrain.jobs.options.resolved_options import resolve_options
 
-    known = resolve_options({}, cwd=Path.cwd(), environ=os.environ).site
-    report = run_checks(os.environ, runs_dir.absolute(), known)
+    site = resolve_options({}, cwd=Path.cwd(), environ=os.environ).site
+    report = run_checks(os.environ, runs_dir.absolute(), site)
     if as_json:
         echo_json(
             {

@@ -45,18 +45,13 @@ Values = Sequence[str] | ValueRange
 SearchSpace = Mapping[str, Values]
 
 
-def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[str, Values]:
+def parse_space(texts: Mapping[str, str | Sequence[str]], folder: Path) -> dict[str, Values]:
     """Parse the values of each hyper-parameter; a list contains the values themselves.
 
-    Args:
-        given: text by name, such as `1e-4,3e-4`, `0:5`, `log:1e-5..1e-1` or `@values.txt`.
-        folder: folder of files with values.
-
-    Raises:
-        UserError: a name or its values are invalid, or a file cannot be read.
+    Text has a form such as `1e-4,3e-4`, `0:5`, `log:1e-5..1e-1` or `@values.txt`, a file in `folder`.
     """
     space: dict[str, Values] = {}
-    for name, text in given.items():
+    for name, text in texts.items():
         if not _NAME.fullmatch(name):
             raise UserError(f"{name!r} is not a valid hyper-parameter name (--over). {_FORMS}.")
         values = _parse(name, text, folder) if isinstance(text, str) else list(map(str, text))
@@ -68,14 +63,10 @@ def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[
     return space
 
 
-def inline_files(given: Mapping[str, str | list[str]], folder: Path) -> dict[str, str | list[str]]:
-    """Replace each `@FILE` by the file's values, because the file may change during the sweep.
-
-    Raises:
-        UserError: see `parse_space`.
-    """
-    named = {name: text for name, text in given.items() if isinstance(text, str) and text.startswith("@")}
-    return {**given, **{name: list(values) for name, values in parse_space(named, folder).items()}}  # type: ignore[arg-type]
+def inline_files(texts: Mapping[str, str | list[str]], folder: Path) -> dict[str, str | list[str]]:
+    """Replace each `@FILE` by the file's values, because the file may change during the sweep."""
+    named = {name: text for name, text in texts.items() if isinstance(text, str) and text.startswith("@")}
+    return {**texts, **{name: list(values) for name, values in parse_space(named, folder).items()}}  # type: ignore[arg-type]
 
 
 def _parse(name: str, text: str, folder: Path) -> Values:
@@ -84,9 +75,9 @@ def _parse(name: str, text: str, folder: Path) -> Values:
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, ValueError) as error:  # A path with a NUL is a ValueError.
-            words = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"Cannot read the values of {name} from {str(path)!r} (--over): {words}."
+                f"Cannot read the values of {name} from {str(path)!r} (--over): {reason}."
             ) from error
         return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
     if match := _RANGE.fullmatch(text):
@@ -105,18 +96,14 @@ def _parse(name: str, text: str, folder: Path) -> Values:
     except ValueError:
         raise UserError(f"--over {name}={text}: the bounds must be numbers. {_FORMS}.") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high) or (is_log and low <= 0):
-        least = "positive, and " if is_log else ""
-        raise UserError(f"--over {name}={text}: the bounds must be {least}in ascending order. {_FORMS}.")
+        condition = "positive, and " if is_log else ""
+        raise UserError(f"--over {name}={text}: the bounds must be {condition}in ascending order. {_FORMS}.")
     is_integer = all(re.fullmatch(r"-?\d+", bound) for bound in (match[2], match[3]))
     return ValueRange(low, high, is_log, is_integer)
 
 
 def grid(space: SearchSpace) -> list[TrialValues]:
-    """Return all combinations of the values; the last hyper-parameter varies fastest.
-
-    Raises:
-        UserError: a hyper-parameter has a range, or there are too many combinations.
-    """
+    """Return all combinations of the values; the last hyper-parameter varies fastest."""
     lists = [values for values in space.values() if not isinstance(values, ValueRange)]
     if ranges := [name for name, values in space.items() if isinstance(values, ValueRange)]:
         raise UserError(

@@ -26,13 +26,11 @@ class TrialReport:
     mean: float
 
     def record(self) -> dict[str, Any]:
-        """Return the report as a line of `early_stopping.jsonl`."""
         values = {"best": self.best, "mean": self.mean}
         return {"step": self.step} | {name: v if math.isfinite(v) else None for name, v in values.items()}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TrialReport:
-        """Read a line of `early_stopping.jsonl`."""
         best, mean = (math.inf if record[name] is None else float(record[name]) for name in ("best", "mean"))
         return cls(int(record["step"]), best, mean)
 
@@ -56,11 +54,7 @@ class StoppingRule:
 
     @classmethod
     def parse(cls, text: str, metric: str, mode: Literal["min", "max"], min_steps: int) -> StoppingRule:
-        """Parse `median`, `asha` or `asha:FACTOR`.
-
-        Raises:
-            UserError: there is no such rule, or the factor is not an integer of at least 2.
-        """
+        """Parse `median`, `asha` or `asha:FACTOR`."""
         name, colon, factor = text.partition(":")
         if name == "median" and not colon:
             return cls("median", metric, mode, min_steps)
@@ -92,12 +86,7 @@ class StoppingRule:
         return decision
 
     def reason_to_stop(self, own: TrialReport, others: Sequence[TrialReport]) -> str | None:
-        """Return the reason to stop a trial; None if it continues.
-
-        Args:
-            own: the newest report of the trial.
-            others: the other trials' reports of the same step.
-        """
+        """Return the reason to stop a trial, from all reports of the same step; None if it continues."""
         if self.name == "median":
             if len(others) < _MIN_OTHERS:
                 return None

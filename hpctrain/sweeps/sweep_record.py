@@ -65,9 +65,9 @@ class SweepRecord:
     def parsed_space(self) -> SearchSpace:
         return parse_space(self.space, Path(self.folder))
 
-    def with_values(self, given: Mapping[str, str], folder: Path) -> SweepRecord:
+    def with_values(self, texts: Mapping[str, str], folder: Path) -> SweepRecord:
         """Add values to a grid, or replace the values that a sampler draws. See `parse_space`."""
-        new = inline_files(given, folder)
+        new = inline_files(texts, folder)
         if self.sampler == "grid":
             old, added = self.parsed_space, parse_space(new, folder)
             for name, values in added.items():
@@ -76,11 +76,7 @@ class SweepRecord:
         return replace(self, space={**self.space, **new})
 
     def with_trials(self, number: int = 0) -> SweepRecord:
-        """Add the missing trials of the grid, or `number` trials drawn by the sampler.
-
-        Raises:
-            UserError: the sweep would have too many trials, or its values are invalid.
-        """
+        """Add the missing trials of the grid, or `number` trials drawn by the sampler."""
         if len(self.trials) + number > MAX_TASKS:
             raise UserError(
                 f"The sweep would have {len(self.trials) + number} trials, but can have at most {MAX_TASKS}. "
@@ -89,8 +85,8 @@ class SweepRecord:
         if self.sampler == "grid":
             new = [trial for trial in grid(self.parsed_space) if trial not in self.trials]
         else:
-            first = len(self.trials)
-            new = draw_trials(self.parsed_space, range(first, first + number), self.seed)
+            begin = len(self.trials)
+            new = draw_trials(self.parsed_space, range(begin, begin + number), self.seed)
         return replace(self, trials=[*self.trials, *new])
 
     def trial_args(self, index: int) -> tuple[str, ...]:
@@ -111,12 +107,7 @@ class SweepRecord:
 
 
 def read_sweep(run: RunDir) -> SweepRecord | None:
-    """Return the record of a sweep; None for any other run.
-
-    Raises:
-        UserError: the record is damaged.
-        OSError: it cannot be read.
-    """
+    """Return the record of a sweep; None for any other run."""
     try:
         record = read_json(run.sweep)
         rule = record["stopping"] and StoppingRule(**record["stopping"])

@@ -37,7 +37,6 @@ EXEMPT = {
         "telemetry.sampling.nvml.GpuActivity.read",
         "telemetry.sampling.nvml.GpuReader.read",
         "telemetry.sampling.nvml.read_driver_facts",
-        "telemetry.sampling.nvml.read_field",
         "telemetry.sampling.nvml.read_gpu",
         "training.base.device_selection.parse_devices",
         "training.base.rng._from_tensors",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from hpctrain.files import make_folder, read_json, read_new_lines, write_atomic
 from hpctrain.rundir import RunDir
@@ -41,25 +41,20 @@ class LoggerState:
     def load(cls, path: Path) -> Self:
         """Load the saved state; return an empty one if the file is damaged or missing."""
         try:
-            kept = read_json(path)
-            known, offset, attempt = kept["known"], int(kept["offset"]), int(kept["attempt"])
-            # Lines in flight at the end of the process may have been delivered, so they must not be sent
-            # again.
-            steps = {str(name): int(step) for name, step in (kept["sending"] or kept["steps"]).items()}
+            record = read_json(path)
+            offset, attempt = int(record["offset"]), int(record["attempt"])
+            # Lines in flight at the end of the process may have been delivered: they are not sent again.
+            steps = {str(name): int(step) for name, step in (record["sending"] or record["steps"]).items()}
+            tracker_run = None if record["known"] is None else str(record["known"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return cls(path)
-        return cls(path, None if known is None else str(known), offset, attempt, steps)
+        return cls(path, tracker_run, offset, attempt, steps)
 
     def save(self, sending: dict[str, int] | None = None) -> None:
-        """Write the state. `sending` is the value of `steps` after the next delivery.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        kept: dict[str, Any] = {"known": self.known, "offset": self.offset, "attempt": self.attempt}
-        kept |= {"steps": self.steps, "sending": sending}
+        """Write the state. `sending` is the value of `steps` after the next delivery."""
+        record = {name: value for name, value in vars(self).items() if name != "path"} | {"sending": sending}
         make_folder(self.path.parent)
-        write_atomic(self.path, json.dumps(kept) + "\n", durable=False)
+        write_atomic(self.path, json.dumps(record) + "\n", durable=False)
 
 
 class LoggerDispatcher:
@@ -138,10 +133,11 @@ class LoggerDispatcher:
     def _deliver(self, batch: list[MetricRecord], steps: dict[str, int]) -> None:
         if not batch:
             return
-        last = batch[-1]
-        gpus = {n: v for n, v in self._gpus.values(last.time).items() if last.step > steps.get(n, -1)}
-        batch[-1] = replace(last, values={**last.values, **gpus})
-        steps |= dict.fromkeys(gpus, last.step)
+        newest = batch[-1]
+        gpu_values = self._gpus.values(newest.time).items()
+        gpus = {name: value for name, value in gpu_values if newest.step > steps.get(name, -1)}
+        batch[-1] = replace(newest, values={**newest.values, **gpus})
+        steps |= dict.fromkeys(gpus, newest.step)
         self._state.save(sending=steps)
         try:
             self._logger.log(batch)

@@ -68,9 +68,9 @@ class GpuMetrics:
         metrics: dict[str, float] = {}
         recent = [gpus for at, gpus in self._newest.values() if nodes and abs(time - at) <= _RECENT_S]
         for name in _FIELDS.values():
-            if known := [values[name] for gpus in recent for values in gpus if name in values]:
-                metrics[f"gpu/mean/{name}"] = sum(known) / len(known)
-                metrics[f"gpu/min/{name}"], metrics[f"gpu/max/{name}"] = min(known), max(known)
+            if numbers := [values[name] for gpus in recent for values in gpus if name in values]:
+                metrics[f"gpu/mean/{name}"] = sum(numbers) / len(numbers)
+                metrics[f"gpu/min/{name}"], metrics[f"gpu/max/{name}"] = min(numbers), max(numbers)
         return metrics
 
     def mark_sent(self) -> None:

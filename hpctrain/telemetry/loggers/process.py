@@ -87,8 +87,8 @@ def main() -> int:
 
 def _read_ending(stream: BinaryIO) -> TrainingEnd:
     """Wait for the end of the training; a killed training sends nothing and counts as failed."""
-    word = stream.readline().decode("ascii", "replace").strip()
-    return cast(TrainingEnd, word) if word in get_args(TrainingEnd) else "failed"
+    ending = stream.readline().decode("ascii", "replace").strip()
+    return cast(TrainingEnd, ending) if ending in get_args(TrainingEnd) else "failed"
 
 
 def _report(text: str) -> None:
