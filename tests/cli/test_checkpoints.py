@@ -347,11 +347,3 @@ def test_import_into_active_run_is_refused(command: Command) -> None:
     result = command("import", "going", "w.pt")
     assert result.exit_code == 2
     assert "Run going is UNKNOWN" in result.stderr
-
-
-def test_status_of_imported_but_unsubmitted_run_is_refused(command: Command) -> None:
-    torch.save({"w": torch.zeros(1)}, "weights.pt")
-    assert command("import", "new", "weights.pt").exit_code == 0
-    result = CliRunner().invoke(cli, ["status", "new"])
-    assert result.exit_code == 2
-    assert "new/checkpoints' contains checkpoints, but no run has been submitted" in result.output

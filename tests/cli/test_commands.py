@@ -22,18 +22,13 @@ from hpctrain.cli.main import cli
         (["submti", "train.py"], "Did you mean 'submit'"),
         (["submit"], "Missing argument 'SCRIPT'"),
         (["submit", "--partitoin", "x", "train.py"], "--partition"),
-        (["submit", "--backend", "slrm", "train.py"], "must be auto, slurm or local"),
         (["submit", "--template", "dpd", "train.py"], "Did you mean 'ddp'"),
         (["submit", "--gpus-per-node", "two", "train.py"], "'two', but must be a number, such as 8"),
-        (["submit", "--cpus-per-task", "two", "train.py"], "'two', but must be an integer"),
         (["submit", "--set", "cpus_per_task=two", "train.py"], "--set cpus_per_task is 'two'"),
         (["submit", "--profile", "x", "train.py"], "Unknown profile 'x'"),
         (["submit", "--show-config", "--dry-run", "train.py"], "Use only one of these options"),
-        (["submit", "--array", "3-1", "train.py"], "the range '3-1' is empty"),
         (["init", "train.py"], "already exists"),
         (["init", "no/where.yaml"], "Cannot write 'no/where.yaml'"),
-        (["submit", "--nodes", "0", "train.py"], "nodes is 0"),
-        (["submit", "--nodes", "4:1", "train.py"], "1 ≤ MIN ≤ MAX, as in 2:4"),
         (["submit", "--env", "=A", "train.py"], "'=A' is not of the form NAME[=VALUE]"),
         (
             ["submit", "--env", "NOT_SET", "train.py"],
@@ -41,17 +36,12 @@ from hpctrain.cli.main import cli
         ),
         (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
         (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),
-        (["submit", "--sbatch", "--nodes=2", "train.py"], "Use --nodes"),
         (["submit", "nowhere.py"], "nowhere.py' not found"),
         (["submit", "--run-dir", "/proc/run", "train.py"], "Cannot write to the run folder"),
         (["status", "nothing"], "no run 'nothing'"),
         (["submit", "--run-dir", "x" * 300, "train.py"], "File name too long"),
-        (["submit", "x" * 300], "File name too long"),
-        (["status", "x" * 300], "File name too long"),
-        (["list", "--runs-dir", "x" * 300], "File name too long"),
         (["submit", "--dry-run", "--json", "train.py"], "Use only one of these options"),
         (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "requests 9999 ranks"),
-        (["logs", "nothing"], "no run 'nothing'"),
         (["cancel", "nothing", "nobody"], "No run was cancelled"),
         (["resume", "train.py"], "To submit it: hpctrain submit train.py"),
         (["wait", "--timeout", "-1", "nothing"], "-1"),
@@ -172,15 +162,6 @@ def test_run_is_submitted_followed_inspected_and_continued(hpctrain, tmp_path):
     waited = hpctrain("wait", "r", "--json")
     assert json.loads(waited.stdout)["attempt"] == 1
     assert hpctrain("logs", "r").stdout == "args ['second']\n"
-
-
-def test_folder_with_foreign_spec_is_not_a_run(hpctrain, tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "spec.yaml").write_text("openapi: 3.0.0\n")
-    result = hpctrain("submit", "--backend", "local", "--run-dir", "other", "train.py")
-    assert result.returncode == 2
-    assert "neither empty nor a run" in result.stderr
-    assert (tmp_path / "other" / "spec.yaml").read_text() == "openapi: 3.0.0\n"
 
 
 @pytest.mark.ranks

@@ -107,13 +107,3 @@ def test_invalid_config_file_is_a_one_line_error_with_its_line(hpctrain, tmp_pat
     assert result.stderr == (
         f"Error: {tmp_path}/hpctrain.yaml:2: unknown option 'gpu_per_node'. Did you mean 'gpus_per_node'?\n"
     )
-
-
-def test_error_names_set_as_source_of_the_value(hpctrain):
-    command = ("submit", "--dry-run", "--backend", "local")
-    refused = hpctrain(*command, "--nodes", "2", "--set", "nodes=0", "train.py")
-    assert refused.returncode == 2
-    assert refused.stderr.endswith("--nodes is 0, but must be at least 1. (--nodes comes from --set)\n")
-    assert hpctrain(*command, "--nodes", "0", "train.py").stderr.endswith(
-        "--nodes is 0, but must be at least 1.\n"
-    )

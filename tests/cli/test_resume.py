@@ -148,12 +148,3 @@ def test_resume_names_files_in_the_old_code_snapshot(workdir: Path) -> None:
     invoke("wait", "a")
     result = CliRunner().invoke(cli, ["resume", "a", "--nodes=2", "--dry-run"])
     assert "/submission-000': 'last.pt'. This submission uses a new snapshot" in result.stderr
-
-
-@pytest.mark.long
-def test_resume_of_one_array_task_leaves_the_others(workdir: Path) -> None:
-    invoke("submit", "--backend=local", "--run-dir=runs/a", "--array=0-1", "train.py")
-    invoke("wait", "a")
-    invoke("resume", "runs/a/task-1", "--env=COLOR=blue")
-    invoke("wait", "a")
-    assert [max(RunDir(workdir / f"runs/a/task-{index}").attempts()) for index in (0, 1)] == [0, 1]

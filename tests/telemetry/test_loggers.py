@@ -115,17 +115,6 @@ def test_metrics_in_flight_during_a_kill_are_not_sent_twice(run):
     assert sorted(logger.points) == expected((1, 12, 1))
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"known": 3}', '{"known": null, "offset": "x"}', "\xff"])
-def test_damaged_state_is_ignored(run, damage):
-    path = run.logger_state("recorder")
-    path.parent.mkdir()
-    path.write_text(damage, encoding="latin-1")
-    logger = Recorder()
-    train(run, 0, 1, 3)
-    assert dispatcher_of(run, logger).advance()
-    assert sorted(logger.points) == expected((1, 3, 1))
-
-
 def test_cut_lines_and_a_replaced_file_are_handled(run):
     logger = Recorder()
     train(run, 0, 1, 12)

@@ -140,14 +140,6 @@ def test_records_cover_longer_intervals_in_a_long_run(tmp_path):
     assert devices.gpus == ["n1 · GPU 0", "n1 · GPU 1"]
 
 
-def test_only_the_node_is_sampled_without_a_driver(tmp_path):
-    with GpuReader([]) as gpus:
-        lines = sample(tmp_path / "telemetry" / "node-000.jsonl", 11, gpus)
-    assert len(lines) == 4
-    assert not any(name in line for line in lines[1:] for name in ("gpu_util", "gpu_memory"))
-    assert all("memory" in line for line in lines[1:])
-
-
 def start(run: RunDir) -> subprocess.Popen:
     command = [sys.executable, "-m", sampler.__name__, str(run.path), "3"]
     process = subprocess.Popen(

@@ -92,13 +92,6 @@ def test_unlogged_steps_in_a_checkpoint_are_not_lost():
     assert seconds(history) == {"starting": 2, "training": 150, "lost work": 25}
 
 
-def test_script_with_checkpoints_but_without_steps():
-    history = started_run(1).after(29, "checkpoint", step=None).after(1, "failure", rank=0, cause="…")
-    history.after(0, "finished", state="FAILED")
-    assert seconds(history) == {"queued": 1, "training": 30}
-    assert breakdown_of(history).lost_steps is None
-
-
 def test_preempted_run_is_queued():
     history = started_run(5).steps(1, 1, every=1).steps(2, 20, every=1)
     history.after(2, "signal", signal="SIGTERM", step=20, saved=True).after(3, "requeue", by="requeue")
@@ -127,13 +120,6 @@ def test_async_save_counts_only_its_stall():
         {"time": begun + 5, "attempt": 0, "kind": "checkpoint", "step": 6, "seconds": 5.0},
     ]
     assert seconds(history) == {"starting": 1, "training": 9.75, "saving": 0.25}
-
-
-def test_failed_save_does_not_end_the_attempt():
-    history = (
-        started_run(0).steps(1, 5, every=1).after(0.5, "failure", cause="disk full").steps(6, 6, every=0.5)
-    )
-    assert seconds(history) == {"starting": 1, "training": 5}
 
 
 def test_times_reported_by_ranks_are_separate_categories():
