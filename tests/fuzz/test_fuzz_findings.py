@@ -42,8 +42,7 @@ from hpctrain.supervisor.workers.attempt_runner import longest_step_s
 from hpctrain.supervisor.workers.worker_group import _read_phase_durations
 from hpctrain.sweeps.search_space import parse_space
 from hpctrain.sweeps.stopping_rules import StoppingRule
-from hpctrain.telemetry.loggers.dispatcher import LoggerState, _lines
-from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
+from hpctrain.telemetry.loggers.dispatcher import GpuMetrics, LoggerState, _lines
 from hpctrain.telemetry.report.artifacts import read_spec
 from hpctrain.telemetry.report.device_metrics import read_device_metrics
 from hpctrain.telemetry.sampling.nvml import count_visible

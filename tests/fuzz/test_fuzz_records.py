@@ -31,8 +31,7 @@ from hpctrain.sweeps.stopping_rules import TrialReport
 from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.loggers import dispatcher
-from hpctrain.telemetry.loggers.dispatcher import LoggerState
-from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
+from hpctrain.telemetry.loggers.dispatcher import GpuMetrics, LoggerState
 from hpctrain.telemetry.report import (
     artifacts,
     attempts,
@@ -333,9 +332,7 @@ PARSERS = [
     Parser(
         run_data.RunData,
         [METRIC_LINES],
-        call=with_file(
-            RUN.metrics, lambda: run_data.RunData(RUN, run_data.RunContext(), now=time.time())
-        ),
+        call=with_file(RUN.metrics, lambda: run_data.RunData(RUN, run_data.RunContext(), now=time.time())),
     ),
     Parser(
         LoggerState.load,

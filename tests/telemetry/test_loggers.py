@@ -168,7 +168,7 @@ def test_invalid_loggers_are_refused(loggers, message):
 
 
 def test_missing_package_is_reported_with_the_install_command(monkeypatch):
-    monkeypatch.setattr("hpctrain.telemetry.loggers.logger_registry.find_spec", lambda name: None)
+    monkeypatch.setattr("hpctrain.telemetry.loggers.logger.find_spec", lambda name: None)
     assert find_loggers(["csv"])[0].name == "csv"
     with pytest.raises(UserError, match="Run `pip install wandb`"):
         find_loggers(["wandb"])
@@ -180,7 +180,7 @@ def test_end_of_the_neptune_service_is_stated(monkeypatch, run, capsys):
     monkeypatch.setitem(sys.modules, "neptune_scale", Mock())
     Neptune().start(LoggedRun("r", run.path))
     assert "Neptune's hosted service has shut down" in capsys.readouterr().err
-    monkeypatch.setattr("hpctrain.telemetry.loggers.logger_registry.find_spec", lambda name: None)
+    monkeypatch.setattr("hpctrain.telemetry.loggers.logger.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install neptune-scale.* hosted service has shut down"):
         find_loggers(["neptune"])
 
