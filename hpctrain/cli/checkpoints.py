@@ -260,8 +260,8 @@ def _as_row(checkpoint: CheckpointInfo, *, verify: bool) -> tuple[str, ...]:
     if manifest is not None:
         cells = [format_time(manifest.time), format_size(manifest.total_bytes), str(len(manifest.files))]
         cells += [str(manifest.world_size), "" if manifest.score is None else format_number(manifest.score)]
-    remarks = " ".join(mark for mark, applies in marks.items() if applies)
-    return (str(checkpoint.step), *cells[:4], checkpoint.tier, cells[4], remarks)
+    notes = " ".join(mark for mark, applies in marks.items() if applies)
+    return (str(checkpoint.step), *cells[:4], checkpoint.tier, cells[4], notes)
 
 
 def _as_record(checkpoint: CheckpointInfo, rule: BestMetric | None) -> dict[str, Any]:

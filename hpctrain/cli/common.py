@@ -62,7 +62,6 @@ def parse_pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str
 
 
 def run_argument(function: _Function) -> _Function:
-    """Add the argument RUN and the option `--runs-dir` to a command."""
     return click.argument("run", metavar="RUN", shell_complete=complete_runs)(runs_dir_option(function))
 
 
@@ -82,7 +81,6 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    """Complete the path of a file."""
     return [CompletionItem(incomplete, type="file")]
 
 
@@ -141,7 +139,6 @@ def run_reference(run_dir: str) -> str:
 
 
 def short_path(path: Path | str) -> str:
-    """Return the path, relative to the current folder if inside it."""
     try:
         short = str(Path(path).relative_to(Path.cwd()))
     except ValueError:
@@ -150,7 +147,6 @@ def short_path(path: Path | str) -> str:
 
 
 def describe_state(status: RunStatus) -> str:
-    """Return the state, with the scheduler's remark."""
     from hpctrain.jobs.runs.status_poller import describe_unknown
 
     # The state of a folder without a submission is always unknown.

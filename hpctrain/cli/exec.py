@@ -73,7 +73,6 @@ def _reserve_port(ranks: Ranks) -> int:
 
 
 def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process with a program."""
     sys.stdout.flush()
     sys.stderr.flush()
     for name in _IGNORED_BY_PYTHON:

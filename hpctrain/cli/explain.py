@@ -24,8 +24,6 @@ _PARSED = ("exit code", "signal")
 
 @dataclass(frozen=True)
 class Explanation:
-    """One meaning of a word."""
-
     word: str
     kind: str
     meaning: str
@@ -45,14 +43,14 @@ def command(context: click.Context, word: str | None, as_json: bool) -> None:
     """
     explanations = [*_tables(), *_options(context)]
     if word is None:
-        words: dict[str, list[str]] = {}
+        by_kind: dict[str, list[str]] = {}
         for explanation in explanations:
             kind = "option" if explanation.word.startswith("-") else explanation.kind
-            words.setdefault(kind, []).append(explanation.word)
+            by_kind.setdefault(kind, []).append(explanation.word)
         if as_json:
-            echo_json(words)
+            echo_json(by_kind)
             return
-        for kind, names in words.items():
+        for kind, names in by_kind.items():
             click.echo(f"{kind}\n{_indented(' '.join(dict.fromkeys(names)))}")
         return
     meanings = _find(word, explanations)
@@ -73,9 +71,9 @@ def command(context: click.Context, word: str | None, as_json: bool) -> None:
     click.echo("\n\n".join(texts))
 
 
-def _find(word: str, explanations: list[Explanation]) -> list[Explanation]:
-    """Return all meanings of a word, also in the form of squeue: `(ReqNodeNotAvail, …)`, `CANCELLED by 1`."""
-    name = base_state(word.strip("() ").partition(",")[0])
+def _find(text: str, explanations: list[Explanation]) -> list[Explanation]:
+    """Return all meanings of a text, also in the form of squeue: `(ReqNodeNotAvail, …)`, `CANCELLED by 1`."""
+    name = base_state(text.strip("() ").partition(",")[0])
     meanings = [
         explanation
         for explanation in explanations
@@ -104,9 +102,9 @@ def _tables() -> Iterator[Explanation]:
         yield Explanation(state, "state of a run", meaning)
     for reason, meaning in PENDING_REASONS.items():
         yield Explanation(reason, _REASON, _sentence(meaning.format(job_id="JOB")))
-    for word in (*map(str, EXIT_CODES), *(signal.Signals(number).name for number in SIGNALS)):
-        for kind, meaning in explain_exit(word):
-            yield Explanation(word, kind, _sentence(meaning))
+    for name in (*map(str, EXIT_CODES), *(signal.Signals(number).name for number in SIGNALS)):
+        for kind, meaning in explain_exit(name):
+            yield Explanation(name, kind, _sentence(meaning))
     for end in END_KINDS:
         yield Explanation(end, "failure kind", _describe_end(end))
     for action, meaning in RESTART_ACTIONS.items():
@@ -153,6 +151,5 @@ def _indented(text: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return a phrase as a sentence."""
     initial = text[0] if text.startswith(("hpctrain", "slurm.log")) else text[0].upper()
     return f"{initial}{text[1:]}" + ("" if text.endswith(".") else ".")

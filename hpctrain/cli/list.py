@@ -47,19 +47,19 @@ def print_runs(statuses: Sequence[RunStatus], clusters: Sequence[str] = ()) -> N
     echo_table(rows)
 
 
-def _row(status: RunStatus, now: float) -> tuple[str, ...]:
+def _row(status: RunStatus, time_now: float) -> tuple[str, ...]:
     from hpctrain.jobs.runs.status_poller import describe_unknown
     from hpctrain.slurm.states import RunState
 
-    remark = status.words if status.tasks is not None else ""
+    note = status.words if status.tasks is not None else ""
     if status.state is RunState.UNKNOWN and status.tasks is None:
-        remark = describe_unknown(status) if status.job_id is not None else status.words
+        note = describe_unknown(status) if status.job_id is not None else status.words
     return (
         status.run_id,
         str(status.state),
         f"{status.backend} {status.job_id}" if status.job_id else NOTHING,
-        NOTHING if status.submitted is None else format_duration(max(0.0, now - status.submitted)),
+        NOTHING if status.submitted is None else format_duration(max(0.0, time_now - status.submitted)),
         "not reported" if status.reports_steps is False else format_count(status.step),
         format_number(status.loss),
-        remark,
+        note,
     )

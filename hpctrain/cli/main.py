@@ -123,7 +123,6 @@ def cli(ctx: click.Context, on: str | None) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     try:
         cli(prog_name="hpctrain")
     finally:

@@ -81,7 +81,6 @@ def _render(run_data: list[RunData], *, as_json: bool) -> str:
 
 
 def json_report(run_data: RunData) -> dict[str, Any]:
-    """Return the document printed by `--json`."""
     from hpctrain.telemetry.report.advice import advise
 
     breakdown, curves, devices = run_data.breakdown, run_data.curves, run_data.devices
@@ -135,7 +134,6 @@ def json_report(run_data: RunData) -> dict[str, Any]:
 
 
 def read_runs(name: str, runs_dir: Path) -> list[RunData]:
-    """Return the data of a run, or of each task of a job array."""
     from hpctrain.telemetry.report.run_data import RunContext, RunData
 
     time_now = time.time()

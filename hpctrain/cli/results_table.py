@@ -33,7 +33,6 @@ def read_rows(
 
 
 def as_document(row: ResultRow) -> dict[str, Any]:
-    """Return a row for `--json`."""
     return asdict(row[0]) | asdict(row[1])
 
 

@@ -194,7 +194,6 @@ def _read_logs(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def _newest_logs(run: RunDir) -> list[Path]:
-    """Return the logs of the first ranks in the newest attempt."""
     attempts = run.attempts()
     ranks = run.ranks(attempts[-1])[:_MAX_LOGS] if attempts else []
     return [run.rank_log(attempts[-1], rank) for rank in ranks]

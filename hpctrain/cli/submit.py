@@ -45,7 +45,6 @@ _PREVIOUS = "hpctrain.previous"
 
 
 def heading(param: click.Parameter) -> str:
-    """Return the help section of an option of `submit`."""
     if isinstance(param, _SbatchOption):
         return SBATCH_HEADING
     option = all_options().get(str(param.name))
@@ -68,8 +67,8 @@ class SubmitCommand(click.Command):
             name = error.option_name
             hint = f"{find_replacement(name) or ''}."
             if hint == ".":
-                known = [opt[2:] for param in self.params for opt in param.opts if opt.startswith("--")]
-                hint = suggest(name.lstrip("-"), known, otherwise="").replace(" '", " '--")
+                names = [opt[2:] for param in self.params for opt in param.opts if opt.startswith("--")]
+                hint = suggest(name.lstrip("-"), names, otherwise="").replace(" '", " '--")
             hint = hint or "`hpctrain submit --help` lists the options."
             raise click.UsageError(f"No such option {name!r}. {hint}", ctx) from None
 
@@ -91,17 +90,16 @@ class _SbatchOption(click.Option):
 
 
 def describe_sbatch_options() -> str:
-    """Return a sentence that lists the options that are passed to sbatch."""
     names = (", ".join(param.opts) for param in command.params if isinstance(param, _SbatchOption))
     return f"Passed to sbatch unchanged, as sbatch(1) describes them: {', '.join(names)}."
 
 
 def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a fixed word or a path."""
+    """Complete a fixed choice or a path."""
     option = all_options()[str(param.name)]
     if option.about.is_path:
         return complete_files(ctx, param, incomplete)
-    return [CompletionItem(word) for word in option.kind.choices if word.startswith(incomplete)]
+    return [CompletionItem(choice) for choice in option.kind.choices if choice.startswith(incomplete)]
 
 
 def _sbatch_option(name: str, long_name: str) -> _SbatchOption:
@@ -130,8 +128,8 @@ def _click_option(option: Option) -> click.Option:
 
 def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
     """Parse NAME=VALUE, or NAME for its value in the current environment."""
-    given = {name: os.environ.get(name) for name in values if name and "=" not in name}
-    if missing := [name for name, value in given.items() if value is None]:
+    inherited = {name: os.environ.get(name) for name in values if name and "=" not in name}
+    if missing := [name for name, value in inherited.items() if value is None]:
         name = missing[0]
         if cluster := os.environ.get(CLUSTER_VARIABLE):
             raise click.BadParameter(
@@ -142,7 +140,8 @@ def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]
             f"{name!r} is not set in the environment of this shell. Export the variable, or use "
             f"--env {name}=VALUE."
         )
-    return parse_pairs(ctx, param, [f"{text}={given[text]}" if text in given else text for text in values])
+    pairs = [f"{text}={inherited[text]}" if text in inherited else text for text in values]
+    return parse_pairs(ctx, param, pairs)
 
 
 def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -271,7 +270,6 @@ def _asked(ctx: click.Context) -> Any:
 
 
 def _sources(ctx: click.Context, *assignments: str) -> Any:
-    """Return the other arguments of `resolve_options`."""
     return {
         "source": COMMAND_LINE_SOURCE,
         "assignments": [*ctx.params["assignments"], *assignments],
@@ -293,7 +291,6 @@ def _print_lines(lines: Sequence[str]) -> None:
 
 
 def options() -> list[click.Option]:
-    """Return new options of the command, for another command that submits."""
     return [copy(param) for param in command.params if isinstance(param, click.Option)]
 
 
@@ -303,11 +300,11 @@ def _misplaced_options(script: str, args: Sequence[str]) -> list[str]:
         source = Path(script).read_text(errors="replace")
     except (OSError, ValueError):
         return []  # a module or a command
-    known = {name for param in options() for name in param.opts if name.startswith("--")}
+    flags = {name for param in options() for name in param.opts if name.startswith("--")}
     return [
         f"Note: {name} is passed to {Path(script).name}. Put options of hpctrain before the script."
         for name in dict.fromkeys(arg.partition("=")[0] for arg in args)
-        if name in known and name[2:].replace("-", "_") not in source.replace("-", "_")
+        if name in flags and name[2:].replace("-", "_") not in source.replace("-", "_")
     ]
 
 
@@ -328,7 +325,7 @@ def resubmission(
     """
     from hpctrain.cli.resubmit_command import submit_arguments
 
-    words, call = submit_arguments(spec, started=started)
+    earlier_options, call = submit_arguments(spec, started=started)
     called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"
     alone = click.Context(command, info_name="submit", **command.context_settings)
     with suppress(click.NoSuchOption):  # reported below
@@ -345,9 +342,9 @@ def resubmission(
                 f"{called} continues run {run.run_id} in its folder, so --run-dir cannot be changed. Remove "
                 "it, or use `hpctrain submit` for a new run."
             )
-    with command.make_context("submit", [*words, *call], parent=ctx.parent) as earlier:
-        asked: Any = {name: value for name, value in earlier.params.items() if name in option_names()}
-        repeated = previous_values(asked, earlier.params["assignments"])
+    with command.make_context("submit", [*earlier_options, *call], parent=ctx.parent) as earlier:
+        values_of_run: Any = {name: value for name, value in earlier.params.items() if name in option_names()}
+        repeated = previous_values(values_of_run, earlier.params["assignments"])
     arguments = [*options, f"--run-dir={run.path.absolute()}", *call]
     context = command.make_context("submit", arguments, parent=ctx.parent)
     context.meta[_PREVIOUS] = repeated

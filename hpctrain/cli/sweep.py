@@ -152,13 +152,13 @@ def submit_(
     """
     space: dict[str, str | list[str]] = {**over}
     if not over:
-        given: Any = {name: value for name, value in params.items() if name in option_names()}
-        for file in resolve_options(given, cwd=Path.cwd(), environ=os.environ).files:
+        values: Any = {name: value for name, value in params.items() if name in option_names()}
+        for file in resolve_options(values, cwd=Path.cwd(), environ=os.environ).files:
             space |= file.sweep
     if not space:
-        where = " before SCRIPT" if "--over" in args else ""
+        place = " before SCRIPT" if "--over" in args else ""
         raise click.UsageError(
-            f"The sweep has no hyper-parameters. Use --over NAME=VALUES{where}, or `sweep:` in hpctrain.yaml."
+            f"The sweep has no hyper-parameters. Use --over NAME=VALUES{place}, or `sweep:` in hpctrain.yaml."
         )
     for is_wrong, message in (
         (rule and metric is None, "--stop-early compares trials by a metric. Add --metric NAME."),
@@ -226,7 +226,6 @@ def _submit(ctx: click.Context, record: SweepRecord, indices: Sequence[int]) -> 
 
 
 def _rows(run: Run, metric: str | None, mode: Mode | None) -> list[ResultRow]:
-    """Return the trials of a sweep, best first."""
     from hpctrain.cli.results_table import read_rows
     from hpctrain.jobs.runs.run import query_statuses
 
@@ -395,7 +394,6 @@ def _resubmit(
     concurrent: int | None,
     options: Sequence[str],
 ) -> None:
-    """Submit trials with the options of the last submission."""
     from hpctrain.spec.load_spec import load_spec
 
     spec = load_spec(run.dir.spec)

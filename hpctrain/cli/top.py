@@ -97,9 +97,9 @@ def format_overview(snapshots: Sequence[TopSnapshot], width: int, height: int) -
     rows = [("RUN", "STATE", "STEP", "LOSS", "LEFT")]
     for run in shown:
         last_step = "" if run.last_step is None else f" of {format_count(run.last_step)}"
-        left = NOTHING if run.left_s is None else format_duration(run.left_s)
+        remaining = NOTHING if run.left_s is None else format_duration(run.left_s)
         step = format_count(run.step) + last_step
-        rows.append((run.run_id, run.state, step, format_number(run.loss), left))
+        rows.append((run.run_id, run.state, step, format_number(run.loss), remaining))
     widths = [min(_WIDEST_NAME, max(map(cell_len, column))) for column in zip(*rows, strict=True)]
     header, *texts = ["  ".join(map(set_cell_size, row, widths)) for row in rows]
     curves = [[math.log(loss) for loss in run.losses if loss > 0] for run in shown]
@@ -167,13 +167,11 @@ def _snapshots(runs: Sequence[Run], terms: Sequence[str]) -> Iterator[list[TopSn
 
 
 def _matches(status: RunStatus, terms: Sequence[str]) -> bool:
-    """True if the id, the state and the hyper-parameters of a run contain all terms."""
     text = f"{status.run_id} {status.state} {hparams_text(status)}".lower()
     return all(term in text for term in terms)
 
 
 def _show(snapshots: Iterator[list[TopSnapshot]], form: _Format, interval: float) -> None:
-    """Draw on the terminal until all runs have ended."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

@@ -32,7 +32,6 @@ class ValueRange:
     is_integer: bool = False
 
     def draw(self, generator: random.Random) -> str:
-        """Return a uniform sample; uniform in the logarithm if `is_log`."""
         if self.is_integer and not self.is_log:
             return str(generator.randint(int(self.low), int(self.high)))
         if not self.is_log:

@@ -54,7 +54,6 @@ class StoppingRule:
 
     @classmethod
     def parse(cls, text: str, metric: str, mode: Literal["min", "max"], min_steps: int) -> StoppingRule:
-        """Parse `median`, `asha` or `asha:FACTOR`."""
         name, colon, factor = text.partition(":")
         if name == "median" and not colon:
             return cls("median", metric, mode, min_steps)
@@ -85,26 +84,26 @@ class StoppingRule:
             decision *= self.factor
         return decision
 
-    def reason_to_stop(self, own: TrialReport, others: Sequence[TrialReport]) -> str | None:
+    def reason_to_stop(self, trial: TrialReport, reports: Sequence[TrialReport]) -> str | None:
         """Return the reason to stop a trial, from all reports of the same step; None if it continues."""
         if self.name == "median":
-            if len(others) < _MIN_OTHERS:
+            if len(reports) < _MIN_OTHERS:
                 return None
-            limit = statistics.median(other.mean for other in others)
-            if own.best <= limit:
+            limit = statistics.median(report.mean for report in reports)
+            if trial.best <= limit:
                 return None
             return (
-                f"stopped early at step {own.step} by the median rule: the best {self.metric} so far is "
-                f"{self._text(own.best)}, worse than {self._text(limit)}, the median of {len(others)} other "
-                "trials"
+                f"stopped early at step {trial.step} by the median rule: the best {self.metric} so far is "
+                f"{self._text(trial.best)}, worse than {self._text(limit)}, the median of {len(reports)} "
+                "other trials"
             )
-        kept = max(1, (len(others) + 1) // self.factor)
-        better = sum(other.best < own.best for other in others)
-        if len(others) + 1 < self.factor or better < kept:
+        num_kept = max(1, (len(reports) + 1) // self.factor)
+        better = sum(report.best < trial.best for report in reports)
+        if len(reports) + 1 < self.factor or better < num_kept:
             return None
         return (
-            f"stopped early at step {own.step} by ASHA: {pluralize(better, 'trial')} of {len(others) + 1} "
-            f"had a better {self.metric} than {self._text(own.best)}, and the best {kept} continue"
+            f"stopped early at step {trial.step} by ASHA: {pluralize(better, 'trial')} of {len(reports) + 1} "
+            f"had a better {self.metric} than {self._text(trial.best)}, and the best {num_kept} continue"
         )
 
     def _text(self, value: float) -> str:

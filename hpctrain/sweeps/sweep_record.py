@@ -90,7 +90,6 @@ class SweepRecord:
         return replace(self, trials=[*self.trials, *new])
 
     def trial_args(self, index: int) -> tuple[str, ...]:
-        """Return the arguments of the script in a trial."""
         formats = self.format.split()
         values = self.trials[index].items()
         return (*self.args, *(form.format(name=name, value=v) for name, v in values for form in formats))
@@ -102,7 +101,6 @@ class SweepRecord:
         return listed + (f"%{self.concurrent}" if self.concurrent else "")
 
     def text(self) -> str:
-        """Return the record as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 

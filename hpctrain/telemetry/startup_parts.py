@@ -54,8 +54,6 @@ class PartDuration:
 
 @dataclass(frozen=True)
 class StartupDurations:
-    """The start of an attempt."""
-
     seconds: float
     """Time from the start of the attempt to the end of the first step, on the slowest rank."""
     parts: dict[str, PartDuration]
@@ -81,7 +79,6 @@ class StartupDurations:
         return cls(float(seconds), durations, rows)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the event."""
         return asdict(self)
 
     def describe(self) -> str:
@@ -131,7 +128,7 @@ class StartupTimes:
             return None
         created = _creation_time()
         launch = {} if created is None else {StartupPart.LAUNCH.value: created}
-        return launch | {part.value: round(end, 3) for part, end in self._ends.items()}
+        return launch | {name.value: round(end, 3) for name, end in self._ends.items()}
 
 
 def _creation_time() -> float | None:

@@ -85,7 +85,6 @@ class _TimeAccountant:
         self._awaits_first_step = True
 
     def add_event(self, event: TimelineEvent) -> None:
-        """Account for the time up to an event."""
         if event.kind not in ("submitted", "started") and (
             self._attempt is None or event.attempt > self._attempt
         ):
@@ -100,7 +99,6 @@ class _TimeAccountant:
             self._on_step(event)
 
     def close(self, *, waits: bool) -> None:
-        """Account for the time from the last event to the end."""
         if waits:
             self._phase = TimeCategory.QUEUED
         elif self._ranks_ended:
@@ -266,8 +264,6 @@ class _TimeAccountant:
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Time of a run by category."""
-
     spans: tuple[TimeSpan, ...] = ()
     """Spans without gaps, from the first record of the run to the last."""
     lost_steps: int | None = 0
@@ -322,7 +318,6 @@ class TimeBreakdown:
 
     @property
     def wall_us(self) -> int:
-        """Total time of the run, in microseconds."""
         return self.spans[-1].end_us - self.spans[0].start_us if self.spans else 0
 
     @cached_property
@@ -335,7 +330,6 @@ class TimeBreakdown:
 
 
 def _joined(intervals: Iterable[_Interval]) -> Iterator[TimeSpan]:
-    """Merge adjacent intervals of the same category and attempt."""
     span: TimeSpan | None = None
     for interval in sorted(intervals, key=lambda interval: interval.start_us):
         if interval.start_us == interval.end_us:

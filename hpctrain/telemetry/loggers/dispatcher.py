@@ -73,8 +73,6 @@ class LoggerState:
 
 
 class LoggerDispatcher:
-    """Delivery of metrics to one logger."""
-
     def __init__(
         self, logger: Logger, run: LoggedRun, metrics: Path, state: LoggerState, say: Callable[[str], None]
     ) -> None:
@@ -83,7 +81,6 @@ class LoggerDispatcher:
         self._gpus = GpuMetrics(RunDir(run.folder))
 
     def run(self, ended: threading.Event, ending: Callable[[], TrainingEnd]) -> None:
-        """Deliver new lines repeatedly until training has ended and all lines are delivered."""
         begun, pause_s = time.monotonic(), 0.0
         while not ended.wait(pause_s):
             every_s = _FIRST_S if time.monotonic() - begun < _FIRST_FOR_S else _LATER_S
@@ -208,7 +205,6 @@ class GpuMetrics:
         self._num_gpus = 0
 
     def read(self) -> None:
-        """Read new lines of all nodes."""
         paths = self._run.all_telemetry()
         for path in paths:
             for record in self._new_records(path):

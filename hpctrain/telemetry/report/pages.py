@@ -168,7 +168,6 @@ def _chart(
     note: str = "",
     marks: Sequence[tuple[float, str]] = (),
 ) -> dict[str, Any]:
-    """Return a chart for the script of the page. `marks` are vertical lines with labels."""
     drawn_marks = [{"x": x, "label": label} for x, label in marks]
     texts = {"id": identity, "title": title, "note": note, "axis": axis}
     return {**texts, "height": height, "series": curves, "marks": drawn_marks}
@@ -235,7 +234,6 @@ def render_run_page(run_data: RunData, *, live: LiveParts | None = None) -> str:
 
 
 def _breakdown_rows(breakdown: TimeBreakdown) -> list[dict[str, Any]]:
-    """Return each category with its share and duration; empty if the run has no time."""
     return [
         {
             "name": category.value,
@@ -294,7 +292,6 @@ def _metric_chart(run_data: RunData, name: str, index: int) -> dict[str, Any]:
 
 
 def _environment(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return rows with the environment of the ranks, then with the settings of the training."""
     settings = environment.get("settings")
     rows = {name: value for name, value in environment.items() if name not in ("time", "attempt", "settings")}
     rows |= settings if isinstance(settings, dict) else {}
@@ -322,8 +319,8 @@ def build_timeline(run_data: RunData) -> dict[str, list[dict[str, Any]]]:
     def x(time: float) -> float:
         return round(min(max((time - start) / seconds, 0.0), 1.0) * _WIDTH, 2)
 
-    def bar(left: float, width: float, kind: str, title: str) -> dict[str, Any]:
-        return {"x": left, "width": width, "kind": kind, "title": title}
+    def bar(x: float, width: float, kind: str, title: str) -> dict[str, Any]:
+        return {"x": x, "width": width, "kind": kind, "title": title}
 
     spans = run_data.breakdown.spans
     starts = [span.start_us for span in spans]
@@ -331,12 +328,12 @@ def build_timeline(run_data: RunData) -> dict[str, list[dict[str, Any]]]:
     # The category in the middle of each unit.
     times_us = (spans[0].start_us + (unit + 0.5) * unit_us for unit in range(_WIDTH))
     categories = [spans[bisect_right(starts, time_us) - 1].category for time_us in times_us]
-    time_bars, left = [], 0
-    for category, units in groupby(categories):
-        width = len(list(units))
+    time_bars, unit = [], 0
+    for category, group in groupby(categories):
+        width = len(list(group))
         duration = format_duration(width * unit_us / 1e6)
-        time_bars.append(bar(left, width, category.name.lower(), f"{category.value}, about {duration}"))
-        left += width
+        time_bars.append(bar(unit, width, category.name.lower(), f"{category.value}, about {duration}"))
+        unit += width
     saves = {
         x(checkpoint.time): f"checkpoint of step {checkpoint.step}, {format_clock(checkpoint.time)}"
         for checkpoint in run_data.checkpoints

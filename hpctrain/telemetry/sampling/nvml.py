@@ -158,8 +158,6 @@ def _bus_id(handle: Any) -> str:
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """Version and GPUs of the driver of this machine."""
-
     version: str | None = None
     """None without a driver."""
     cuda: str | None = None
@@ -221,7 +219,6 @@ class GpuActivity:
         return {name: metric.value for name, metric in pairs if metric.nvmlReturn == pynvml.NVML_SUCCESS}
 
     def close(self) -> None:
-        """Free the samples."""
         for sample in self._samples:
             if sample is not None:
                 query_driver(pynvml.nvmlGpmSampleFree, sample)
@@ -275,7 +272,6 @@ class GpuReader:
 
     @property
     def names(self) -> list[str]:
-        """Model name of each device."""
         return [str(query_driver(pynvml.nvmlDeviceGetName, handle)) for handle, _ in self._handles]
 
     @property
@@ -287,7 +283,6 @@ class GpuReader:
 
     @property
     def pids(self) -> list[list[int]]:
-        """Processes that currently compute on each device."""
         return [
             [
                 process.pid
@@ -339,7 +334,6 @@ def _uuid(handle: Any) -> str:
 
 
 def _mig_devices(handle: Any) -> Iterator[Any]:
-    """Yield the MIG devices of a GPU."""
     mode = query_driver(pynvml.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         return
