@@ -58,7 +58,7 @@ def parse_pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str
         name, equals, _ = text.partition("=")
         if not name or not equals:
             raise click.BadParameter(f"{text!r} is not of the form {param.metavar}.")
-    return dict(text.split("=", 1) for text in values)  # type: ignore[misc]
+    return dict(text.split("=", 1) for text in values)
 
 
 def run_argument(function: _Function) -> _Function:

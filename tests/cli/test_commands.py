@@ -56,17 +56,6 @@ def test_bad_input_exits_with_2_and_a_message(hpctrain, tmp_path, args, message)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
-@pytest.mark.ranks
-def test_unreadable_file_is_a_one_line_error(hpctrain, tmp_path):
-    assert hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "train.py").returncode == 0
-    (tmp_path / "r" / "events.jsonl").unlink()
-    (tmp_path / "r" / "events.jsonl").mkdir()
-    result = hpctrain("status", "r")
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert "events.jsonl': Is a directory" in line
-
-
 def test_unreachable_slurm_exits_with_3(hpctrain):
     result = hpctrain("submit", "--backend", "slurm", "train.py", env={"SLURM_CONF": "/nowhere"})
     assert result.returncode == 3

@@ -88,13 +88,6 @@ def test_unrunnable_program_is_a_one_line_error_with_shell_exit_code(hpctrain, p
     assert result.stdout == ""
 
 
-def test_contradictory_ranks_start_no_program(hpctrain, tmp_path):
-    result = hpctrain("exec", "touch", "started", env={"RANK": "4", "WORLD_SIZE": "4"})
-    assert result.returncode == 2
-    assert "LOCAL_RANK" in result.stderr
-    assert not (tmp_path / "started").exists()
-
-
 def test_rank_does_not_wait_for_its_peers_and_reports_a_used_port(hpctrain):
     step = {
         "SLURM_JOB_ID": "7",

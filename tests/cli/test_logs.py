@@ -98,26 +98,6 @@ def test_crash_before_the_log_is_opened_is_reported_from_slurm_log(hpctrain, tmp
     assert "wrote no output in attempt 0." in hpctrain("logs", "r", "--attempt", "0").stderr
 
 
-@pytest.mark.ranks
-def test_empty_logs_are_distinguished_from_missing_ones(hpctrain, tmp_path):
-    (tmp_path / "still.py").write_text("import time\ntime.sleep(60)\n")
-    options = ("--backend", "local", "--array", "0-1%1", "--run-dir", "r")
-    assert hpctrain("submit", *options, "still.py").returncode == 0
-    attempt = tmp_path / "r" / "task-0" / "logs" / "attempt-000"
-    wait_for(attempt.exists, 30, "the first start")
-    empty = hpctrain("logs", "r/task-0")
-    assert (empty.returncode, empty.stdout) == (0, "")
-    assert (
-        "task-0 is RUNNING: its ranks have not written any output yet. Use `hpctrain logs -f`" in empty.stderr
-    )
-    waiting = hpctrain("logs", "r/task-1")
-    assert (waiting.returncode, waiting.stdout) == (0, "")
-    assert "task-1 is PENDING: its ranks have not written any output yet." in waiting.stderr
-    hpctrain("cancel", "r")
-    wait_for(lambda: '"CANCELLED"' in hpctrain("status", "r", "--json").stdout, 30, "the end")
-    assert_no_process_left(tmp_path / "r")
-
-
 @pytest.mark.extended
 @pytest.mark.ranks
 def test_following_an_array_shows_all_tasks_and_reports_a_failed_one(hpctrain, tmp_path):

@@ -47,17 +47,6 @@ def test_run_is_unknown_while_slurm_is_unreachable(hpctrain, unknown_run):
     assert "unknown for" in listed
 
 
-def test_wait_timeout_reports_the_unknown_state(hpctrain, unknown_run):
-    result = hpctrain("wait", "lost", "--timeout", "0.5", env=GONE)
-    assert result.returncode == 1
-    message, error = result.stderr.splitlines()
-    assert message.startswith("Waiting for run lost: the state is unknown for ")
-    assert message.endswith("; this does not affect the run")
-    assert error.startswith("Error: Run lost did not end within 0.5 s (state: unknown for ")
-    assert "/nowhere/slurm.conf" in error
-    assert error.endswith("). Wait again, or cancel the run.")
-
-
 @pytest.mark.slow
 def test_wait_stops_after_the_unknown_limit(hpctrain, unknown_run):
     past = time.time() - 100

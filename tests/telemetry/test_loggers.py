@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from importlib.util import find_spec
@@ -127,17 +126,6 @@ def test_cut_lines_and_a_replaced_file_are_handled(run):
     train(run, 0, 12, 13)
     dispatcher.advance()
     assert sorted(logger.points) == expected((1, 13, 1))
-
-
-def test_metrics_before_the_end_are_delivered(run):
-    logger, ended = Recorder(), threading.Event()
-    thread = threading.Thread(target=dispatcher_of(run, logger).run, args=(ended, lambda: "stopped"))
-    thread.start()
-    train(run, 0, 1, 5)
-    ended.set()
-    thread.join(120)
-    assert sorted(logger.points) == expected((1, 5, 1))
-    assert logger.endings == ["stopped"]
 
 
 def test_csv_table_adds_columns_and_drops_repeated_steps(run):

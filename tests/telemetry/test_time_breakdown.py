@@ -77,14 +77,6 @@ def test_pause_of_the_ranks_is_idle():
     assert seconds(history) == {"starting": 1, "training": 19, "idle": 100}
 
 
-def test_jointly_logged_steps_are_lost_from_the_checkpoint_on():
-    history = started_run(0).steps(10, 10, every=30)
-    history.metrics += [{"step": 20, "time": history.now + 10, "attempt": 0, "loss": 1.0}]
-    history.now += 10
-    history.after(0, "failure", rank=0).after(0, "restart").after(0, "started").after(0, "resumed", step=13)
-    assert seconds(history) == {"starting": 30, "training": 3, "lost work": 7}
-
-
 def test_unlogged_steps_in_a_checkpoint_are_not_lost():
     history = started_run(0).after(2, "resumed", step=0).steps(100, 100, every=100)
     history.after(50, "checkpoint", step=150, seconds=0.0, stall_s=0.0)
@@ -135,12 +127,6 @@ def test_times_reported_by_ranks_are_separate_categories():
     }
     assert TimeCategory.DATA in breakdown.measured
     assert TimeCategory.COMMUNICATING not in breakdown.measured
-
-
-def test_loading_counts_if_measured():
-    history = started_run(0).steps(1, 1, every=1).after(0, "requeue").after(0, "started")
-    history.after(9, "resumed", step=1, seconds=2.0)
-    assert seconds(history) == {"starting": 1 + 7, "loading": 2}
 
 
 def test_script_without_steps():

@@ -129,7 +129,7 @@
   };
   const redraw = () => charts.forEach(draw);
   window.addEventListener("resize", redraw);
-  for (const query of ["(prefers-color-scheme: dark)", "print"]) window.matchMedia(query).addEventListener("change", redraw);
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
   // The list of all runs: shows the rows that contain all words of the filter, and compares the marked ones.
   const filterRuns = () => {
