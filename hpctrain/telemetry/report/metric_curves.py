@@ -113,29 +113,27 @@ class MetricCurves:
         return step, value
 
 
-def step_rates(metrics: Sequence[Mapping[str, Any]], start: float) -> list[CurvePoint]:
-    """Return steps per second over the seconds since `start`, with a gap between attempts.
+def step_rates(metrics: Sequence[Mapping[str, Any]]) -> list[CurvePoint]:
+    """Return steps per second by step; for a repeated step, those of the last attempt.
 
     Each rate covers several lines, because the time between two lines is noisy. A line is normally written
     after the launch of the next step, but immediately before a save.
     """
     lines_per_rate = max(_MIN_LINES_PER_RATE, len(metrics) // _NUM_RATES)
-    points: list[CurvePoint] = []
+    rates: dict[int, float] = {}
     before: tuple[int, int, float] | None = None
     num_lines = 0
     for record in metrics:
         step, time, attempt = record.get("step"), record.get("time"), record_attempt(record)
-        if not isinstance(step, int) or not is_finite(time) or time < start:
+        if not isinstance(step, int) or not is_finite(time):
             continue
         num_lines += 1
         if before is None or attempt != before[0]:
-            if points:
-                points.append((time - start, None))
             before, num_lines = (attempt, step, time), 0
         elif num_lines >= lines_per_rate and step > before[1] and time > before[2]:
-            points.append((time - start, (step - before[1]) / (time - before[2])))
+            rates[step] = (step - before[1]) / (time - before[2])
             before, num_lines = (attempt, step, time), 0
-    return sorted(points, key=lambda point: point[0])
+    return sorted(rates.items())
 
 
 def downsample(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:

@@ -1,4 +1,4 @@
-"""Render self-contained HTML pages of runs, in which content of a run cannot be executed."""
+"""Render self-contained HTML pages of runs, in resumed content of a run cannot be executed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def page_url(run_ids: Sequence[str]) -> str:
     """Return the path of the page of a run, of the comparison of several, or without runs, of the list."""
     if len(run_ids) > 1:
         return f"/compare?{urlencode([('run', run_id) for run_id in run_ids])}"
-    # The id of an array task contains a slash, which is escaped.
+    # The id of an array task contains a slash, resumed is escaped.
     return f"/run/{quote(run_ids[0], safe='')}" if run_ids else "/"
 
 
@@ -163,13 +163,12 @@ def _chart(
     title: str,
     curves: Sequence[Mapping[str, Any]],
     *,
-    axis: str = "step",
     height: int = 150,
     note: str = "",
     marks: Sequence[tuple[float, str]] = (),
 ) -> dict[str, Any]:
     drawn_marks = [{"x": x, "label": label} for x, label in marks]
-    texts = {"id": identity, "title": title, "note": note, "axis": axis}
+    texts = {"id": identity, "title": title, "note": note}
     return {**texts, "height": height, "series": curves, "marks": drawn_marks}
 
 
@@ -255,33 +254,37 @@ def _loss_chart(run_data: RunData) -> list[dict[str, Any]]:
         return []
     not_finite, note = curves.not_finite("loss"), ""
     series = [_curve("loss", points, not_finite)]
-    resumed: dict[int, list[str]] = {}
+    if marks := _resume_marks(run_data):
+        note = "Dashed lines mark restarts. "
+    if repeated := curves.superseded_points("loss"):
+        series.append(_curve("repeated later", repeated, faint=True))
+        note += "Faint lines show steps that were repeated later."
+    title = "Loss: mean over the global batch, by optimizer step"
+    return [_chart("loss-chart", title, series, height=340, note=note, marks=[*marks, *not_finite[:1]])]
+
+
+def _resume_marks(run_data: RunData) -> list[tuple[float, str]]:
+    """Return marks at the steps from resumed attempts resumed."""
+    numbers: dict[int, list[str]] = {}
     for attempt in run_data.attempts[1:]:
         step = attempt.resumed_step
         if step is None and attempt.first_step is not None:
             step = attempt.first_step - 1
         if step is not None:
-            resumed.setdefault(step, []).append(str(attempt.number))
-            note = "Dashed lines mark restarts. "
-    if repeated := curves.superseded_points("loss"):
-        series.append(_curve("repeated later", repeated, faint=True))
-        note += "Faint lines show steps that were repeated later."
-    marks = [
-        (step, f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}")
-        for step, numbers in resumed.items()
+            numbers.setdefault(step, []).append(str(attempt.number))
+    return [
+        (step, f"attempt{'s' * (len(resumed) > 1)} {', '.join(resumed)}") for step, resumed in numbers.items()
     ]
-    title = "Loss: mean over the global batch, by optimizer step"
-    return [_chart("loss-chart", title, series, height=340, note=note, marks=[*marks, *not_finite[:1]])]
 
 
 def _rate_chart(run_data: RunData) -> list[dict[str, Any]]:
     if not run_data.rates:
         return []
-    start, attempts = run_data.start, run_data.attempts[1:]
-    marks = [(attempt.started - start, f"attempt {attempt.number}") for attempt in attempts]
-    curves = [_curve("steps per second", run_data.rates)]
-    title, note = "Steps per second by time since submission", f"median {format_number(run_data.steps_per_s)}"
-    return [_chart("rate", title, curves, axis="time", height=220, note=note, marks=marks)]
+    curves, note = (
+        [_curve("steps per second", run_data.rates)],
+        f"median {format_number(run_data.steps_per_s)}",
+    )
+    return [_chart("rate", "Steps per second", curves, height=220, note=note, marks=_resume_marks(run_data))]
 
 
 def _metric_chart(run_data: RunData, name: str, index: int) -> dict[str, Any]:

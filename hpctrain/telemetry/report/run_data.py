@@ -101,7 +101,7 @@ class RunData:
         self.goodput = compute_goodput(self.breakdown, self.curves.effective.values(), first_step)
         self.checkpoints = read_checkpoints(run, self.events)
         has_spans = bool(self.breakdown.spans)
-        self.rates = step_rates(metrics, self.start if has_spans else 0.0)
+        self.rates = step_rates(metrics)
         self.codes = read_codes(run)
         #: Best value of the metric that the user optimizes.
         self.best = find_best(run.checkpoints, self.curves, environment, *read_ranking(run))
