@@ -319,8 +319,8 @@ def resume(
     statuses = dict(zip(sweep.dir.tasks(), query_statuses(sweep.tasks()), strict=True))
     # A trial without a job was never submitted.
     submitted = {index: status for index, status in statuses.items() if status.job_id is not None}
-    ended = [n for n, status in submitted.items() if status.state in (RunState.FAILED, RunState.CANCELLED)]
-    missing = [n for n in range(len(record.trials)) if n not in submitted or n in ended]
+    retried = (RunState.FAILED, RunState.CANCELLED)
+    missing = [n for n in range(len(record.trials)) if n not in submitted or submitted[n].state in retried]
     if unknown := [status.run_id for status in submitted.values() if status.state is RunState.UNKNOWN]:
         raise SchedulerError(
             f"Cannot determine whether {unknown[0]} and {pluralize(len(unknown) - 1, 'other trial')} are "

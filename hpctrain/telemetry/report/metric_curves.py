@@ -133,7 +133,7 @@ def step_rates(metrics: Sequence[Mapping[str, Any]]) -> list[CurvePoint]:
         elif num_lines >= lines_per_rate and step > before[1] and time > before[2]:
             rates[step] = (step - before[1]) / (time - before[2])
             before, num_lines = (attempt, step, time), 0
-    return sorted(rates.items())
+    return [(step, rates[step]) for step in sorted(rates)]
 
 
 def downsample(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:

@@ -264,7 +264,7 @@ def _loss_chart(run_data: RunData) -> list[dict[str, Any]]:
 
 
 def _resume_marks(run_data: RunData) -> list[tuple[float, str]]:
-    """Return marks at the steps from resumed attempts resumed."""
+    """Return marks at the steps from which attempts resumed."""
     numbers: dict[int, list[str]] = {}
     for attempt in run_data.attempts[1:]:
         step = attempt.resumed_step
@@ -280,10 +280,8 @@ def _resume_marks(run_data: RunData) -> list[tuple[float, str]]:
 def _rate_chart(run_data: RunData) -> list[dict[str, Any]]:
     if not run_data.rates:
         return []
-    curves, note = (
-        [_curve("steps per second", run_data.rates)],
-        f"median {format_number(run_data.steps_per_s)}",
-    )
+    curves = [_curve("steps per second", run_data.rates)]
+    note = f"median {format_number(run_data.steps_per_s)}"
     return [_chart("rate", "Steps per second", curves, height=220, note=note, marks=_resume_marks(run_data))]
 
 
