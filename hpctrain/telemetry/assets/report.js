@@ -29,7 +29,7 @@
     const ratio = devicePixelRatio, end = bbox.left + bbox.width;
     context.save();
     Object.assign(context, { strokeStyle: color("restarting"), fillStyle: color("restarting"), lineWidth: ratio,
-      font: 11 * ratio + "px system-ui, sans-serif" });
+      font: 11 * ratio + "px system-ui, sans-serif", textAlign: "left", textBaseline: "alphabetic" });
     context.setLineDash([3 * ratio, 3 * ratio]);
     let free = -Infinity;
     for (const mark of marks) {
