@@ -170,11 +170,11 @@ def hparams_text(status: RunStatus) -> str:
     run = RunDir(Path(status.run_dir))
     if status.tasks is not None:
         return ""
-    return _read_hparams(run, tuple(_stat([run.spec, run.environment])))
+    return _cached_hparams(run, tuple(_stat([run.spec, run.environment])))
 
 
 @lru_cache(maxsize=10_000)
-def _read_hparams(run: RunDir, stamps: tuple[object, ...]) -> str:  # noqa: ARG001 (changes with the files)
+def _cached_hparams(run: RunDir, stamps: tuple[object, ...]) -> str:  # noqa: ARG001 (changes with the files)
     from hpctrain.telemetry.report.run_results import read_results
 
     hparams = read_results(run, with_metrics=False).hparams

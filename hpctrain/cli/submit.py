@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from click.shell_completion import CompletionItem
 from hpctrain.cli.common import (
     complete_files,
     echo_json,
+    echo_table,
     json_option,
     parse_pairs,
     program_name,
@@ -26,7 +28,12 @@ from hpctrain.cli.common import (
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.options.option import Option
 from hpctrain.jobs.options.option_parser import option_names
-from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values, resolve_options
+from hpctrain.jobs.options.resolved_options import (
+    COMMAND_LINE_SOURCE,
+    ResolvedOptions,
+    previous_values,
+    resolve_options,
+)
 from hpctrain.jobs.options.sbatch_options import SHORT_NAMES, find_replacement
 from hpctrain.jobs.options.table import SbatchOptions, all_options, sbatch_options
 from hpctrain.jobs.submit.preflight import PreparedSubmission
@@ -206,9 +213,7 @@ def command(ctx: click.Context, /, **params: Any) -> None:
         other = "--json a JSON document" if as_json else "--show-config a table"
         raise click.UsageError(f"--dry-run prints a batch script and {other}. Use only one of these options.")
     if params["show_config"]:
-        from hpctrain.cli.option_sources import print_option_sources
-
-        print_option_sources(resolve_options(_asked(ctx), **_sources(ctx)), as_json=as_json)
+        _print_option_sources(resolve_options(_asked(ctx), **_sources(ctx)), as_json=as_json)
         return
     submission, notes = prepare(ctx, params["args"])
     _print_lines(notes)
@@ -288,6 +293,56 @@ def echo_next(run_dir: str, *commands: str) -> None:
 def _print_lines(lines: Sequence[str]) -> None:
     for line in lines:
         click.echo(line, err=True)
+
+
+def _print_option_sources(settings: ResolvedOptions, *, as_json: bool) -> None:
+    """Print one row per option, or per entry of an option with several entries."""
+    rows = _source_rows(settings)
+    if as_json:
+        echo_json(rows)
+        return
+    is_set = (row for row in rows if row["value"] is not None or row["default"] is not None)
+    echo_table([("option", "value", "source"), *(_cells(row) for row in is_set)])
+
+
+def _source_rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
+    """Return the rows in order. The row of an unset option has the default as text, and no value."""
+    rows = []
+    for name, option in all_options().items():
+        default = option.default or None
+        keys = sorted(key for key in settings.values if key == name or key.startswith(f"{name}."))
+        for key in keys:
+            # In a file, options of sbatch need no prefix.
+            short_key = key.removeprefix("sbatch.").replace("-", "_")
+            setting = settings.values[key]
+            source = setting.source
+            rows.append(
+                {
+                    "option": short_key if short_key in sbatch_options() else key,
+                    "value": setting.value,
+                    "default": default,
+                    "source": source.words or "file",
+                    "file": str(source.path) if source.path else None,
+                    "line": source.line or None,
+                    "profile": source.profile,
+                }
+            )
+        if not keys:
+            row = dict.fromkeys(("value", "file", "line", "profile"))
+            rows.append({"option": name, "default": default, "source": "default", **row})
+    return rows
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, str, str]:
+    value, source = row["value"], str(row["source"])
+    if value is None:
+        text = f"({row['default']})"
+    else:
+        text = value if isinstance(value, str) and value.isprintable() and value else json.dumps(value)
+    if row["file"] is not None:
+        profile = f" (profile {row['profile']})" if row["profile"] else ""
+        source = f"{short_path(row['file'])}:{row['line']}{profile}"
+    return row["option"], text, source
 
 
 def options() -> list[click.Option]:
