@@ -18,7 +18,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.telemetry.report.pages import page_url
 
 #: Seconds after which an idle connection is closed, and maximum number of connections.
-_IDLE_S, _MAX_CONNECTIONS = 10.0, 32
+_IDLE_S, _MAX_CONNECTIONS = 30.0, 32
 #: Maximum number of compared runs.
 _MAX_COMPARED = 50
 _HEADERS = {
