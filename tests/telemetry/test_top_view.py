@@ -131,7 +131,7 @@ def test_consecutive_checkpoints_are_one_line():
 @pytest.mark.parametrize(
     ("kind", "fields", "line"),
     [
-        ("chaos", {"fault": "kill-rank", "ranks": [3], "host": "n2"}, "chaos  ranks 3, kill-rank, n2"),
+        ("chaos", {"fault": "kill-rank", "ranks": [3], "host": "n2"}, "chaos  ranks 3 on n2, kill-rank"),
         ("chaos", {"fault": "preempt", "ranks": [], "host": None}, "chaos  preempt"),
         ("requeue", {"by": "successor", "class": "time-limit"}, "requeue  time-limit, successor"),
         (
@@ -141,6 +141,7 @@ def test_consecutive_checkpoints_are_one_line():
         ),
         ("seen", {"job_id": "25", "job_state": "CANCELLED by 1000"}, "seen  job 25, CANCELLED by 1000"),
         ("finished", {"state": "CANCELLED", "cause": None}, "finished  CANCELLED"),
+        ("failure", {"rank": 3, "host": "n2", "cause": "SIGKILL"}, "failure  SIGKILL"),
         ("excluded", {"hosts": ["n1", "n2"]}, "excluded  n1, n2"),
     ],
 )

@@ -30,7 +30,7 @@ _EVENTS = 50
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NARROWEST = 20
 #: Fields of an event that are shown as they are.
-_SHOWN_FIELDS = ("fault", "signal", "state", "job_state", "class", "cause", "reason", "by", "host")
+_SHOWN_FIELDS = ("fault", "signal", "state", "job_state", "class", "cause", "reason", "by")
 
 
 @dataclass
@@ -272,7 +272,7 @@ def _describe_event(event: Mapping[str, Any]) -> str:
     if kind == "signal":
         details.append("saved" if event.get("saved") is True else "no new checkpoint saved")
     if isinstance(ranks := event.get("ranks"), list) and ranks:
-        details.append(f"ranks {', '.join(map(str, ranks))}")
+        details.append(f"ranks {', '.join(map(str, ranks))} on {event.get('host')}")
     if kind == "excluded" and isinstance(hosts := event.get("hosts"), list):
         details += map(str, hosts)
     details += [str(event[name]) for name in _SHOWN_FIELDS if event.get(name) not in (None, "", kind)]
