@@ -53,17 +53,6 @@ def test_secrets_are_in_no_report(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["A" * 10**6, "key" * 10**5, "-" * 10**5, "a-" * 10**5, "http://" * 10**5, "key" + " " * 10**5],
-    ids=lambda text: f"{text[:8]}…",
-)
-def test_long_text_is_redacted_in_linear_time(text):
-    # A search that starts at each character would take hours.
-    assert redact(text) == text
-    assert redact_args([text, "shown"])[0] == text
-
-
-@pytest.mark.parametrize(
-    "text",
     [
         "--max-tokens 100",
         "tokenizer=gpt2",
