@@ -31,13 +31,10 @@ _MARKER = "hpctrain-complete"
 
 
 def prepare(trainer: T) -> T:
-    """Configure the trainer to save to the run folder, resume automatically, and stop on a stop signal.
+    """Configure a `transformers.Trainer` to save to the run folder, resume, and stop on a stop signal.
 
     `trainer.args.output_dir` is set to the run's `checkpoints`. After a stop signal, all ranks save after the
     same step, and exit with code 75. Without a run folder, the trainer is unchanged.
-
-    Args:
-        trainer: a `transformers.Trainer` or an instance of a subclass, before `train`.
 
     Raises:
         UserError: the trainer does not train on all ranks of the job, or saves only the model.
@@ -98,7 +95,6 @@ class RunCallback(transformers.TrainerCallback):
     def __init__(
         self, trainer: transformers.Trainer, checkpoints: ForeignCheckpoints, keep: int | None
     ) -> None:
-        """Prepare the callback; `keep` is the number of checkpoints to keep besides the best one."""
         self._trainer, self._checkpoints, self._keep = trainer, checkpoints, keep
         self._is_stopping = self._is_save_due = False
 

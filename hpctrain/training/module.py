@@ -1,4 +1,4 @@
-"""Base class of a model with a training step."""
+"""Define the base class of a model with a training step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Module(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "device":
-            return next((each.device for each in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+            return next((t.device for t in (*self.parameters(), *self.buffers())), torch.device("cpu"))
         if name == "trainer":
             run = find_run(self)
             if run is None:
@@ -47,16 +47,8 @@ class Module(nn.Module):
     def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:  # noqa: ARG002
         """Log a mean over the samples of the batch. For use in the steps and their `_end` methods.
 
-        Every logged value appears in the progress line and is averaged over all ranks.
-
-        Args:
-            name: name of the metric.
-            value: a number or a tensor with one element.
-            prog_bar: without effect.
-            **options: further arguments of Lightning's method.
-
-        Raises:
-            UserError: an option is not supported, or the module is not in use by a Trainer.
+        The value, a number or a tensor with one element, appears in the progress line, and is averaged over
+        all ranks. `options` are further arguments of Lightning's method.
         """
         run = find_run(self)
         if run is None:
@@ -71,12 +63,7 @@ class Module(nn.Module):
             self.log(name, value, prog_bar, **options)
 
     def save_hyperparameters(self, *names: str, ignore: str | Iterable[str] = ()) -> None:
-        """Record the arguments of the calling `__init__` in `hparams`, for `environment.json` and loggers.
-
-        Args:
-            *names: arguments to record; all by default.
-            ignore: arguments to omit.
-        """
+        """Record the arguments of the calling `__init__` in `hparams`: `names`, or all except `ignore`."""
         frame = inspect.currentframe()
         assert frame is not None
         assert frame.f_back is not None
@@ -111,9 +98,7 @@ class Module(nn.Module):
         """Convert the result of `training_step` to the loss, or to a mapping with it; unchanged by default.
 
         With the strategies `dp` and `ddp2`, `outputs` are the outputs of all devices, or of all ranks of the
-        node, as one batch: tensors joined along their first dimension, which counts samples. With other
-        strategies, `outputs` is the output of this rank. With `elastic_determinism`, it is the output of a
-        grain.
+        node, as one batch: tensors joined along their first dimension, which counts samples.
         """
         loss: torch.Tensor | Mapping[str, torch.Tensor] = outputs
         return loss
@@ -155,15 +140,12 @@ class Module(nn.Module):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add values that the module's `state_dict` lacks to the empty dict `checkpoint`.
 
-        Supported values are tensors, numbers, strings, None, and lists, tuples and dicts of these. Every rank
-        calls this at the saved step; the values must be the same on all ranks.
+        Supported values are tensors, numbers, strings, None, and lists, tuples and dicts of these, which must
+        be the same on all ranks.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the values that `on_save_checkpoint` put into `checkpoint`.
-
-        Called on every rank after the states of module and optimizers are loaded, if there are any values.
-        """
+        """Restore the values that `on_save_checkpoint` put into `checkpoint`, if there are any."""
 
 
 def find_run(module: nn.Module) -> Any:

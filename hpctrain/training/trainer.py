@@ -95,8 +95,7 @@ class Trainer(TrainerConfig):
                 every rank.
             train_dataset: a map-style data set, with `len()` and `[index]` or `__getitems__([indices])`;
                 tensors or NumPy arrays of equal length, alone or in a TensorDataset, a tuple or a dict; a
-                stream, which is an `IterableDataset`; or a DataLoader with one of these. The ranks divide
-                each batch of a DataLoader, and its sampler determines the order.
+                stream, which is an `IterableDataset`; or a DataLoader with one of these.
             val_dataset: data of one of these kinds, or None for no validation.
             datamodule: a LightningDataModule, for a LightningModule.
             **lightning: arguments of Lightning's `fit`: `model`, `train_dataloaders`, `val_dataloaders`,
@@ -108,10 +107,10 @@ class Trainer(TrainerConfig):
                 completed a training in the run folder.
         """
         folder = output_folder(self.run_dir, os.environ)
-        given = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
-        given = _canonical_arguments("fit", {**given, "datamodule": datamodule}, lightning)
-        if lightning_base(given["train_dataset"], "LightningDataModule") is not None:
-            given |= {"train_dataset": None, "datamodule": given["train_dataset"]}
+        arguments = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
+        arguments = _canonical_arguments("fit", {**arguments, "datamodule": datamodule}, lightning)
+        if lightning_base(arguments["train_dataset"], "LightningDataModule") is not None:
+            arguments |= {"train_dataset": None, "datamodule": arguments["train_dataset"]}
         with TrainingMarker("Trainer.fit()", folder, os.environ) as training:
             run = self._find_run()
             if run is not None and not self.run_dir and run.path in _TRAINED:
@@ -120,7 +119,7 @@ class Trainer(TrainerConfig):
                     "checkpoints of that training are there. Set a separate folder for one of the trainers "
                     "with Trainer(run_dir=…)."
                 )
-            self._fit(training, **given)
+            self._fit(training, **arguments)
         if run is not None:
             _TRAINED.add(run.path)
 
@@ -171,7 +170,7 @@ class Trainer(TrainerConfig):
             if self.is_main and (remark := self._remark_on_unsaved(module, loop.state)):
                 print(f"hpctrain: {remark}", flush=True)
             self.optimizers = list(loop.state.optimizers)
-            self.schedulers = [inner_scheduler(each) for each in loop.state.schedulers]
+            self.schedulers = [inner_scheduler(scheduler) for scheduler in loop.state.schedulers]
             try:
                 loop.run()
             finally:
@@ -185,22 +184,14 @@ class Trainer(TrainerConfig):
     def validate(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> dict[str, float]:
-        """Return the means of `validation_step` over `dataset`. All ranks must call this.
-
-        Raises:
-            UserError: the data set is empty, or the ranks return different names.
-        """
+        """Return the means of `validation_step` over `dataset`. All ranks must call this."""
         with self._evaluation("validate", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.means("validation_step", "val_loss")
 
     def test(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> dict[str, float]:
-        """Return the means of `test_step` over `dataset`. All ranks must call this.
-
-        Raises:
-            UserError: the data set is empty, or the ranks return different names.
-        """
+        """Return the means of `test_step` over `dataset`. All ranks must call this."""
         with self._evaluation("test", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.means("test_step", "test_loss")
 
@@ -211,9 +202,6 @@ class Trainer(TrainerConfig):
 
         Every rank receives all outputs, which must fit into its memory; tensors are on the CPU. For a
         map-style data set, batches are in the order of the data set, with any number of ranks.
-
-        Raises:
-            UserError: the data set is empty.
         """
         with self._evaluation("predict", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.predictions()
@@ -222,8 +210,8 @@ class Trainer(TrainerConfig):
     def _evaluation(
         self, method: str, module: Any, dataset: Any, datamodule: Any, lightning: dict[str, Any]
     ) -> Iterator[Evaluation]:
-        given = {"module": module, "dataset": dataset, "datamodule": datamodule}
-        module, dataset, datamodule = _canonical_arguments(method, given, lightning).values()
+        arguments = {"module": module, "dataset": dataset, "datamodule": datamodule}
+        module, dataset, datamodule = _canonical_arguments(method, arguments, lightning).values()
         if lightning_base(dataset, "LightningDataModule") is not None:
             dataset, datamodule = None, dataset
         # Without a launcher, one device is sufficient; no processes are started.
@@ -272,7 +260,7 @@ class Trainer(TrainerConfig):
         CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
 
     def _remark_on_unsaved(self, module: Any, state: TrainingState) -> str | None:
-        stateful = [each for each in self.callbacks if overrides_any(each, ["state_dict"])]
+        stateful = [callback for callback in self.callbacks if overrides_any(callback, ["state_dict"])]
         attributes = vars(module) if overrides_any(module, ["on_save_checkpoint"]) else None
         return remark_on_unsaved(
             [module, attributes, *stateful, *state.optimizers, *map(inner_scheduler, state.schedulers)],

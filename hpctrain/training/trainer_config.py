@@ -25,13 +25,10 @@ _DEFAULT_GRAINS = 24
 
 
 class _Rule(NamedTuple):
-    """Requirement of some settings."""
-
     settings: tuple[str, ...]
     requirement: str
     """End of the message."""
     values: tuple[object, ...] = ()
-    """Values that meet it."""
     is_met: Callable[[Any], bool] = lambda _: False
     """Test for other values."""
 
@@ -48,17 +45,26 @@ def _is_positive(value: Any) -> bool:
     return (type(value) is int or isinstance(value, float)) and value > 0
 
 
+def _is_seed(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _is_compile(value: Any) -> bool:
+    return isinstance(value, (bool, Mapping))
+
+
 _COUNT, _NUMBER = "an integer of at least 1", "a number above 0"
+_MAX_REPEATED = "True, False or the maximum number of steps to repeat after a failure (at least 1)"
 _OPTIONAL_COUNTS = (
     *("max_steps", "max_epochs", "lr_reference_batch_size", "num_nodes", "grain_size", "witness_every"),
     *("keep_last", "keep_every", "log_every", "prefetch_factor", "replica_check_every"),
 )
+_NATURALS = ("warmup_steps", "sanity_val_batches", "num_workers", "keep_best")
 _RULES = (
     _Rule(_OPTIONAL_COUNTS, _COUNT, (None,), _is_count),
     _Rule(("global_batch_size", "accumulate_grad_batches"), _COUNT, (), _is_count),
     _Rule(("micro_batch_size",), f"{_COUNT} or 'auto'", (None, "auto"), _is_count),
-    _Rule(("warmup_steps", "sanity_val_batches", "num_workers"), "an integer of at least 0", (), _is_natural),
-    _Rule(("keep_best",), "an integer of at least 0", (), _is_natural),
+    _Rule(_NATURALS, "an integer of at least 0", (), _is_natural),
     _Rule(("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb"), _NUMBER, (None,), _is_positive),
     _Rule(("dataloader_timeout_s",), _NUMBER, (), _is_positive),
     _Rule(("loss_spike_threshold",), f"{_NUMBER}, 'auto' or None", (None, "auto"), _is_positive),
@@ -68,22 +74,9 @@ _RULES = (
     _Rule(("lr_scaling",), "'linear' or 'sqrt'", ("linear", "sqrt")),
     _Rule(("mode",), "'min' or 'max'", ("min", "max")),
     _Rule(("on_bad_loss",), "'stop', 'skip', 'rollback' or None", ("stop", "skip", "rollback", None)),
-    _Rule(
-        ("memory_copies",),
-        "True, False or the maximum number of steps to repeat after a failure (at least 1)",
-        (True, False),
-        _is_natural,
-    ),
-    _Rule(
-        ("seed",),
-        "an integer that fits in 64 bits",
-        is_met=lambda value: type(value) is int and -(2**63) <= value < 2**63,
-    ),
-    _Rule(
-        ("compile",),
-        "True, False or a dict of torch.compile arguments",
-        is_met=lambda value: isinstance(value, (bool, Mapping)),
-    ),
+    _Rule(("memory_copies",), _MAX_REPEATED, (True, False), _is_natural),
+    _Rule(("seed",), "an integer that fits in 64 bits", (), _is_seed),
+    _Rule(("compile",), "True, False or a dict of torch.compile arguments", (), _is_compile),
 )
 
 
@@ -135,11 +128,9 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """`gpu` requires GPUs, `cpu` ignores them, `auto` uses them if there are any."""
     devices: Devices | None = None
-    """Devices of this node for training: a number, -1 for all, or `auto` for all free ones.
+    """Devices of this node: a number, -1 for all, `auto` for all free ones, or indices of GPUs.
 
-    Without a launcher, one process is started per device, except with `dp`; indices such as `[1, 3]` or
-    `"1,3"` select GPUs. With a launcher, the number must be that of the node's ranks. None means the devices
-    of the launcher, otherwise one device, or `auto` with `ddp_spawn` and `dp`.
+    With a launcher, the number must be that of the node's ranks, which is the default.
     """
     num_nodes: int | None = None
     """Number of nodes, which must be that of the launch; None for any number."""
@@ -227,7 +218,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         for rule in _RULES:
             for name in rule.settings:
                 value = getattr(self, name)
-                if not (any(value is each or value == each for each in rule.values) or rule.is_met(value)):
+                if not (value in rule.values or rule.is_met(value)):
                     raise UserError(f"{name} is {value!r}, but must be {rule.requirement}.")
         if isinstance(self.recompute, str):
             self.recompute = (self.recompute,)
@@ -251,12 +242,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             self.hparams = plain_hparams(self.hparams or {})
         except TypeError as error:
             raise UserError(f"{error}.") from None
-        selects_gpus = self.devices is not None and isinstance(parse_devices(self.devices), list)
-        if selects_gpus and self.accelerator == "cpu":
-            raise UserError(
-                f"{self.given['devices']} selects GPUs, but {self.given['accelerator']}. Set devices to the "
-                "number of processes."
-            )
+        if self.devices is not None:
+            parse_devices(self.devices)
         self.precision = canonical_precision(self.precision)
         self._set_grain_size()
 
@@ -303,13 +290,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
 
     @property
     def retention(self) -> Retention:
-        return Retention(
-            last=self.keep_last,
-            every=self.keep_every,
-            best=self.keep_best,
-            mode=self.mode,
-            metric=self.monitor,
-        )
+        last, every, best = self.keep_last, self.keep_every, self.keep_best
+        return Retention(last=last, every=every, best=best, mode=self.mode, metric=self.monitor)
 
     def second_tier(self, environ: Mapping[str, str]) -> Path | None:
         """Return the folder of the local tier; None if it is not used."""

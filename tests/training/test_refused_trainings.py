@@ -90,7 +90,6 @@ def test_checkpoint_of_another_optimizer_is_reported(tmp_path):
         {"seed": "1"},
         {"seed": 2**70},
         {"compile": "max"},
-        {"compile": {"mod": "max-autotune"}},
         {"global_batch_size": True},
         {"global_batch_size": None},
     ],

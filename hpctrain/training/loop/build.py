@@ -1,4 +1,4 @@
-"""Construction of a training loop from the user's settings, module and data."""
+"""Build a training loop from the user's settings, module and data."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hpctrain.training.base.precision import cast_module, make_scaler
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import DataRank
-from hpctrain.training.data.dataset_adapters import ValidationSet, make_step_source, make_validation_set
+from hpctrain.training.data.dataset_adapters import make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config
-from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
+from hpctrain.training.data.step_source import MapStepSource, StopCondition
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.determinism.witness import Witness, witness_distance
 from hpctrain.training.loop.evaluation import Validator
@@ -66,18 +66,32 @@ def build_training_loop(
     """Prepare the data, and set up the module on its device with its strategy."""
     check_initialized(module)
     ranks = context.ranks
-    if settings.elastic_determinism and isinstance(train_dataset, DataLoader):
-        _check_grain_size(settings)
+    has_grain_size = settings.given.keys() & {"grain_size", "micro_batch_size", "global_batch_size"}
+    if settings.elastic_determinism and isinstance(train_dataset, DataLoader) and not has_grain_size:
+        raise UserError(
+            "elastic_determinism is True, and train_dataset is a DataLoader, so the size of the grains is "
+            "unknown. Set grain_size, for example to a divisor of the DataLoader's batch_size."
+        )
     strategy_class = strategy or find_strategy(settings.strategy, environ)
-    data_rank = strategy_class.data_rank(ranks)
-    data_rank = replace(data_rank, grain_size=settings.grain_size)
-    source, val_data = _make_data(settings, context, data_rank, train_dataset, val_dataset)
+    data_rank = replace(strategy_class.data_rank(ranks), grain_size=settings.grain_size)
+    loading = make_loader_config(settings, context)
+    until = StopCondition(settings.max_steps, settings.max_epochs)
+    source = make_step_source(train_dataset, loading, data_rank, context, until, settings.strategy)
+    val_data = None
+    if val_dataset is not None:
+        val_rank = DataRank(ranks.rank, ranks.world_size, settings.grain_size)
+        val_data = make_validation_set(val_dataset, loading, val_rank, context)
     settings = copy(settings)
     settings.global_batch_size = source.loading.global_batch_size
     if settings.accumulate_grad_batches > 1 and settings.micro_batch_size is None:
-        passes = settings.accumulate_grad_batches * data_rank.world_size
-        settings.micro_batch_size = -(-settings.global_batch_size // passes)
-    _check_monitor(settings, validates=val_data is not None)
+        num_passes = settings.accumulate_grad_batches * data_rank.world_size
+        settings.micro_batch_size = -(-settings.global_batch_size // num_passes)
+    if settings.keep_best and val_data is None and settings.monitor.startswith("val_"):
+        raise UserError(
+            f"keep_best={settings.keep_best} selects checkpoints by monitor={settings.monitor!r}, but "
+            "this run has no validation set. Pass a validation set, or set monitor to a metric that "
+            "training_step returns, such as 'loss'."
+        )
     if run is None and settings.on_bad_loss == "rollback":
         raise UserError(
             "on_bad_loss is 'rollback', but there is no run folder, so there would be no checkpoint for a "
@@ -89,23 +103,19 @@ def build_training_loop(
     module_in_use = find_run(module)
     if module_in_use is not None:
         module_in_use.source = source
-    lightning = module_in_use if module_in_use is not None and module_in_use.has_hooks else None
     optimization = _configure_optimizers(placed, module)
     has_shards = context.is_distributed and not placed.has_complete_state
     scaler = make_scaler(settings.precision, context.device, has_shards=has_shards)
-    most = environ.get(MICRO_BATCH_VARIABLE)
+    max_micro_batch = environ.get(MICRO_BATCH_VARIABLE)
     determinism = ElasticDeterminism(context, settings.grain_size) if settings.grain_size else None
-    if lightning is not None:
-        if determinism is not None:
-            raise UserError(
-                f"elastic_determinism is True, but {type(module).__name__} is a LightningModule, which is "
-                "not supported because its hooks run once per rank. Use an hpctrain.Module instead."
-            )
-        train_step: TrainStep = LightningTrainStep(lightning, placed, optimization, settings, scaler)
+    train_step: TrainStep
+    if module_in_use is not None and module_in_use.has_hooks:
+        train_step = LightningTrainStep(module_in_use, placed, optimization, settings, scaler)
     elif determinism is not None:
         train_step = GrainTrainStep(determinism, placed, optimization, settings, scaler)
     else:
-        train_step = TrainStep(placed, optimization, settings, scaler, int(most) if most else None)
+        limit = int(max_micro_batch) if max_micro_batch else None
+        train_step = TrainStep(placed, optimization, settings, scaler, limit)
     guard = LossGuard(settings, has_scaler=scaler is not None)
     state = TrainingState(module, optimization, source, guard)
     if module_in_use is not None:
@@ -172,41 +182,12 @@ def build_training_loop(
     )
 
 
-def _make_data(
-    settings: TrainerConfig, context: DistributedContext, data_rank: DataRank, train: Any, val: Any
-) -> tuple[StepSource, ValidationSet | None]:
-    loading = make_loader_config(settings, context)
-    until = StopCondition(settings.max_steps, settings.max_epochs)
-    source = make_step_source(train, loading, data_rank, context, until, settings.strategy)
-    if val is None:
-        return source, None
-    every_rank = DataRank(context.ranks.rank, context.ranks.world_size, settings.grain_size)
-    return source, make_validation_set(val, loading, every_rank, context)
-
-
-def _check_grain_size(settings: TrainerConfig) -> None:
-    if not settings.given.keys() & {"grain_size", "micro_batch_size", "global_batch_size"}:
-        raise UserError(
-            "elastic_determinism is True, and train_dataset is a DataLoader, so the size of the grains is "
-            "unknown. Set grain_size, for example to a divisor of the DataLoader's batch_size."
-        )
-
-
-def _check_monitor(settings: TrainerConfig, *, validates: bool) -> None:
-    if settings.keep_best and not validates and settings.monitor.startswith("val_"):
-        raise UserError(
-            f"keep_best={settings.keep_best} selects checkpoints by monitor={settings.monitor!r}, but "
-            "this run has no validation set. Pass a validation set, or set monitor to a metric that "
-            "training_step returns, such as 'loss'."
-        )
-
-
 def _configure_optimizers(strategy: Strategy, module: Module) -> OptimizerSetup:
     optimization = configure_optimizers_of(module)
     if not strategy.splits_batches:
         check_trainable(module, optimization)
     if takes_optimizer_idx(module):
-        strategy.setup_optimizer_toggling([parameters_of(each) for each in optimization.optimizers])
+        strategy.setup_optimizer_toggling([*map(parameters_of, optimization.optimizers)])
     return strategy.wrap_optimizers(optimization)
 
 
@@ -215,9 +196,9 @@ def _make_loggers(parts: Components, environ: Mapping[str, str]) -> LoggerProces
         return LoggerProcess([], None, {}, parts.progress.print_message)
     environment = collect_environment(parts.settings, parts.context, parts.strategy.gradient_parts())
     # A LightningModule has the values of `save_hyperparameters()`.
-    own = getattr(parts.module, "hparams", None)
+    hparams = getattr(parts.module, "hparams", None)
     environment["hparams"] = collect_hparams(
-        own if isinstance(own, Mapping) else None, parts.settings.hparams, args=sys.argv[1:]
+        hparams if isinstance(hparams, Mapping) else None, parts.settings.hparams, args=sys.argv[1:]
     )
     parts.log.write_environment({**environment, "code": hash_code(environ)})
     # A verification is not a run of its own for the user's trackers.

@@ -1,4 +1,4 @@
-"""Exchange of trained steps between the ranks; callbacks, progress and metrics receive the results."""
+"""Exchange trained steps between the ranks; callbacks, progress and metrics receive the results."""
 
 from __future__ import annotations
 
@@ -80,7 +80,11 @@ class StepExchange:
         return False
 
     def complete_step(self, rank_batch: RankBatch, metrics: MetricAccumulator) -> StepFlags | None:
-        """Exchange a trained step, and advance the state to it."""
+        """Exchange a trained step, and advance the state to it.
+
+        Returns the requests of the ranks if a validation, a save or a stop follows this step; the state then
+        contains the metrics of the step. Otherwise None: the metrics arrive during the next step.
+        """
         parts, state, sync = self._parts, self._parts.state, self._sync
         state.step, state.epoch = rank_batch.step, rank_batch.epoch
         if self._failed is not None:
@@ -97,11 +101,11 @@ class StepExchange:
             self._checkpoints.copies.wait()
             sync.add(state.step, state.epoch, metrics, None)
             sync.send(self._collect_requests())
-            now, (*earlier, latest) = self._receive()
+            requests, (*earlier, latest) = self._receive()
             self._show(earlier)
             state.latest = latest.scalars
-            state.finished = state.finished or now.end
-            return StepFlags(stop=before.stop or now.stop, save=before.save or now.save)
+            state.finished = state.finished or requests.end
+            return StepFlags(stop=before.stop or requests.stop, save=before.save or requests.save)
         ended = parts.step_timer.sample() if parts.log.is_logged(state.step) else None
         sync.add(state.step, state.epoch, metrics, ended)
         if self._checks_early:

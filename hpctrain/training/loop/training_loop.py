@@ -60,8 +60,9 @@ class TrainingLoop:
         timer = self._parts.step_timer
         with closing(self.steps(advances_schedules=True)) as steps:
             for step in steps:
-                one = step.num_micro_batches == 1
-                micro_batches = step.micro_batches if one else timer.timed(step.micro_batches)
+                micro_batches = step.micro_batches
+                if step.num_micro_batches > 1:
+                    micro_batches = timer.timed(micro_batches)
                 self.train_step.run(step, micro_batches, self.metrics)
 
     def steps(self, *, advances_schedules: bool = False) -> Generator[StepData, None, None]:
@@ -129,10 +130,9 @@ class TrainingLoop:
 
     def _warn_of_waits(self) -> None:
         if not self._has_warned:
-            waited_s, all_s = self._parts.step_timer.data_wait()
             num_workers = self._parts.source.loading.num_workers
             hint = warn_too_few_workers(
-                waited_s, all_s, num_workers, self._cpus, can_request=can_request_cpus()
+                *self._parts.step_timer.data_wait(), num_workers, self._cpus, can_request=can_request_cpus()
             )
             self._has_warned = hint is not None
             self._print_hint(hint)
@@ -183,7 +183,7 @@ class TrainingLoop:
         self._checkpoints.resume()
         self._validator.limit_batches(self.train_step.micro_batch_size(state))
         remedy = _TRAINER_REMEDY if advances_schedules else _SESSION_REMEDY
-        ignored = [f"{each} {remedy}" for each in state.ignored]
+        ignored = [f"{value} {remedy}" for value in state.ignored]
         # A session's script advances its schedules, in most cases once per step.
         schedulers = [
             scheduler
@@ -191,13 +191,9 @@ class TrainingLoop:
             if advances_schedules or 0 < state.step == getattr(inner_scheduler(scheduler), "last_epoch", None)
         ]
         if parts.source.last_step is not None and not is_manual(parts.module):
-            schedules = [
-                (
-                    inner_scheduler(each),
-                    each.period(parts.source.steps_per_epoch) if hasattr(each, "period") else 1,
-                )
-                for each in schedulers
-            ]
+            steps_per_epoch = parts.source.steps_per_epoch
+            periods = [s.period(steps_per_epoch) if hasattr(s, "period") else 1 for s in schedulers]
+            schedules = zip(map(inner_scheduler, schedulers), periods, strict=True)
             ignored += check_ends(schedules, parts.source.last_step, state.ignored)
         for remark in (*parts.source.remarks, *parts.strategy.remarks, *ignored, *state.remarks):
             self._print_hint(remark)
@@ -224,9 +220,9 @@ class TrainingLoop:
         else:
             parts.source.micro_batch_size = self.train_step.micro_batch_size(state, parts.source)
             self._validator.limit_batches(parts.source.micro_batch_size)
-            if (most := self.train_step.max_micro_batch) is not None:
+            if (limit := self.train_step.max_micro_batch) is not None:
                 self._print_hint(
-                    f"Micro-batches are limited to {pluralize(most, 'sample')}, because an earlier "
+                    f"Micro-batches are limited to {pluralize(limit, 'sample')}, because an earlier "
                     "attempt ran out of GPU memory. The gradients are the same except for rounding."
                 )
 

@@ -112,9 +112,10 @@ class FullyShardedBase(Strategy):
             self._broadcast(scalar)
         for unit in [*reversed(_find_wrap_modules(self.module)), self._root]:
             assert isinstance(unit, nn.Module)
-            for parameter in unit.parameters():
-                if not isinstance(parameter, DTensor) and parameter.ndim:
-                    self._broadcast(parameter)
+            unsharded = [p for p in unit.parameters() if not isinstance(p, DTensor) and p.ndim]
+            self._check_dtypes(unsharded)
+            for parameter in unsharded:
+                self._broadcast(parameter)
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -188,6 +189,17 @@ class FullyShardedBase(Strategy):
             )
         _unshard_module(self.module)
         return None
+
+    def _check_dtypes(self, unsharded: list[nn.Parameter]) -> None:
+        trained = {p for p in unsharded if p.requires_grad}
+        names = {p.dtype: name for name, p in self.module.named_parameters() if p in trained}
+        if len(names) > 1:
+            parameters = " and ".join(f"{name} ({dtype})" for dtype, name in names.items())
+            raise UserError(
+                f"strategy is {self.settings.strategy!r}, which gathers {parameters} together, so they must "
+                "have the same type. Convert them to one type, or put the layers of each type into separate "
+                "blocks of a Sequential, ModuleList or ModuleDict, or use strategy 'ddp'."
+            )
 
     def _broadcast(self, parameter: nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.context.device)
