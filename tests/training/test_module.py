@@ -172,13 +172,9 @@ def test_step_ends_see_the_batch_of_the_rank_or_of_the_node(strategy, size, mean
     ("hook", "remedy"),
     [
         ("configure_ddp", "use the Trainer settings find_unused_parameters"),
-        ("init_ddp_connection", "use `hpctrain submit`, torchrun or srun"),
         ("optimizer_zero_grad", "hpctrain sets gradients to None"),
         ("on_train_epoch_end", "a callback or a LightningModule"),
         ("validation_epoch_end", "a callback or a LightningModule"),
-        ("on_pretrain_routine_start", "a callback or a LightningModule"),
-        ("setup", "a callback or a LightningModule"),
-        ("backward", "use manual optimization"),
     ],
 )
 def test_hooks_that_are_not_called_are_refused_before_the_first_step(hook, remedy):
@@ -188,17 +184,3 @@ def test_hooks_that_are_not_called_are_refused_before_the_first_step(hook, remed
     ):
         hpctrain.Trainer(max_steps=1).fit(module)
     assert module.positions == []
-
-
-def test_unknown_option_of_log_is_refused():
-    class Misspelled(Logging):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("a", 1, progress_bar=True)
-
-    with pytest.raises(hpctrain.UserError, match=r"log\('a', …\) has no argument 'progress_bar'"):
-        hpctrain.Trainer(max_steps=1).fit(Misspelled())
-
-
-def test_logging_outside_of_the_trainer_is_refused():
-    with pytest.raises(hpctrain.UserError, match=r"Logging.log\('a', …\) was called outside of fit"):
-        Logging().log("a", 1)
