@@ -5,29 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.errors import UserError
 from hpctrain.text import format_number, pluralize
 
 if TYPE_CHECKING:
-    import torch
-
     from hpctrain.training.module import Module
-
-
-class TrainerHandle(Protocol):
-    """The part of a `Trainer` that callbacks use."""
-
-    step: int
-    metrics: dict[str, float]
-    optimizers: list[torch.optim.Optimizer]
-    schedulers: list[Any]
-
-    @property
-    def is_main(self) -> bool: ...
-
-    def end(self, reason: str = ...) -> None: ...
 
 
 class Callback:
@@ -38,19 +22,19 @@ class Callback:
     `state_dict`.
     """
 
-    def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:
+    def on_fit_start(self, trainer: Any, module: Module) -> None:
         """Called after the newest checkpoint, if any, is loaded; `trainer.step` steps are completed.
 
         To change a value of a resumed run, set it in `trainer.optimizers` or `trainer.schedulers`.
         """
 
-    def on_step_end(self, trainer: TrainerHandle, module: Module, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Any, module: Module, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of step `trainer.step`, one step later, to avoid delays."""
 
-    def on_validation_end(self, trainer: TrainerHandle, module: Module, metrics: Mapping[str, float]) -> None:
+    def on_validation_end(self, trainer: Any, module: Module, metrics: Mapping[str, float]) -> None:
         """Called after the validation that follows step `trainer.step`."""
 
-    def on_fit_end(self, trainer: TrainerHandle, module: Module) -> None:
+    def on_fit_end(self, trainer: Any, module: Module) -> None:
         """Called at the end of training, but not when the run stops to be continued by another job."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,18 +79,13 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0
 
-    def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: Any, _module: Module) -> None:
         """End a resumed run immediately if training had already ended, unless the patience was increased."""
         if trainer.step == 0:  # the callback may have been used in another training
             self.best, self.waited = None, 0
         self._end_if_due(trainer)
 
-    def on_validation_end(
-        self,
-        trainer: TrainerHandle,
-        module: Module,  # noqa: ARG002
-        metrics: Mapping[str, float],
-    ) -> None:
+    def on_validation_end(self, trainer: Any, _module: Module, metrics: Mapping[str, float]) -> None:
         if self.metric not in metrics:
             raise self.missing_metric_error(metrics.keys())
         value = metrics[self.metric]
@@ -136,7 +115,7 @@ class EarlyStopping(Callback):
         gain = self.best - value if self.mode == "min" else value - self.best
         return gain > self.min_delta
 
-    def _end_if_due(self, trainer: TrainerHandle) -> None:
+    def _end_if_due(self, trainer: Any) -> None:
         if self.waited >= self.patience:
             reached = "was NaN" if self.best is None else f"did not improve on {format_number(self.best)}"
             trainer.end(f"{self.metric} {reached} in {pluralize(self.waited, 'validation run')}")

@@ -94,7 +94,7 @@ class _AcceptsAliases(type):
 
 @dataclass(kw_only=True)
 class TrainerConfig(metaclass=_AcceptsAliases):
-    """The settings of a `Trainer`, as in docs/training.md.
+    """The settings of a `Trainer`, which docs/training.md describes.
 
     `resolve_strategy` checks those that depend on strategy and algorithm.
 
@@ -106,108 +106,55 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     given: ClassVar[Mapping[str, str]] = {}
     """Settings that the user passed, without those that are None, and the name and value in the call."""
     max_steps: int | None = None
-    """Number of optimizer steps after which training ends. Set either this or `max_epochs`."""
     max_epochs: int | None = None
-    """Number of epochs after which training ends. Set either this or `max_steps`."""
     global_batch_size: int = 32
-    """Samples per optimizer step, summed over all ranks; the same for any number of ranks."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Maximum samples per forward and backward pass of a rank."""
     accumulate_grad_batches: int = 1
-    """Batches per optimizer step. A DataLoader's batch size is multiplied by this number."""
     strategy: str = "auto"
-    """Strategy, from docs/strategies.md. `auto` uses `HPCTRAIN_STRATEGY` if it is set, otherwise `ddp`."""
     algorithm: str | Any = "allreduce"
-    """Algorithm with which the ranks of `ddp` exchange gradients or weights: a name, or an `Algorithm`."""
     bucket_cap_mb: float | None = None
-    """Size of gradient buckets in megabytes, with `ddp`, `ddp_spawn`, `ddp2` and `zero1`."""
     static_graph: bool = False
-    """Assert that every step uses the same parameters in the same way; torch does not check this."""
     find_unused_parameters: bool = False
-    """Allow steps that do not use all parameters."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    """`gpu` requires GPUs, `cpu` ignores them, `auto` uses them if there are any."""
     devices: Devices | None = None
-    """Devices of this node: a number, -1 for all, `auto` for all free ones, or indices of GPUs.
-
-    With a launcher, the number must be that of the node's ranks, which is the default.
-    """
     num_nodes: int | None = None
-    """Number of nodes, which must be that of the launch; None for any number."""
     precision: str = "32"
-    """Number format: `32`, `bf16-mixed`, `16-mixed` or `bf16-true`."""
     gradient_clip_norm: float | None = None
-    """Maximum norm of all gradients; larger gradients are scaled down."""
     gradient_clip_value: float | None = None
-    """Maximum absolute value of each gradient element; larger values are clipped."""
     lr_reference_batch_size: int | None = None
-    """Batch size that the learning rate was tuned for; the rate is scaled to `global_batch_size`."""
     lr_scaling: Literal["linear", "sqrt"] = "linear"
-    """`linear` scales the rate by the ratio of the batch sizes (for SGD), `sqrt` by its root (for Adam)."""
     warmup_steps: int = 0
-    """Steps of the learning-rate warm-up: from the configured rate if it is scaled up, otherwise from 0."""
     recompute: Sequence[str] = ()
-    """Submodules whose activations the backward pass recomputes."""
     compile: bool | Mapping[str, Any] = False
-    """Compile the module's steps with `torch.compile`. Pass a mapping to set its arguments."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
-    """Steps between checkpoints. In addition, a stop and the end of training always save."""
     checkpoint_async: bool = True
-    """Continue training while a checkpoint is written. Training pauses only while the state is copied."""
     keep_last: int = 3
-    """Number of newest checkpoints to keep."""
     keep_every: int | None = None
-    """Also keep checkpoints whose step is a multiple of this number. None keeps no additional ones."""
     keep_best: int = 0
-    """Number of best checkpoints to keep in addition. Unless it is 0, each validated state is saved."""
     monitor: str = "val_loss"
-    """Metric for `keep_best`: a name that `validation_step` or `training_step` returns."""
     mode: Literal["min", "max"] = "min"
-    """`min` if lower values of `monitor` are better, `max` if higher values are better."""
     local_checkpoints: str | os.PathLike[str] | None = None
-    """Fast folder on each node, for the first copy of checkpoints; `auto` uses /dev/shm or TMPDIR."""
     on_bad_loss: Literal["stop", "skip", "rollback"] | None = "stop"
-    """Reaction to a loss that is not finite, or is far above previous losses."""
     loss_spike_threshold: float | Literal["auto"] | None = "auto"
-    """Distance from the median of the last losses that is bad, in robust standard deviations."""
     replica_check_every: int | None = 100
-    """Number of steps in which the complete replicas of the ranks are compared once, one slice per step."""
     memory_copies: bool | int = True
-    """Copies of the state in the memory of the nodes, so that a failure repeats few steps."""
     validate_every: int | Literal["epoch"] | None = "epoch"
-    """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation."""
     sanity_val_batches: int = 1
-    """Batches per rank to validate before the first step, to detect errors in the validation immediately."""
     callbacks: Sequence[Callback] = ()
-    """Callbacks, such as `EarlyStopping`."""
     log_every: int = 1
-    """Steps between lines in `metrics.jsonl`."""
     loggers: Sequence[str | Logger] = ()
-    """Additional metric loggers: `csv`, `tensorboard`, `wandb`, `mlflow`, `neptune`, or your own."""
     elastic_determinism: bool = False
-    """Make every bit of the result independent of the number of ranks; see docs/exactness.md."""
     grain_size: int | None = None
-    """Samples of a batch that are computed together with `elastic_determinism`."""
     witness_every: int | None = None
-    """Steps between comparisons of the same gradient from two ranks, to detect faulty devices."""
     seed: int = 0
-    """Seed of initial weights, data order and dropout."""
     hparams: Any = None
-    """Hyper-parameters to record, in addition to the arguments of the script."""
     record_samples: bool = False
-    """Write the indices of all trained samples to `samples/`."""
     run_dir: str | os.PathLike[str] | None = None
-    """Output folder; None uses the run folder of the job. Without either folder, nothing is written."""
     num_workers: int = 0
-    """Data workers per rank; 0 loads batches in the rank itself."""
     prefetch_factor: int = 2
-    """Batches that each data worker prefetches."""
     dataloader_timeout_s: float = 900.0
-    """Maximum wait for a batch from a data worker, in seconds."""
     seed_samples: bool = True
-    """Seed the global random generators for each fetched sample."""
     collate_fn: Callable[[list[Any]], Any] | None = None
-    """Function that combines samples into a batch. None uses torch's default."""
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):
