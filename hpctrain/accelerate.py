@@ -82,9 +82,9 @@ class AcceleratorCheckpointer:
             file = newest / _CONFIGURED
             self._configured = json.loads(file.read_text()) if file.exists() else script
             ignored = ignored_after_load(optimizers, schedulers, script, self._configured)
-        others = (accelerator._custom_objects, accelerator.scaler, accelerator._dataloaders)
+        registered = (accelerator._custom_objects, accelerator.scaler, accelerator._dataloaders)
         unsaved = remark_on_unsaved(
-            (models, optimizers, schedulers, *others),
+            (models, optimizers, schedulers, *registered),
             "Pass them to accelerator.prepare() or register_for_checkpointing().",
         )
         remedy = "To change the value in a resumed run, set it after load()."

@@ -100,8 +100,8 @@ class RunCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         regroup_buckets(self._trainer.model_wrapped)
-        parts = (self._trainer.model, self._trainer.optimizer)
-        self._checkpoints.watch(*(part for part in parts if part is not None))
+        trained = (self._trainer.model, self._trainer.optimizer)
+        self._checkpoints.watch(*(value for value in trained if value is not None))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         # After the last step of an epoch, the evaluation runs first, because a resumed run would omit it.

@@ -23,10 +23,7 @@ class Callback:
     """
 
     def on_fit_start(self, trainer: Any, module: Module) -> None:
-        """Called after the newest checkpoint, if any, is loaded; `trainer.step` steps are completed.
-
-        To change a value of a resumed run, set it in `trainer.optimizers` or `trainer.schedulers`.
-        """
+        """Called after the newest checkpoint, if any, is loaded; `trainer.step` steps are completed."""
 
     def on_step_end(self, trainer: Any, module: Module, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of step `trainer.step`, one step later, to avoid delays."""

@@ -125,7 +125,7 @@ class Module(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not define test_step(self, batch, batch_idx).")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002
-        """Return the output for `Trainer.predict`; the module's output by default."""
+        """Return the output for `Trainer.predict`; that of `forward` by default."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
@@ -149,12 +149,10 @@ class Module(nn.Module):
 
 
 def find_run(module: nn.Module) -> Any:
-    """Return the `ModuleRun` that uses the module; None outside of a Trainer."""
     return vars(module).get("_hpctrain")
 
 
 def has_step_end(module: nn.Module, step: str) -> bool:
-    """Return true if the user's class converts the outputs of a step, such as `training_step`."""
     kind, name = getattr(module, "_user_class", type(module)), f"{step}_end"
     return getattr(kind, name, None) not in (None, getattr(Module, name, None))
 
@@ -196,7 +194,6 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Check that all parameters and buffers have a size."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise UserError(
@@ -223,7 +220,6 @@ def is_manual(module: Any) -> bool:
 
 
 def check_frozen(frozen: Iterable[tuple[str, nn.Parameter]], effect: str) -> None:
-    """Check that parameters are still frozen."""
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise UserError(

@@ -53,7 +53,6 @@ class _Piece(NamedTuple):
     stop: int
 
     def numbers(self) -> torch.Tensor:
-        """Return the bits as integers of 1, 2 or 4 bytes."""
         flat = _flatten(self.holder[self.key].detach())
         view = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
         return view[self.start // view.element_size() : self.stop // view.element_size()]
@@ -104,7 +103,6 @@ class ReplicaCheck:
         return cls(context, state, every), None
 
     def reset(self) -> None:
-        """Discard all hashes, before the first step and after a checkpoint was loaded."""
         self._slices, self._sizes = [], []
         self._recorded, self._sent = [], []
 
@@ -146,7 +144,7 @@ class ReplicaCheck:
         for record in self._sent:
             record.slice.verified_step = record.step
         if self._sent:
-            self._state.compared_step = min(each.verified_step for each in self._slices)
+            self._state.compared_step = min(state_slice.verified_step for state_slice in self._slices)
 
     def _make_slices(self) -> None:
         tensors = list(self._tensors())
@@ -172,7 +170,6 @@ class ReplicaCheck:
             state_slice.pieces = pieces
 
     def _tensors(self) -> Iterator[tuple[str, Mapping[Any, torch.Tensor], Any]]:
-        """Yield the name and the place of each tensor that all ranks have completely."""
         parameters = dict(self._state.module.named_parameters())
         names = {parameter: name for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
@@ -259,7 +256,6 @@ def _signed(number: int) -> int:
 
 
 def _blocks(numbers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the numbers, in order, in as few tensors as possible."""
     block: list[torch.Tensor] = []
     for piece in numbers:
         if block and sum(map(len, block)) + len(piece) > _BLOCK_SIZE:
@@ -291,7 +287,6 @@ def _flatten(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_suspect(context: DistributedContext) -> Suspect:
-    """Return this rank, as named in errors."""
     rank, device = context.ranks.rank, f"CPU of rank {context.ranks.rank}"
     if context.device.type == "cuda":
         device = f"GPU-{torch.cuda.get_device_properties(context.device).uuid}"

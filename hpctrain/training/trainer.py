@@ -22,9 +22,9 @@ from hpctrain.training.base.device_selection import find_devices, has_launcher, 
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.lightning_module import LightningHooks, lightning_base, module_run
-from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
+from hpctrain.training.loop.training_loop import build_training_loop
 from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies import (
@@ -76,7 +76,6 @@ class Trainer(TrainerConfig):
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0."""
         return self.ranks.is_main
 
     def fit(
@@ -269,7 +268,6 @@ class Trainer(TrainerConfig):
         )
 
     def _find_run(self) -> RunDir | None:
-        """Return `run_dir`, otherwise the run folder, which can contain only one training."""
         folder = output_folder(self.run_dir, os.environ)
         return None if folder is None else RunDir(Path(folder).absolute())
 

@@ -241,7 +241,6 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         return Retention(last=last, every=every, best=best, mode=self.mode, metric=self.monitor)
 
     def second_tier(self, environ: Mapping[str, str]) -> Path | None:
-        """Return the folder of the local tier; None if it is not used."""
         if self.local_checkpoints is None:
             return None
         if self.local_checkpoints != "auto":

@@ -20,15 +20,11 @@ from hpctrain.training.optim.resumed_values import IgnoredValue, configured_valu
 
 
 class Stateful(Protocol):
-    """Object with a state that a checkpoint can contain."""
-
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class TrainingState:
-    """The module and all other state that changes from step to step."""
-
     def __init__(
         self, module: Module, optimization: OptimizerSetup, source: StepSource, loss_guard: LossGuard
     ) -> None:
@@ -105,7 +101,6 @@ class TrainingState:
         }
 
     def load(self, loaded: LoadedCheckpoint) -> None:
-        """Restore the result of `tree`."""
         tree = {**loaded.state}
         tree["module"] = match_names(tree["module"], self.module.state_dict())
         # An imported checkpoint has no sample order, so training starts a new order.
@@ -188,7 +183,6 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _load_each(kind: str, targets: Sequence[Stateful], states: Sequence[dict[str, Any]] | None) -> None:
-    """Load the state of each of `targets`; None if the checkpoint has no state."""
     if states is None:
         return
     if len(targets) != len(states):

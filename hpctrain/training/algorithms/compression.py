@@ -50,8 +50,6 @@ _LARGEST = 3.0
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows of 8-bit codes, each with a minimum and a maximum."""
-
     codes: torch.Tensor
     """uint8, of shape [rows, n]."""
     ranges: torch.Tensor
@@ -70,7 +68,6 @@ class QuantizedRows:
         return cls(codes, torch.cat([low, high], 1))
 
     def dequantize(self) -> torch.Tensor:
-        """Return the rows in float32, in their original shape."""
         low, high = self.ranges[:, :1], self.ranges[:, 1:]
         return low + self.codes.float() * ((high - low) / _LEVELS)
 
@@ -195,7 +192,6 @@ class QAdam(BucketAlgorithm):
     keeps_gradients = True
 
     def __init__(self, warmup_steps: int = 100) -> None:
-        """Freeze the variance after `warmup_steps` steps."""
         super().__init__()
         self.warmup_steps = warmup_steps
         self._step = 0

@@ -66,7 +66,6 @@ class Evaluation:
         return means
 
     def predictions(self) -> list[Any]:
-        """Return the outputs of `predict_step` for all batches, in rank order."""
         outputs = []
         strategy, context = self._strategy, self._strategy.context
         with (
@@ -190,7 +189,6 @@ class _SampleMeans:
         logged: Mapping[str, torch.Tensor],
         num_held: int,
     ) -> None:
-        """Add means over `num_samples`, and logged means over the samples of this rank."""
         terms, names = self._terms, {**logged, **scalars}.keys()
         if terms and terms.keys() != names:
             raise UserError(
@@ -237,7 +235,6 @@ class StoppableLoop:
         self.interrupted = False
 
     def iterate(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield `batches`, until the end or the agreed stop."""
         for batch in batches:
             yield batch
             self._batcher.add()
@@ -270,7 +267,6 @@ class StoppableLoop:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put `module` in evaluation mode within the block; afterwards restore the mode of each submodule."""
     modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     try:
@@ -281,63 +277,59 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 class Validator:
-    """Validations of the module during training."""
-
-    def __init__(self, parts: Components, data: ValidationSet | None) -> None:
-        self._parts, self._state, self._data = parts, parts.state, data
-        self._every = None if data is None else parts.settings.validate_every
+    def __init__(self, shared: Components, data: ValidationSet | None) -> None:
+        self._shared, self._state, self._data = shared, shared.state, data
+        self._every = None if data is None else shared.settings.validate_every
         #: Metrics that the training has, too.
-        self._shared_names = {"loss"}
+        self._training_names = {"loss"}
 
     def limit_batches(self, num_samples: int | None) -> None:
-        """Limit the samples of a rank's batch; None does not limit them."""
         if self._data is not None:
             self._data.max_batch_size = num_samples
 
     def due(self) -> bool:
         """Return true if a validation is due and did not already run before a stop at this step."""
-        every, state = self._every, self._state
-        if every is None or state.step in (0, state.validated_step):
+        interval, state = self._every, self._state
+        if interval is None or state.step in (0, state.validated_step):
             return False
         return state.finished or (
-            self._parts.source.at_epoch_end if every == "epoch" else state.step % every == 0
+            self._shared.source.at_epoch_end if interval == "epoch" else state.step % interval == 0
         )
 
     def run(self) -> bool:
         """Validate; return False, with unchanged state, if the ranks agreed to stop meanwhile."""
         assert self._data is not None
-        parts, state = self._parts, self._state
+        shared, state = self._shared, self._state
         # Checkpoints do not contain a callback's request to end, so this validation must not be interrupted.
-        stop = None if state.finished and not parts.source.finished else parts.stop
-        put_back = snapshot_buffers(parts.module)
-        with activity.in_phase(RankPhase.VALIDATE), parts.step_timer.measure("validation"):
-            results = run_validation(parts.strategy, self._data, stop=stop)
+        stop = None if state.finished and not shared.source.finished else shared.stop
+        put_back = snapshot_buffers(shared.module)
+        with activity.in_phase(RankPhase.VALIDATE), shared.step_timer.measure("validation"):
+            results = run_validation(shared.strategy, self._data, stop=stop)
         if results is None:
             put_back()
             return False
         # `loss` without prefix is the training loss. An excluded step has no metrics.
-        self._shared_names |= results.keys() & state.latest.keys()
+        self._training_names |= results.keys() & state.latest.keys()
         results = {
-            f"val_{name}" if name in self._shared_names else name: mean for name, mean in results.items()
+            f"val_{name}" if name in self._training_names else name: mean for name, mean in results.items()
         }
         state.validation, state.validated_step = results, state.step
         state.latest = {**state.latest, **state.validation}
-        parts.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
-        parts.callbacks.validation_end(state.step, state.validation)
-        parts.end_if_requested()
+        shared.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
+        shared.callbacks.validation_end(state.step, state.validation)
+        shared.end_if_requested()
         return True
 
     def check_sanity(self) -> None:
-        """Validate a few batches, to detect errors in the validation immediately."""
-        parts, settings = self._parts, self._parts.settings
+        shared, settings = self._shared, self._shared.settings
         if self._data is None or self._every is None or not settings.sanity_val_batches:
             return
-        with preserve_state(parts.module):
-            results = run_validation(parts.strategy, self._data, num_batches=settings.sanity_val_batches)
+        with preserve_state(shared.module):
+            results = run_validation(shared.strategy, self._data, num_batches=settings.sanity_val_batches)
         # Names shared with the training have the prefix "val_"; now, only `loss` is known to be shared.
         names = {"val_loss" if name == "loss" else name for name in results or {}}
         accepted = {*names, *(f"val_{name}" for name in results or {})}
-        parts.callbacks.check_names(names, accepted)
+        shared.callbacks.check_names(names, accepted)
         if settings.keep_best and settings.monitor.startswith("val_") and settings.monitor not in accepted:
             raise UserError(
                 f"keep_best={settings.keep_best} selects checkpoints by monitor={settings.monitor!r}, but "

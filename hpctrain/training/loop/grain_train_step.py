@@ -26,8 +26,6 @@ from hpctrain.training.training_state import TrainingState
 
 
 class _TokenWeights(TokenCounter):
-    """Weights of losses that are means over tokens."""
-
     def add(self, count: torch.Tensor, rank_batch: RankBatch, is_last: bool) -> torch.Tensor:  # noqa: ARG002
         return count.detach().to(self._context.device, torch.float32) / rank_batch.batch_size
 

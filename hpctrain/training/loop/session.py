@@ -26,9 +26,8 @@ from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.data.step_source import StepData
 from hpctrain.training.determinism.fixed_point import exact_norm
-from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
-from hpctrain.training.loop.training_loop import TrainingLoop
+from hpctrain.training.loop.training_loop import TrainingLoop, build_training_loop
 from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
@@ -268,7 +267,6 @@ class Session:
                     vars(optimizer).pop(name, None)
 
     def _grains(self, loop: TrainingLoop, train_step: GrainTrainStep, step: StepData) -> Iterator[Any]:
-        """Yield the grains of a step, and perform the deferred calls after the last."""
         rates: list[Any] = []
         for grain, scalars, _ in train_step.passes(step.rank_batch, step.micro_batches, loop.metrics):
             self._deferred.clear()
@@ -316,7 +314,6 @@ class Session:
             parameter.grad = gradient if hidden else None
 
     def _defer(self, value: Any) -> Callable[..., None]:
-        """Return a function that postpones `value.step()` to the end of the optimizer step."""
         step = value.step
         return lambda: self._deferred.append(step)
 
@@ -369,8 +366,6 @@ class _HiddenGradient(torch.Tensor):
 
 
 class _DeferredScheduler:
-    """A scheduler with another `step`."""
-
     def __init__(self, scheduler: LRScheduler, step: Callable[..., None]) -> None:
         self._scheduler, self.step = scheduler, step
 
@@ -379,8 +374,6 @@ class _DeferredScheduler:
 
 
 class _PreparedModules(Module):
-    """Container of all prepared objects."""
-
     def __init__(self) -> None:
         super().__init__()
         self.models = nn.ModuleList()

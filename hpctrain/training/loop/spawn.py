@@ -35,8 +35,6 @@ _POLL_INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class SpawnResult:
-    """Result of a training run, returned to the calling process."""
-
     weights: dict[str, Any]
     step: int
     metrics: dict[str, float]
@@ -135,13 +133,13 @@ def _write_result(folder: Path, result: SpawnResult) -> None:
     """Write tensors separately: pickling would require twice the memory."""
     tensors = {name: value for name, value in result.weights.items() if isinstance(value, torch.Tensor)}
     torch.save(tensors, folder / "tensors")
-    rest = replace(result, weights={n: v for n, v in result.weights.items() if n not in tensors})
-    (folder / "result").write_bytes(dumps(rest, "Trainer.fit", [("its return value", rest)]))
+    pickled = replace(result, weights={n: v for n, v in result.weights.items() if n not in tensors})
+    (folder / "result").write_bytes(dumps(pickled, "Trainer.fit", [("its return value", pickled)]))
 
 
 def _read_result(folder: Path) -> SpawnResult:
-    rest: SpawnResult = pickle.loads((folder / "result").read_bytes())
-    return replace(rest, weights={**torch.load(folder / "tensors", weights_only=True), **rest.weights})
+    result: SpawnResult = pickle.loads((folder / "result").read_bytes())
+    return replace(result, weights={**torch.load(folder / "tensors", weights_only=True), **result.weights})
 
 
 def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:

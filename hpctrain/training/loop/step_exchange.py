@@ -33,14 +33,14 @@ class BadStep(Exception):
 class StepExchange:
     """Exchange of metrics and requests after each step."""
 
-    def __init__(self, parts: Components, validator: Validator, checkpoints: TrainingCheckpoints) -> None:
-        self._parts, self._validator, self._checkpoints = parts, validator, checkpoints
-        self._guard = parts.state.loss_guard
+    def __init__(self, shared: Components, validator: Validator, checkpoints: TrainingCheckpoints) -> None:
+        self._shared, self._validator, self._checkpoints = shared, validator, checkpoints
+        self._guard = shared.state.loss_guard
         self._checks_early = self._guard.policy == "skip"
         self._sync = StepSync(
-            parts.context,
-            one_by_one=parts.source.exchanges_ends or parts.callbacks.wants_steps or self._checks_early,
-            replica_check=parts.replica_check,
+            shared.context,
+            one_by_one=shared.source.exchanges_ends or shared.callbacks.wants_steps or self._checks_early,
+            replica_check=shared.replica_check,
         )
         self._own_requests = self._requests = _NO_REQUESTS
         self._failed: BadStep | None = None
@@ -52,7 +52,6 @@ class StepExchange:
         self._sync.discard()
 
     def send_loss(self, unfinished: MetricAccumulator) -> None:
-        """Send the loss of a step before its update."""
         self._sync.send(self._own_requests, unfinished)
         self._own_requests = _NO_REQUESTS
 
@@ -65,7 +64,6 @@ class StepExchange:
         return cause is None or self._skip(step, cause, unfinished.values["loss"])
 
     def accepts_norm(self, step: int, norm: torch.Tensor | None) -> bool:
-        """Return False if the step is to be skipped for its gradient norm, which all ranks have."""
         if norm is None or not self._guard.checks_norm or math.isfinite(norm):
             return True
         return self._skip(step, f"the gradient norm is {norm.item()}", 0.0)
@@ -73,8 +71,8 @@ class StepExchange:
     def _skip(self, step: int, cause: str, own_loss: torch.Tensor | float) -> Literal[False]:
         cause = self._describe(step, cause, own_loss)
         if self._guard.exclude_step(step):
-            self._parts.log.write_event("bad_loss", step=step, cause=cause, action="skip")
-            self._parts.progress.print_message(f"hpctrain: {cause}, so the update of this step is skipped")
+            self._shared.log.write_event("bad_loss", step=step, cause=cause, action="skip")
+            self._shared.progress.print_message(f"hpctrain: {cause}, so the update of this step is skipped")
         else:
             self._failed = BadStep(step, cause)
         return False
@@ -85,7 +83,7 @@ class StepExchange:
         Returns the requests of the ranks if a validation, a save or a stop follows this step; the state then
         contains the metrics of the step. Otherwise None: the metrics arrive during the next step.
         """
-        parts, state, sync = self._parts, self._parts.state, self._sync
+        shared, state, sync = self._shared, self._shared.state, self._sync
         state.step, state.epoch = rank_batch.step, rank_batch.epoch
         if self._failed is not None:
             raise self._failed
@@ -93,10 +91,10 @@ class StepExchange:
         if sync.is_pending:
             before, results = self._receive()
             self._show(results)
-        state.finished = parts.source.finished or before.end
+        state.finished = shared.source.finished or before.end
         is_joint = before.stop or before.save or self._checkpoints.due() or self._validator.due()
-        if parts.replica_check is not None:
-            parts.replica_check.add(state.step, whole=is_joint)
+        if shared.replica_check is not None:
+            shared.replica_check.add(state.step, whole=is_joint)
         if is_joint or self._checkpoints.copies.due():
             self._checkpoints.copies.wait()
             sync.add(state.step, state.epoch, metrics, None)
@@ -106,7 +104,7 @@ class StepExchange:
             state.latest = latest.scalars
             state.finished = state.finished or requests.end
             return StepFlags(stop=before.stop or requests.stop, save=before.save or requests.save)
-        ended = parts.step_timer.sample() if parts.log.is_logged(state.step) else None
+        ended = shared.step_timer.sample() if shared.log.is_logged(state.step) else None
         sync.add(state.step, state.epoch, metrics, ended)
         if self._checks_early:
             self._own_requests = self._collect_requests()
@@ -115,21 +113,21 @@ class StepExchange:
         return None
 
     def _collect_requests(self) -> StepFlags:
-        parts = self._parts
+        shared = self._shared
         return StepFlags(
-            stop=parts.stop.is_set,
+            stop=shared.stop.is_set,
             save=self._checkpoints.save_requested(),
-            end=parts.callbacks.ending is not None,
-            stream_ends=parts.source.local_ends(),
+            end=shared.callbacks.ending is not None,
+            stream_ends=shared.source.local_ends(),
             copy_every=self._checkpoints.copies.wanted,
         )
 
     def _receive(
         self, timer: AbstractContextManager[None] | None = None
     ) -> tuple[StepFlags, list[StepResult]]:
-        with timer or self._parts.compute_timer.exchange():
+        with timer or self._shared.compute_timer.exchange():
             requests, results = self._sync.read()
-        self._parts.source.receive_ends(requests.stream_ends)
+        self._shared.source.receive_ends(requests.stream_ends)
         self._checkpoints.copies.set_every(int(requests.copy_every))
         self._handle_results(results)
         return requests, results
@@ -138,20 +136,20 @@ class StepExchange:
         for count, result in enumerate(results, 1):
             if not self._checks_early and (cause := self._guard.find_problem_in(result.scalars)):
                 # A step before a validation or a save has no time sample yet.
-                timing = result.timing or self._parts.step_timer.sample()
+                timing = result.timing or self._shared.step_timer.sample()
                 self._show([*results[: count - 1], replace(result, timing=timing)])
                 cause = self._describe(result.step, cause, self._sync.own_loss(result.step))
                 raise BadStep(result.step, cause)
             if SKIPPED_FIELD not in result.scalars:
-                self._parts.callbacks.step_end(result.step, result.scalars)
+                self._shared.callbacks.step_end(result.step, result.scalars)
 
     def _describe(self, step: int, cause: str, own_loss: torch.Tensor | float) -> str:
-        finite = self._parts.context.all_gather(math.isfinite(own_loss))
+        finite = self._shared.context.all_gather(math.isfinite(own_loss))
         ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
         origin = f" on {format_ranks(ranks)}" if ranks else ""
         return f"in step {step}, {cause}{origin}"
 
     def _show(self, results: Sequence[StepResult]) -> None:
         if results:
-            self._parts.progress.show(results[-1].step, results[-1].scalars)
-            self._parts.log.write_steps(results)
+            self._shared.progress.show(results[-1].step, results[-1].scalars)
+            self._shared.log.write_steps(results)

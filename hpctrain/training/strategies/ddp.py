@@ -35,7 +35,6 @@ class DataParallelBase(Strategy):
     sums_exactly = True
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Broadcast rank 0's parameters and buffers."""
         super().__init__(module, context, settings)
         self.algorithm: Algorithm = find_algorithm(settings.algorithm)
         # A single rank needs no wrapper.
@@ -155,8 +154,6 @@ class DDPSpawn(DDP):
 
 
 class _Step(nn.Module):
-    """Module for DDP to wrap, whose forward pass runs a training step."""
-
     def __init__(self, module: Module, run: Callable[..., tuple[Any, float]]) -> None:
         super().__init__()
         self.module = module

@@ -50,7 +50,6 @@ class Horovod(Strategy):
             )
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Initialize Horovod, and broadcast rank 0's parameters and buffers."""
         super().__init__(module, context, settings)
         self._optimizers: list[Any] = []
         self._is_pending = False
@@ -176,7 +175,6 @@ def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[s
 
 
 def _slot(placements: list[tuple[int, int]], rank: int) -> dict[str, Any]:
-    """Return a rank's slot for Horovod, from the (node, local rank) of each rank."""
     node, local_rank = placements[rank]
     cross_nodes = sorted(place[0] for place in placements if place[1] == local_rank)
     return {

@@ -236,7 +236,6 @@ class _ParameterShards:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer, before_step: Callable[[], None]) -> None:
-        """Replace the complete parameters of an optimizer with their shards."""
         if reason := _UNSUPPORTED.get(type(optimizer)):
             raise UserError(
                 f"{type(optimizer).__name__} {reason}, so it cannot be used with strategies that shard "
@@ -326,7 +325,6 @@ class _ParameterShards:
 
 
 def _gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the norm of all gradients, complete or sharded."""
     gradients: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         gradients[is_sharded(gradient)].append(local_part(gradient))
@@ -334,7 +332,6 @@ def _gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> 
 
 
 def _check_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check that optimizers contain the current parameters of the module, not those before sharding."""
     parameters = set(module.parameters())
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
@@ -348,8 +345,6 @@ def _check_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer
 
 
 class _Root(nn.Module):
-    """Root module for `fully_shard`, to run any computation with the module."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -409,7 +404,6 @@ def _fits_unsharded(module: nn.Module, device: torch.device) -> bool:
 
 
 def _unshard_module(module: nn.Module) -> None:
-    """Gather all parameters, as new objects, and remove all sharding."""
     for layer in module.modules():
         fsdp_states.pop(layer, None)
         for name, hooks in vars(layer).items():
