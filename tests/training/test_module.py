@@ -97,10 +97,8 @@ class Ends(hpctrain.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.sizes: dict[str, list[int]] = {"training": [], "validation": [], "test": []}
-        self.parts: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.parts.append(len(batch))
         return self.weight * batch
 
     validation_step = test_step = training_step
@@ -128,25 +126,6 @@ def run_ends(settings: dict[str, Any]) -> tuple[dict[str, list[int]], float, flo
     trainer.fit(module, X[:, 0], X[:, 0])
     (test,) = trainer.test(module, X[:, 0]).values()
     return module.sizes, trainer.metrics["val_loss"], test
-
-
-def test_step_ends_see_the_batch_of_all_devices_with_dp():
-    sizes, validation, test = run_ends({"strategy": "dp", "devices": 3})
-    assert sizes == {"training": [10], "validation": [10], "test": [10]}
-    assert validation == test == 9.0
-
-
-def train_with_dp() -> list[int]:
-    module = Ends()
-    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=10, strategy="dp", devices=3)
-    trainer.fit(module, X[:, 0])
-    assert trainer.ranks.environment != "local"
-    return module.parts
-
-
-@pytest.mark.ranks
-def test_dp_uses_all_devices_of_the_only_rank_of_a_launcher():
-    assert run_on_ranks(train_with_dp, world_size=1, group=False) == [[4, 3, 3]]
 
 
 def test_cpu_is_used_although_there_are_gpus(monkeypatch):

@@ -121,15 +121,6 @@ def test_flipped_bits_are_found_within_the_interval_on_the_right_rank(monkeypatc
     assert first["found"] >= 95
 
 
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_thousand_flipped_bits_are_found():
-    first, *_ = run_on_ranks(_with_small_slices, flips_are_found, 1000, 2000, world_size=3, timeout=500.0)
-    assert first["found"] >= 950
-
-
 def _with_small_slices(function, *arguments):
     replica_check._MIN_SLICE_BYTES = {"cpu": 2048}
     return function(*arguments)
@@ -235,15 +226,6 @@ def test_trainings_have_no_false_alarm(tmp_path, half):
         {"elastic_determinism": True, "grain_size": 2},
     ]
     run_on_ranks(fits, tmp_path, *settings[half::2], world_size=3, timeout=100.0)
-
-
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_20_000_steps_have_no_false_alarm():
-    settings = {"max_steps": 20_000, "checkpoint_every": None, "log_every": 1000, "seed_samples": False}
-    run_on_ranks(fits, None, settings, world_size=3, timeout=800.0)
 
 
 def test_the_check_is_off_without_replicas_and_on_different_hardware(monkeypatch):

@@ -108,22 +108,6 @@ def test_sigterm_without_a_supervisor_saves_and_the_run_resumes_bitwise(tmp_path
 
 
 @pytest.mark.ranks
-def test_data_workers_change_nothing(tmp_path):
-    train(tmp_path / "without", "6")
-    train(tmp_path / "with", "6", "num_workers=2")
-    assert losses(tmp_path / "with") == losses(tmp_path / "without")
-
-
-@pytest.mark.ranks
-def test_bf16_mixed_keeps_float32_weights(tmp_path):
-    train(tmp_path / "32", "6")
-    train(tmp_path / "bf16", "6", 'precision="bf16-mixed"')
-    exact, rounded = losses(tmp_path / "32"), losses(tmp_path / "bf16")
-    assert rounded != exact
-    assert list(rounded.values()) == pytest.approx(list(exact.values()), rel=0.05)
-
-
-@pytest.mark.ranks
 def test_log_every_limits_the_logged_steps(tmp_path):
     train(tmp_path, "7", "log_every=3", "validate_every=null")
     assert list(losses(tmp_path)) == [3, 4, 6, 7]  # 4 and 7 have a checkpoint
