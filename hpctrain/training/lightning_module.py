@@ -153,7 +153,7 @@ class TrainerProxy(_Provided):
                 "self.trainer.strategy",
                 barrier=lambda _name=None: context.barrier(),
                 root_device=context.device,
-                backward=lambda loss, _optimizer, *rest, **options: run.backward(loss, *rest, **options),
+                backward=lambda loss, _optimizer, *args, **options: run.backward(loss, *args, **options),
             ),
             # LightningModule's own methods use these.
             progress_bar_callback=None,

@@ -166,8 +166,8 @@ class Trainer(TrainerConfig):
                 stop=stop,
             )
             training.set_last_step(loop.last_step)
-            if self.is_main and (remark := self._remark_on_unsaved(module, loop.state)):
-                print(f"hpctrain: {remark}", flush=True)
+            if self.is_main and (message := self._remark_on_unsaved(module, loop.state)):
+                print(f"hpctrain: {message}", flush=True)
             self.optimizers = list(loop.state.optimizers)
             self.schedulers = [inner_scheduler(scheduler) for scheduler in loop.state.schedulers]
             try:
@@ -246,7 +246,7 @@ class Trainer(TrainerConfig):
         result = spawn_ranks(
             devices,
             _run_rank,
-            whose="Trainer.fit",
+            caller="Trainer.fit",
             environ=os.environ,
             trainer=self,
             strategy=self._strategy,

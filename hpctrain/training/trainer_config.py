@@ -237,8 +237,13 @@ class TrainerConfig(metaclass=_AcceptsAliases):
 
     @property
     def retention(self) -> Retention:
-        last, every, best = self.keep_last, self.keep_every, self.keep_best
-        return Retention(last=last, every=every, best=best, mode=self.mode, metric=self.monitor)
+        return Retention(
+            last=self.keep_last,
+            every=self.keep_every,
+            best=self.keep_best,
+            mode=self.mode,
+            metric=self.monitor,
+        )
 
     def second_tier(self, environ: Mapping[str, str]) -> Path | None:
         if self.local_checkpoints is None:

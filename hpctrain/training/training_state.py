@@ -134,7 +134,7 @@ class TrainingState:
             self.callbacks.load_state_dict(tree.get("callbacks", {}))
         if self.algorithm is not None:
             self.algorithm.load_state_dict(tree.get("algorithm", {}))
-        remarks = self._load_determinism(tree.get("determinism"))
+        messages = self._load_determinism(tree.get("determinism"))
         self.loss_guard.load_state_dict(tree.get("loss_guard", {}))
         if tree["user"]:
             self.module.on_load_checkpoint(tree["user"])
@@ -142,9 +142,9 @@ class TrainingState:
             unrestored = self.source.load_state_dict(tree["position"])
             self.is_position_restored = not unrestored
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
-            remarks = [*remarks, *unrestored]
+            messages = [*messages, *unrestored]
         self._configured = tree.get("configured") or self._script
-        self.remarks = remarks
+        self.remarks = messages
         self.step = loaded.step
         # A state that was not verified before is the beginning of the verified steps.
         known_good = self.step if loaded.verified_step is None else loaded.verified_step

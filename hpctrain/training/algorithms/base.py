@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,7 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.tensors import group_by_type
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
-
+from hpctrain.training.trainer_config import TrainerConfig
 
 #: A torch.distributed.GradBucket, which torch does not export as a type.
 GradBucket = Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,7 @@ from hpctrain.errors import UserError
 from hpctrain.torch_compat import all_gather_single
 from hpctrain.training.algorithms.base import BucketAlgorithm, GradBucket, completed_future
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 
 class _HalfPrecision(BucketAlgorithm):

@@ -247,9 +247,9 @@ class Session:
     def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
         training.set_last_step(loop.last_step)
         saved = (self._prepared, self._prepared.optimizers, self._prepared.schedulers)
-        remark = remark_on_unsaved(saved, "Pass them to prepare().")
-        if remark and self.is_main:
-            print(f"hpctrain: {remark}", flush=True)
+        message = remark_on_unsaved(saved, "Pass them to prepare().")
+        if message and self.is_main:
+            print(f"hpctrain: {message}", flush=True)
         try:
             with closing(loop.steps()) as steps:
                 for step in steps:

@@ -46,7 +46,7 @@ def spawn_ranks(
     places: Sequence[int | None],
     train: Callable[..., SpawnResult],
     *,
-    whose: str,
+    caller: str,
     environ: Mapping[str, str],
     **arguments: Any,
 ) -> SpawnResult:
@@ -55,7 +55,7 @@ def spawn_ranks(
     The processes do not import the script again, so the script needs no `if __name__ == "__main__"`.
     Definitions in the script are pickled with the arguments.
     """
-    call = dumps((train, arguments), whose, list(arguments.items()))
+    call = dumps((train, arguments), caller, list(arguments.items()))
     with (
         # Rank 0 listens on this port.
         bind_socket(local_only=True) as reserved,

@@ -31,7 +31,12 @@ class BadStep(Exception):
 
 
 class StepExchange:
-    """Exchange of metrics and requests after each step."""
+    """Exchange of metrics and requests after each step.
+
+    The message of a step is sent during the next step, so no step waits, except before a validation, a save
+    or a stop: no checkpoint is saved after a bad loss. If updates are to be skipped, the message contains the
+    loss of the next step, and is received before its update.
+    """
 
     def __init__(self, shared: Components, validator: Validator, checkpoints: TrainingCheckpoints) -> None:
         self._shared, self._validator, self._checkpoints = shared, validator, checkpoints

@@ -155,14 +155,14 @@ class StepSync:
         if names_differ:
             self._names = self._agreed_names()
             values = _send(self._context, [], self._values())()
-        results, rest = [], iter(values)
+        results, numbers = [], iter(values)
         for record in self._sent:
-            # The names are the first argument, so that zip does not consume an extra value of `rest`.
+            # The names are the first argument, so that zip does not consume an extra value of `numbers`.
             names, width = sorted(record.sums.values), record.sums.width
             if width == 1:
-                scalars = dict(zip(names, rest, strict=False))
+                scalars = dict(zip(names, numbers, strict=False))
             else:
-                scalars = {name: exact_sum(islice(rest, width)) for name in names}
+                scalars = {name: exact_sum(islice(numbers, width)) for name in names}
             if scalars.get(TOKENS_FIELD):
                 scalars["loss"] /= scalars[TOKENS_FIELD]
             results.append(StepResult(record.step, record.epoch, scalars, record.ended))

@@ -199,8 +199,8 @@ class TrainingLoop:
                 "earlier sample (on_bad_loss='rollback')"
             )
             raise self._bad_loss(bad, reason, newest)
-        for remark in self.state.remarks:
-            self._print_hint(remark)
+        for message in self.state.remarks:
+            self._print_hint(message)
         if shared.replica_check is not None:
             shared.replica_check.reset()
         shared.source.begin(self.state.step)
@@ -228,8 +228,8 @@ class TrainingLoop:
             periods = [s.period(steps_per_epoch) if hasattr(s, "period") else 1 for s in schedulers]
             schedules = zip(map(inner_scheduler, schedulers), periods, strict=True)
             ignored += check_ends(schedules, shared.source.last_step, state.ignored)
-        for remark in (*shared.source.remarks, *shared.strategy.remarks, *ignored, *state.remarks):
-            self._print_hint(remark)
+        for message in (*shared.source.remarks, *shared.strategy.remarks, *ignored, *state.remarks):
+            self._print_hint(message)
         shared.log.write_ignored(state.ignored)
         self._loggers.start(state.ignored)
         shared.source.begin(state.step)
@@ -350,9 +350,9 @@ def build_training_loop(
     state.determinism = determinism
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
     progress = make_progress(source.last_step, ranks.is_main, settings.global_batch_size)
-    replica_check, remark = ReplicaCheck.for_training(context, state, placed, settings.replica_check_every)
+    replica_check, notice = ReplicaCheck.for_training(context, state, placed, settings.replica_check_every)
     if determinism is not None and determinism.hardware_differs:
-        remark = (
+        notice = (
             "The ranks compute on different hardware, which may round differently, so the result depends on "
             "the assignment of grains to ranks, and gradients are not compared."
         )
@@ -373,8 +373,8 @@ def build_training_loop(
             witness_distance(context),
         )
         train_step.add_witness(witness, source, state)
-    if remark is not None:
-        progress.print_message(f"hpctrain: {remark}")
+    if notice is not None:
+        progress.print_message(f"hpctrain: {notice}")
     shared = Components(
         settings=settings,
         context=context,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,7 @@ from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.determinism.gradient_sum import SummedParameter
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 #: Methods that can combine gradients; a strategy for several ranks must override at least one method.
 _SHARING = frozenset({"place", "training_step", "backward", "before_update", "__init__"})

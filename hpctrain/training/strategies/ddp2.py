@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,7 @@ from hpctrain.torch_compat import pytree
 from hpctrain.training.module import Module, has_step_end
 from hpctrain.training.strategies.ddp import DataParallelBase
 from hpctrain.training.strategies.dp import run_on_devices
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 
 class DDP2(DataParallelBase):

@@ -11,7 +11,7 @@ import importlib
 import os
 from collections.abc import Iterator, MutableMapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.base import Strategy, broadcast_buffers
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 #: Environment variable of processes started by horovodrun.
 _MARK = "HOROVOD_RANK"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,7 @@ from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optim.micro_batch_size import preserve_state
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.base import Strategy, joint_norm
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
-
+from hpctrain.training.trainer_config import TrainerConfig
 
 #: Default number of micro-batches per stage: more micro-batches reduce the idle time of stages.
 _MICRO_BATCHES_PER_STAGE = 4

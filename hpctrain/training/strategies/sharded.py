@@ -10,7 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,7 @@ from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.base import Strategy, broadcast_buffers, joint_norm
 from hpctrain.training.strategies.ddp import DataParallelBase
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 _BUCKET_BYTES = 25 << 20
 #: Optimizers whose updates are impossible with shards, and the reason.
