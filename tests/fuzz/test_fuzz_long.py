@@ -44,7 +44,7 @@ EXEMPT = {
         "training.data.sampler_plan.SamplerPlan._read",
         "training.data.stream_step_source.ShardBuffers.read",
         "training.determinism.gradient_sum.GradientBucket.read_peaks",
-        "training.loop.step_sync.StepSync.read",
+        "training.loop.step_exchange.StepExchange._read_results",
         "training.observe.step_timers.ComputeTimer._read_sample",
     },
     "reads private memory that this job has written": {

@@ -23,7 +23,7 @@ OURS = str(Path(hpctrain.__file__).parent)
 ALLOWED = {
     ("metric_accumulator.py", "_double"),
     ("train_step.py", "_record_norm"),
-    ("step_sync.py", "read"),
+    ("step_exchange.py", "_read_results"),
     ("sample_order.py", "_walk"),
     ("loader_config.py", "<genexpr>"),
     ("loader_workers.py", "__init__"),
