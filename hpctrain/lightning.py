@@ -28,7 +28,7 @@ from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
     import lightning
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"hpctrain.lightning requires Lightning: {error}. Run `pip install lightning`."

@@ -595,8 +595,10 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
         "elastic_determinism": trainer.elastic_determinism,
     }
     if manual:  # the module decides these in `training_step`
-        names = ("micro_batch_size", "accumulate_grad_batches", "gradient_clip_norm", "gradient_clip_value")
-        names += ("lr_reference_batch_size", "warmup_steps", "algorithm")
+        names = (
+            *("micro_batch_size", "accumulate_grad_batches", "gradient_clip_norm", "gradient_clip_value"),
+            *("lr_reference_batch_size", "warmup_steps", "algorithm"),
+        )
         wrong |= {name: getattr(trainer, name) != getattr(type(trainer), name) for name in names}
         wrong["on_bad_loss"] = trainer.on_bad_loss == "skip"
     for setting, is_wrong in wrong.items():

@@ -171,16 +171,16 @@ class ReplicaCheck:
 
     def _tensors(self) -> Iterator[tuple[str, Mapping[Any, torch.Tensor], Any]]:
         parameters = dict(self._state.module.named_parameters())
-        names = {parameter: name for name, parameter in parameters.items()}
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             if _is_complete(parameter):
                 yield name, parameters, name
         for optimizer in self._state.optimizers:
-            for parameter in parameters_of(optimizer):
-                state = optimizer.state.get(parameter, {})
+            for tensor in parameters_of(optimizer):
+                state = optimizer.state.get(tensor, {})
                 for key in sorted(state, key=str):
                     if _is_complete(state[key]):
-                        yield f"{key} of {names.get(parameter, 'a parameter')}", state, key
+                        yield f"{key} of {names.get(tensor, 'a parameter')}", state, key
 
     def _hash(self, pieces: Sequence[_Piece]) -> _Hash:
         """Return an order-sensitive hash; does not wait for a GPU."""
