@@ -37,7 +37,6 @@ class Components:
     replica_check: ReplicaCheck | None = None
 
     def end_if_requested(self) -> None:
-        """Finish training if a callback of any rank requests the end."""
         if self.state.finished or not self.callbacks:
             return
         reason = next(filter(None, self.context.all_gather(self.callbacks.ending)), None)

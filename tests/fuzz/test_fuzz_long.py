@@ -34,7 +34,8 @@ EXEMPT = {
         telemetry.sampling.nvml.read_field telemetry.sampling.nvml.read_gpu
         training.base.device_selection.parse_devices training.base.rng._from_tensors
         training.data.sampler_plan.SamplerPlan._read training.data.stream_step_source.ShardBuffers.read
-        training.determinism.gradient_sum.GradientBucket.read_peaks training.loop.step_sync.StepSync.read
+        training.determinism.gradient_sum.GradientBucket.read_peaks
+        training.loop.step_exchange.StepExchange._read_results
         training.observe.step_timers.ComputeTimer._read_sample
     """,
     "reads private memory that this job has written": """

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.files import make_folder, parse_json_line, read_json, read_new_lines, write_atomic
-from hpctrain.records.crash_output import file_size
+from hpctrain.files import file_size, make_folder, parse_json_line, read_json, read_new_lines, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.accounting.metric_fields import metric_values
 from hpctrain.telemetry.loggers.logger import LoggedRun, Logger, MetricRecord, TrainingEnd
