@@ -58,10 +58,10 @@ def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
             ranges[-1][1:] = [rank]
         else:
             ranges.append([rank])
-    words = ["-".join(map(str, bounds)) for bounds in ranges]
+    texts = ["-".join(map(str, bounds)) for bounds in ranges]
     num_hidden = sum(bounds[-1] - bounds[0] + 1 for bounds in ranges[20:])
-    more = f" and {num_hidden} more" if num_hidden else ""
-    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(words[:20])}{more}"
+    hidden = f" and {num_hidden} more" if num_hidden else ""
+    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(texts[:20])}{hidden}"
 
 
 def format_share(part: float | None) -> str:

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from hpctrain.errors import UserError
-from hpctrain.records.serialization import CallPayload, FunctionCall, dumps
+from hpctrain.records.serialization import CallPayload, FunctionCall
 
 LOCK = threading.Lock()
 
@@ -70,15 +70,6 @@ def test_unpicklable_part_of_the_function_is_reported(function, culprit):
     with pytest.raises(UserError) as caught:
         CallPayload.serialize(FunctionCall(function))
     assert str(caught.value).startswith(culprit)
-
-
-def test_object_with_its_own_pickling_error_is_reported():
-    class Stubborn:
-        def __reduce__(self):
-            raise RuntimeError("not me")
-
-    with pytest.raises(UserError, match=r"result\[0\] has type .*Stubborn, which cannot be pickled: not me"):
-        dumps([Stubborn()], "f", [("result", [Stubborn()])])
 
 
 def test_payload_is_read_without_deserializing_it(tmp_path):

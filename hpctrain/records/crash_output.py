@@ -98,11 +98,11 @@ def _last_line(log: Path) -> str:
     return next(filter(None, reversed(lines)), "")[:300]
 
 
-def describe_unfinished(what: str, step: int | None, last_step: int | None) -> str:
+def describe_unfinished(call: str, step: int | None, last_step: int | None) -> str:
     """Return a clause with the step of the training at which the script exited with code 0."""
     of = "" if last_step is None else f" of {last_step}"
     place = f"after step {step}{of}" if step else f"before step 1{of}"
-    return f"the script exited with code 0 before {what} finished ({place})"
+    return f"the script exited with code 0 before {call} finished ({place})"
 
 
 def _end_of(path: Path, since: int) -> str:

@@ -54,11 +54,11 @@ class DistributedContext:
     def broadcast_from_main(self, value: Any) -> Any:
         return self.broadcast(value, 0)
 
-    def broadcast(self, value: Any, src: int, what: str = "a message") -> Any:
-        """Return the value of rank `src` on every rank; errors name it `what`."""
+    def broadcast(self, value: Any, src: int, label: str = "a message") -> Any:
+        """Return the value of rank `src` on every rank; errors name it `label`."""
         if self.cpu_group is None:
             return value
-        return messages.broadcast(self.cpu_group, value, src=src, what=what)
+        return messages.broadcast(self.cpu_group, value, src=src, label=label)
 
     def all_reduce_min(self, value: float) -> float:
         if self.cpu_group is None:
@@ -67,11 +67,11 @@ class DistributedContext:
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self.cpu_group)
         return lowest.item()
 
-    def all_gather(self, value: Any, what: str = "a message") -> list[Any]:
-        """Return the values of all ranks, in order, on every rank; errors name them `what`. See `gather`."""
+    def all_gather(self, value: Any, label: str = "a message") -> list[Any]:
+        """Return the values of all ranks, in order, on every rank; errors name them `label`. See `gather`."""
         if self.cpu_group is None:
             return [value]
-        return messages.gather(self.cpu_group, value, what=what)
+        return messages.gather(self.cpu_group, value, label=label)
 
     def barrier(self) -> None:
         if self.cpu_group is not None:

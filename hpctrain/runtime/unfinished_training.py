@@ -39,8 +39,8 @@ class TrainingMarker:
         last_step: last step of training; None if unknown.
     """
 
-    def __init__(self, what: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
-        self._what, self._environ = what, environ
+    def __init__(self, call: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
+        self._call, self._environ = call, environ
         self._folder = None if folder is None else str(Path(folder).absolute())
         self._file: Path | None = None
         if RUN_DIR_VARIABLE in environ and ATTEMPT_VARIABLE in environ:
@@ -85,7 +85,7 @@ class TrainingMarker:
 
     def failure(self) -> dict[str, Any]:
         """Return the record of a script that exited before the end of training."""
-        problem = describe_unfinished(self._what, self.step, self.last_step)
+        problem = describe_unfinished(self._call, self.step, self.last_step)
         if self._failure is None:
             return {"kind": UNFINISHED, "error": problem, "message": UNFINISHED_ADVICE, "traceback": ""}
         message = f"{self._failure['message']} (the script caught this exception); {problem}"
@@ -97,7 +97,7 @@ class TrainingMarker:
             return
         with suppress(OSError):
             make_folder(self._file.parent)
-            record = {"what": self._what, "last_step": self.last_step}
+            record = {"what": self._call, "last_step": self.last_step}
             write_atomic(self._file, json.dumps(record) + "\n", durable=False)
 
 

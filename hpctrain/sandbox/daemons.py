@@ -122,13 +122,13 @@ def belongs_to_sandbox(folder: Path, process: ProcessInfo, node: str | None = No
     return False
 
 
-def kill_all(is_target: Callable[[ProcessInfo], bool], what: str, limit_s: float = 10.0) -> None:
+def kill_all(is_target: Callable[[ProcessInfo], bool], scope: str, limit_s: float = 10.0) -> None:
     deadline = time.monotonic() + limit_s
     while victims := with_descendants(is_target, processes()):
         if time.monotonic() > deadline:
             pids = ", ".join(str(victim.pid) for victim in victims)
             raise SchedulerError(
-                f"{what}: these processes are still running {limit_s:.0f} s after SIGKILL: {pids}. Inspect "
+                f"{scope}: these processes are still running {limit_s:.0f} s after SIGKILL: {pids}. Inspect "
                 "them with ps."
             )
         # All at the same time, as in a power failure: no parent sees and reports the end of a child.

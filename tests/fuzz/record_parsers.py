@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from fuzzing import FOLDER, Parser, encode, write_file
 from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
+from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 
 from hpctrain import files, rundir
 from hpctrain.checkpoint import interval
@@ -32,7 +33,6 @@ from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.loggers import dispatcher
 from hpctrain.telemetry.loggers.dispatcher import LoggerState
-from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 from hpctrain.telemetry.report import (
     artifacts,
     attempts,

@@ -236,16 +236,3 @@ def test_address_of_rank_0_is_found(hosts, names):
                 "n2", {"n1 net98": "fd77::98", "n1": hosts.address("n1"), "n2": hosts.address("n2")}
             )
     assert_joined(step.join(env=env))
-
-
-def test_two_hosts_that_claim_rank_0_are_both_reported(hosts):
-    """Report: accelerate#2816, where every node took itself for the first."""
-    key = f"{os.getpid()} {time.monotonic_ns()}"
-    first = Step(hosts, "n1", placed=("n1", "n2", "n3")).start(0, key, LIMIT_S)
-    second = Step(hosts, "n1", placed=("n2", "n1", "n3")).start(0, key, LIMIT_S)
-    with first, second:
-        texts = [json.loads(_output(process))["failed"] for process in (first, second)]
-    for text in texts:
-        assert "both claim rank 0" in text
-        assert "on n1" in text
-        assert "on n2" in text
