@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.io.checkpoint_dir import Retention
 from hpctrain.errors import UserError
 from hpctrain.telemetry.hparams import plain_hparams
 from hpctrain.telemetry.loggers import Logger, find_loggers

@@ -16,7 +16,7 @@ from torch import nn
 
 import hpctrain
 from hpctrain.checkpoint.convert.export_checkpoint import load_on_cpu
-from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.io.checkpoint_dir import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.cli.main import cli
 from hpctrain.rundir import RunDir, list_checkpoint_steps
