@@ -117,6 +117,7 @@ def make_environment(folder: Path, packages: Iterable[str]) -> None:
                     shutil.copy2(source, target)
     package = site_packages / "hpctrain"
     shutil.copytree(FOLDER / "hpctrain", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(FOLDER / "slurm_templates", package / "slurm_templates")
     subprocess.run([folder / "bin/python", "-m", "compileall", "-q", package], check=True)
 
 

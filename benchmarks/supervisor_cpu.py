@@ -25,7 +25,7 @@ from results import Results
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.job_control import LocalJobControl
+from hpctrain.supervisor.job_control import LocalJobControl
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
 from hpctrain.supervisor.supervise import Supervisor
 

@@ -67,32 +67,29 @@ class AcceleratorCheckpointer:
     def load(self) -> int:
         """Load the newest checkpoint; return its step, or 0 if there is none."""
         # The accelerator keeps the models without their wrappers.
-        replicas = {id(each.module): each for each in gc.get_objects() if _is_replica(each)}
+        replicas = {id(value.module): value for value in gc.get_objects() if _is_replica(value)}
         for model in self._accelerator._models:
             regroup_buckets(replicas.get(id(model)))
         newest = self._checkpoints.newest()
         accelerator = self._accelerator
-        optimizers, schedulers = accelerator._optimizers, accelerator._schedulers
+        models, optimizers, schedulers = accelerator._models, accelerator._optimizers, accelerator._schedulers
         script = self._configured = configured_values(optimizers, schedulers)
         ignored: list[IgnoredValue] = []
         if newest is not None:
-            self._accelerator.load_state(str(newest))
+            accelerator.load_state(str(newest))
             self._checkpoints.log_resumed(newest)
             self._loaded_step = self._checkpoints.step_of(newest)
             file = newest / _CONFIGURED
             self._configured = json.loads(file.read_text()) if file.exists() else script
             ignored = ignored_after_load(optimizers, schedulers, script, self._configured)
-        saved = (
-            *(accelerator._models, optimizers, schedulers),
-            *(accelerator._custom_objects, accelerator.scaler, accelerator._dataloaders),
-        )
+        registered = (accelerator._custom_objects, accelerator.scaler, accelerator._dataloaders)
         unsaved = remark_on_unsaved(
-            saved, "Pass them to accelerator.prepare() or register_for_checkpointing()."
+            (models, optimizers, schedulers, *registered),
+            "Pass them to accelerator.prepare() or register_for_checkpointing().",
         )
-        self._checkpoints.report(
-            ignored, [unsaved], "To change the value in a resumed run, set it after load()."
-        )
-        self._checkpoints.watch(*self._accelerator._models, *self._accelerator._optimizers)
+        remedy = "To change the value in a resumed run, set it after load()."
+        self._checkpoints.report(ignored, [unsaved], remedy)
+        self._checkpoints.watch(*models, *optimizers)
         return self._loaded_step or 0
 
     def batches(self, loader: Any, step: int) -> Iterator[Any]:

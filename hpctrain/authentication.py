@@ -29,7 +29,6 @@ def new_secret() -> dict[str, str]:
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
-    """Return the secret in `environ`, or empty bytes."""
     return environ.get(SECRET_VARIABLE, "").encode(errors="surrogateescape")
 
 
@@ -38,19 +37,18 @@ def new_nonce() -> bytes:
     return secrets.token_hex(NONCE_LENGTH // 2).encode()
 
 
-def code(key: bytes, *parts: object) -> bytes:
-    """Return the HMAC-SHA256 of `parts`: bytes, or objects that `str` represents exactly."""
+def code(key: bytes, *fields: object) -> bytes:
+    """Return the HMAC-SHA256 of `fields`: bytes, or objects that `str` represents exactly."""
     mac = hmac.new(key, digestmod=hashlib.sha256)
-    for part in parts:
-        data = part if isinstance(part, bytes) else str(part).encode(errors="surrogateescape")
+    for field in fields:
+        data = field if isinstance(field, bytes) else str(field).encode(errors="surrogateescape")
         mac.update(len(data).to_bytes(8, "big"))
         mac.update(data)
     return mac.digest()
 
 
-def matches(given: bytes, expected: bytes) -> bool:
-    """Compare two codes in constant time."""
-    return hmac.compare_digest(given, expected)
+def matches(received: bytes, expected: bytes) -> bool:
+    return hmac.compare_digest(received, expected)
 
 
 def seal(key: bytes, content: bytes, *context: object) -> bytes:

@@ -40,7 +40,6 @@ class Registry(Generic[T]):
     """Classes registered by a script."""
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Return a decorator that registers a class under `name`."""
 
         def register(kind: type[T]) -> type[T]:
             self.registered[name] = kind
@@ -55,13 +54,13 @@ class Registry(Generic[T]):
             raise UserError(f"{origin} is {name!r}, but must be a name, such as {next(iter(self.ours))!r}.")
         if name in self.registered:
             return self.registered[name]
-        others = _entry_points(self.group, tuple(sys.path)) if self.group else {}
-        if name in others:
-            kind = others[name].load()
+        packaged = _entry_points(self.group, tuple(sys.path)) if self.group else {}
+        if name in packaged:
+            kind = packaged[name].load()
             if not (isinstance(kind, type) and issubclass(kind, self.kind)):
                 raise UserError(
                     f"{origin} is {name!r}. An installed package registers this name for "
-                    f"{others[name].value}, which is not a subclass of "
+                    f"{packaged[name].value}, which is not a subclass of "
                     f"{self.kind.__module__}.{self.kind.__name__}."
                 )
             return kind
@@ -72,10 +71,10 @@ class Registry(Generic[T]):
             return ours
         if name in self.refused:
             raise UserError(f"{origin} is {name!r}. {self.refused[name]}")
-        known = [*self.ours, *others, *self.registered]
-        hint = suggest(name, known, otherwise="")
+        names = [*self.ours, *packaged, *self.registered]
+        hint = suggest(name, names, otherwise="")
         raise UserError(
-            f"{origin} is {name!r}, but must be one of {', '.join(map(repr, known))}. {hint}".rstrip()
+            f"{origin} is {name!r}, but must be one of {', '.join(map(repr, names))}. {hint}".rstrip()
         )
 
 

@@ -115,8 +115,8 @@ def describe_suspects(majority: str | None, suspects: Sequence[Suspect], verifie
         suspects: the ranks that may be faulty.
         verified_step: last step after which the complete state was verified.
     """
-    places = "; ".join(f"rank {one.rank} ({one.device} on {one.host})" for one in suspects)
-    hosts = ", ".join(dict.fromkeys(one.host for one in suspects))
+    places = "; ".join(f"rank {suspect.rank} ({suspect.device} on {suspect.host})" for suspect in suspects)
+    hosts = ", ".join(dict.fromkeys(suspect.host for suspect in suspects))
     text = (
         f"{majority} {places}. The probable cause is faulty hardware. Exclude {hosts}"
         if majority

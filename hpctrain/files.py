@@ -41,13 +41,13 @@ def make_private_folder(folder: Path, setting: str | None = None) -> None:
     """
     with suppress(FileExistsError):
         folder.mkdir(0o700, parents=True)
-    found, base = folder.lstat(), folder.parent.stat()
-    mode, me = stat.S_IMODE(found.st_mode), os.geteuid()
-    if not stat.S_ISDIR(found.st_mode):
-        kind = "symbolic link" if stat.S_ISLNK(found.st_mode) else "file"
+    status, base = folder.lstat(), folder.parent.stat()
+    mode, me = stat.S_IMODE(status.st_mode), os.geteuid()
+    if not stat.S_ISDIR(status.st_mode):
+        kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "file"
         problem, remedy = f"is a {kind}, not a folder", f"Remove this {kind}"
-    elif found.st_uid != me:
-        problem, remedy = f"belongs to user {found.st_uid}, not to user {me}", "Ask its owner to remove it"
+    elif status.st_uid != me:
+        problem, remedy = f"belongs to user {status.st_uid}, not to user {me}", "Ask its owner to remove it"
     elif mode & 0o077:
         problem, remedy = f"has mode {mode:04o}, not 0700: other users can access it", "Remove this folder"
     elif base.st_mode & stat.S_IWOTH and not base.st_mode & stat.S_ISVTX:
@@ -55,8 +55,8 @@ def make_private_folder(folder: Path, setting: str | None = None) -> None:
         remedy = f"Set the sticky bit on {folder.parent} (chmod +t)"
     else:
         return
-    other = f", or set {setting} to another folder" if setting else ""
-    raise PermissionError(f"{folder} {problem}. {remedy}{other}")
+    alternative = f", or set {setting} to another folder" if setting else ""
+    raise PermissionError(f"{folder} {problem}. {remedy}{alternative}")
 
 
 def own_file(path: str | Path, flags: int) -> int:
@@ -170,7 +170,6 @@ def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text."""
     # Imported here because most submissions read no YAML, and the import is slow.
     import yaml
 
@@ -301,7 +300,6 @@ def _warn_damaged(path: Path) -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning once per process."""
     # Imported here because submitting a job does not require logging.
     import logging
 
@@ -331,7 +329,6 @@ def try_lock(path: Path) -> int | None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Acquire the lock on a folder, which is held as in `try_lock`."""
     fd = _dup_above_stdio(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
     try:
         _lock_fd(fd)
@@ -373,3 +370,10 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def file_size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

@@ -31,13 +31,10 @@ _MARKER = "hpctrain-complete"
 
 
 def prepare(trainer: T) -> T:
-    """Configure the trainer to save to the run folder, resume automatically, and stop on a stop signal.
+    """Configure a `transformers.Trainer` to save to the run folder, resume, and stop on a stop signal.
 
     `trainer.args.output_dir` is set to the run's `checkpoints`. After a stop signal, all ranks save after the
     same step, and exit with code 75. Without a run folder, the trainer is unchanged.
-
-    Args:
-        trainer: a `transformers.Trainer` or an instance of a subclass, before `train`.
 
     Raises:
         UserError: the trainer does not train on all ranks of the job, or saves only the model.
@@ -98,14 +95,13 @@ class RunCallback(transformers.TrainerCallback):
     def __init__(
         self, trainer: transformers.Trainer, checkpoints: ForeignCheckpoints, keep: int | None
     ) -> None:
-        """Prepare the callback; `keep` is the number of checkpoints to keep besides the best one."""
         self._trainer, self._checkpoints, self._keep = trainer, checkpoints, keep
         self._is_stopping = self._is_save_due = False
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         regroup_buckets(self._trainer.model_wrapped)
-        parts = (self._trainer.model, self._trainer.optimizer)
-        self._checkpoints.watch(*(part for part in parts if part is not None))
+        trained = (self._trainer.model, self._trainer.optimizer)
+        self._checkpoints.watch(*(value for value in trained if value is not None))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         # After the last step of an epoch, the evaluation runs first, because a resumed run would omit it.

@@ -28,7 +28,7 @@ from hpctrain.training.strategies.ddp import regroup_buckets
 
 try:
     import lightning
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"hpctrain.lightning requires Lightning: {error}. Run `pip install lightning`."
@@ -130,7 +130,6 @@ class RunCheckpoint(lightning.Callback):
         self._report_differences(trainer, pl_module)
 
     def _report_differences(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        """Report values and objects of the script that a resumed run does not use or restore."""
         schedulers = _schedulers(trainer)
         configured = self.resumed.get("configured")
         ignored = ignored_after_load(trainer.optimizers, schedulers, self._script, configured)
@@ -314,7 +313,6 @@ class _ResumableLoader(_TrackedLoader):
 
     @cached_property
     def sampler(self) -> StatefulBatchSampler:
-        """The sampler; Lightning sets its epoch."""
         loader = self._original
         if isinstance(loader.batch_sampler, StatefulBatchSampler):
             sampler = loader.batch_sampler

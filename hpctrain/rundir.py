@@ -181,7 +181,6 @@ class RunStorage:
     """Reason for delayed writes; None if no data is buffered."""
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Append a JSON line."""
         append_json_line(path, record)
 
     def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
@@ -189,7 +188,6 @@ class RunStorage:
         return read_json_lines(path, is_valid)
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file, and create its folder if needed."""
         make_folder(path.parent)
         write_atomic(path, content)
 
@@ -207,12 +205,60 @@ class RunStorage:
             return []
 
 
+class _FixedPath:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, _kind: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of a run. Contains only paths; no property creates a file."""
 
     path: Path
     storage: RunStorage = field(default=RunStorage(), compare=False)
+
+    spec = _FixedPath("spec.yaml")
+    """The specification of the job."""
+    job_script = _FixedPath("job.sbatch")
+    """The job script as submitted to the scheduler."""
+    sweep = _FixedPath("sweep.json")
+    """The record of a sweep, in the folder of its job array."""
+    git_ignore = _FixedPath(".gitignore")
+    """Excludes the run from the enclosing Git repository, and from copies of the code."""
+    code = _FixedPath("code")
+    """Copies of the code, each with a record of its source."""
+    report = _FixedPath("report.html")
+    """The report of the run, a single HTML page."""
+    function = _FixedPath("function.pkl")
+    """The function that every rank calls, for runs without a script. Written once."""
+    resume_call = _FixedPath("continuation.pkl")
+    """The call for later attempts, returned by the `checkpoint` method of the function."""
+    events = _FixedPath("events.jsonl")
+    metrics = _FixedPath("metrics.jsonl")
+    environment = _FixedPath("environment.jsonl")
+    """The environment of each attempt, and the settings of its training."""
+    logs = _FixedPath("logs")
+    supervisor_log = _FixedPath("logs/supervisor.log")
+    """The actions of the supervisor, with their reasons."""
+    slurm_log = _FixedPath("logs/slurm.log")
+    """Output of the batch script and of Slurm."""
+    lock = _FixedPath("supervisor.lock")
+    """Lock held by the submission and, on the local backend, by the running supervisor."""
+    phase_durations = _FixedPath("pace.json")
+    """The longest durations in the run, which determine the time limits for hangs."""
+    cancel_request = _FixedPath("cancel-requested")
+    """Exists after a cancel request: once the state is saved, the run ends without a requeue."""
+    early_stopping = _FixedPath("early_stopping.jsonl")
+    """The values used to compare the trials of a sweep and stop losing trials."""
+    requeue_request = _FixedPath("requeue-requested")
+    """The attempt to save and requeue, as requested by the user."""
+    profile_request = _FixedPath("profile-requested")
+    """A profile requested by the user. The supervisor removes the file when it sends the request."""
+    checkpoints = _FixedPath("checkpoints")
+    failures = _FixedPath("failures")
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -234,103 +280,20 @@ class RunDir:
         """The name of the folder; for a job array task, preceded by the name of the array."""
         return f"{self.path.parent.name}/{self.path.name}" if self.array else self.path.name
 
-    @property
-    def spec(self) -> Path:
-        """The specification of the job."""
-        return self.path / "spec.yaml"
-
-    @property
-    def job_script(self) -> Path:
-        """The job script as submitted to the scheduler."""
-        return self.path / "job.sbatch"
-
-    @property
-    def sweep(self) -> Path:
-        """The record of a sweep, in the folder of its job array."""
-        return self.path / "sweep.json"
-
-    @property
-    def git_ignore(self) -> Path:
-        """Excludes the run from the enclosing Git repository, and from copies of the code."""
-        return self.path / ".gitignore"
-
-    @property
-    def code(self) -> Path:
-        """Copies of the code, each with a record of its source."""
-        return self.path / "code"
-
     def new_code(self) -> Path:
         """Return the path for the code of a new submission."""
         return self.code / f"submission-{max(_numbered(self.code, _CODE_FOLDER), default=-1) + 1:03d}"
-
-    @property
-    def report(self) -> Path:
-        """The report of the run, a single HTML page."""
-        return self.path / "report.html"
 
     def telemetry(self, node: int) -> Path:
         """Return the file with the measurements of a node and its GPUs."""
         return self.path / "telemetry" / f"node-{node:03d}.jsonl"
 
     def all_telemetry(self) -> list[Path]:
-        """Return the existing files of all nodes."""
         return sorted((self.path / "telemetry").glob("node-*.jsonl"))
-
-    @property
-    def function(self) -> Path:
-        """The function that every rank calls, for runs without a script. Written once."""
-        return self.path / "function.pkl"
-
-    @property
-    def resume_call(self) -> Path:
-        """The call for later attempts, returned by the `checkpoint` method of the function."""
-        return self.path / "continuation.pkl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def environment(self) -> Path:
-        """The environment of each attempt, and the settings of its training."""
-        return self.path / "environment.jsonl"
 
     def logger_state(self, name: str) -> Path:
         """Return the file with a logger's progress and the tracker's id of the run."""
         return self.path / "loggers" / f"{name}.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def supervisor_log(self) -> Path:
-        """The actions of the supervisor, with their reasons."""
-        return self.logs / "supervisor.log"
-
-    @property
-    def slurm_log(self) -> Path:
-        """Output of the batch script and of Slurm."""
-        return self.logs / "slurm.log"
-
-    @property
-    def lock(self) -> Path:
-        """Lock held by the submission and, on the local backend, by the running supervisor."""
-        return self.path / "supervisor.lock"
-
-    @property
-    def phase_durations(self) -> Path:
-        """The longest durations in the run, which determine the time limits for hangs."""
-        return self.path / "pace.json"
-
-    @property
-    def cancel_request(self) -> Path:
-        """Exists after a cancel request: once the state is saved, the run ends without a requeue."""
-        return self.path / "cancel-requested"
 
     def early_stop_reason(self) -> str | None:
         """Return the reason if the cancel request is from early stopping; None if it is from the user."""
@@ -338,21 +301,6 @@ class RunDir:
             return read_regular(self.cancel_request).decode(errors="replace").strip() or None
         except OSError:
             return None
-
-    @property
-    def early_stopping(self) -> Path:
-        """The values used to compare the trials of a sweep and stop losing trials."""
-        return self.path / "early_stopping.jsonl"
-
-    @property
-    def requeue_request(self) -> Path:
-        """The attempt to save and requeue, as requested by the user."""
-        return self.path / "requeue-requested"
-
-    @property
-    def profile_request(self) -> Path:
-        """A profile requested by the user. The supervisor removes the file when it sends the request."""
-        return self.path / "profile-requested"
 
     def profile(self, number: int) -> Path:
         """Return the folder of a profile."""
@@ -390,22 +338,12 @@ class RunDir:
         return self.path / "lease" / f"{number:06d}"
 
     def leases(self) -> list[int]:
-        """Return the numbers of the existing leases, ascending."""
         return _numbered(self.path / "lease", _LEASE)
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def failures(self) -> Path:
-        return self.path / "failures"
 
     def node_check_result(self, attempt: int, rank: int) -> Path:
         return self.path / "checks" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.json"
 
     def node_check_results(self, attempt: int) -> list[Path]:
-        """Return the existing files of all ranks."""
         return sorted(self.node_check_result(attempt, 0).parent.glob("rank-*.json"))
 
     def staging_result(self, attempt: int, node: int) -> Path:
@@ -439,7 +377,6 @@ class RunDir:
         return self.attempt_logs(attempt) / f"times-{node:05d}.jsonl"
 
     def all_log_indexes(self, attempt: int) -> list[Path]:
-        """Return the existing files of all nodes."""
         return sorted(self.attempt_logs(attempt).glob("times-*.jsonl"))
 
     def failure(self, attempt: int, rank: int) -> Path:
@@ -515,7 +452,6 @@ class RunDir:
         self.storage.append(self.events, event_record(kind, attempt, **fields))
 
     def write(self, path: Path, content: str) -> None:
-        """Write a file of the run, and create its folder if needed."""
         self.storage.write(path, content)
 
     def check_records(self) -> None:
@@ -537,8 +473,8 @@ def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, 
 
     A verification must not write to the folder that the script chose: it belongs to the verified run.
     """
-    own = environ.get(RUN_DIR_VARIABLE)
-    return own if VERIFY_STEPS_VARIABLE in environ or not run_dir else os.fspath(run_dir)
+    run_folder = environ.get(RUN_DIR_VARIABLE)
+    return run_folder if VERIFY_STEPS_VARIABLE in environ or not run_dir else os.fspath(run_dir)
 
 
 def event_record(kind: EventKind, attempt: int, **fields: Any) -> dict[str, Any]:

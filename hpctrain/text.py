@@ -46,8 +46,8 @@ def pluralize(value: float | None, noun: str) -> str:
 
 def join_or(words: Iterable[str]) -> str:
     """Join alternatives: `a`, `a or b`, `a, b or c`."""
-    *others, last = words
-    return f"{', '.join(others)} or {last}" if others else last
+    *alternatives, final = words
+    return f"{', '.join(alternatives)} or {final}" if alternatives else final
 
 
 def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
@@ -58,14 +58,13 @@ def format_ranks(ranks: Sequence[int], noun: str = "rank") -> str:
             ranges[-1][1:] = [rank]
         else:
             ranges.append([rank])
-    words = ["-".join(map(str, one)) for one in ranges]
-    num_hidden = sum(one[-1] - one[0] + 1 for one in ranges[20:])
-    more = f" and {num_hidden} more" if num_hidden else ""
-    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(words[:20])}{more}"
+    texts = ["-".join(map(str, bounds)) for bounds in ranges]
+    num_hidden = sum(bounds[-1] - bounds[0] + 1 for bounds in ranges[20:])
+    hidden = f" and {num_hidden} more" if num_hidden else ""
+    return f"{noun}{'s' * (len(ranks) > 1)} {', '.join(texts[:20])}{hidden}"
 
 
 def format_share(part: float | None) -> str:
-    """Format a fraction of one as a percentage."""
     if part is None:
         return NOTHING
     percent = 100 * part
@@ -103,13 +102,12 @@ def format_duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     for large_s, large, small_s, small in _DURATIONS:
         if round(seconds) >= large_s:
-            count, rest = divmod(round(seconds / small_s), large_s // small_s)
-            return f"{count} {large} {rest} {small}" if rest else f"{count} {large}"
+            count, small_count = divmod(round(seconds / small_s), large_s // small_s)
+            return f"{count} {large} {small_count} {small}" if small_count else f"{count} {large}"
     raise AssertionError(seconds)
 
 
 def format_time(seconds: float | None) -> str:
-    """Format seconds since the epoch as local date and time."""
     return NOTHING if seconds is None else _local(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -139,7 +137,10 @@ def is_finite(value: object) -> TypeGuard[float]:
 
 def printable(text: str) -> str:
     """Replace control characters in `text`, which a terminal would interpret."""
-    return "".join(one if one.isprintable() or one == _GROUP else "\N{REPLACEMENT CHARACTER}" for one in text)
+    return "".join(
+        character if character.isprintable() or character == _GROUP else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )
 
 
 #: Operating system commands such as titles and links, and control sequences; also if truncated.
@@ -154,17 +155,17 @@ def without_escapes(text: str) -> str:
 
     A log may contain sequences that set the title of the terminal, clear it or make it respond.
     """
-    kept = _ESCAPES.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", text)
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", kept)
+    colored = _ESCAPES.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", text)
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", colored)
 
 
 def suggest(word: str, known: Iterable[str], *, otherwise: str | None = None) -> str:
     """Return a sentence with the closest match in `known`."""
     from difflib import get_close_matches
 
-    known = list(known)
+    names = list(known)
     for spelling in dict.fromkeys((word, word.replace("-", "_"), word.replace("_", "-"))):
-        parts = [name for name in known if spelling in re.split("[-_]", name)]
-        if close := get_close_matches(spelling, known, 1) or parts[:3]:
+        matches = [name for name in names if spelling in re.split("[-_]", name)]
+        if close := get_close_matches(spelling, names, 1) or matches[:3]:
             return f"Did you mean {join_or(map(repr, close))}?"
-    return f"Choose from {', '.join(known)}." if otherwise is None else otherwise
+    return f"Choose from {', '.join(names)}." if otherwise is None else otherwise

@@ -17,6 +17,7 @@ from types import FrameType
 import pytest
 import pytest_timeout
 from helpers import fork_server
+from helpers.accounting_slurm import AccountingSandbox, need_accounting
 from helpers.commands import skip_or_fail
 from helpers.distribution import SharedSlurmScheduling
 from helpers.slurm_versions import need_slurm_version, up_with_version
@@ -26,7 +27,7 @@ from xdist.remote import Producer
 
 from hpctrain import sandbox
 from hpctrain.errors import UserError
-from hpctrain.sandbox.requirements import check_requirements
+from hpctrain.sandbox.cluster import check_requirements
 
 _SANDBOX_PREFIX = "pytest-"
 
@@ -85,7 +86,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("slurm"):
         if (version := item.config.getoption("--slurm-version")) not in (None, "installed"):
             need_slurm_version(version)
-        _need_slurm(accounting="accounting" in getattr(item, "fixturenames", ()))
+        _need_slurm()
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -130,14 +131,14 @@ def slurm() -> Iterator[sandbox.Sandbox]:
 @pytest.fixture(scope="session")
 def accounting() -> Iterator[sandbox.Sandbox]:
     """Like `slurm`, with slurmdbd and its database: a cluster on which `sacct` works."""
-    yield from _sandbox(f"{_SANDBOX_PREFIX}a{os.getpid()}", accounting=True)
+    need_accounting()
+    yield from _sandbox(f"{_SANDBOX_PREFIX}a{os.getpid()}", AccountingSandbox)
 
 
-def _sandbox(name: str, *, accounting: bool = False) -> Iterator[sandbox.Sandbox]:
-    _need_slurm(accounting=accounting)
+def _sandbox(name: str, kind: type[sandbox.Sandbox] = sandbox.Sandbox) -> Iterator[sandbox.Sandbox]:
+    _need_slurm()
     _remove_abandoned()
-    shape = {"nodes": 4, "gpus_per_node": 2, "cpus_per_node": 8, "accounting": accounting}
-    box = sandbox.up(name, **shape, settings=["KillWait=5"])
+    box = sandbox.up(name, kind=kind, nodes=4, gpus_per_node=2, cpus_per_node=8, settings=["KillWait=5"])
     try:
         yield box
     finally:
@@ -172,9 +173,9 @@ def _no_leftovers() -> Iterator[None]:
     assert not remaining, f"the test left child processes: {remaining}"
 
 
-def _need_slurm(*, accounting: bool = False) -> None:
+def _need_slurm() -> None:
     try:
-        check_requirements(accounting=accounting)
+        check_requirements()
     except UserError as error:
         skip_or_fail(str(error))
 

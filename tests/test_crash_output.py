@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
-from hpctrain.crash_output import find_crash_output, useful_lines
+from hpctrain.records.crash_output import find_crash_output, fold, useful_lines
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.failures.classify import classify
-from hpctrain.supervisor.failures.failure_files import RankFailure
+from hpctrain.supervisor.failures.failure_files import RankFailure, classify
 
 IMPORT = """Traceback (most recent call last):
   File "worker.py", line 12, in <module>
@@ -43,24 +43,11 @@ def test_interleaved_output_of_several_processes_is_parsed(logs):
     assert find_crash_output(*logs).message == "ImportError: shadowed"
 
 
-def test_lines_of_slurm_are_not_part_of_the_traceback(logs):
-    first, *rest = IMPORT.format("ImportError", "shadowed").splitlines(True)
-    append(logs[1], "".join([first, "srun: error: n1: task 0: Exited with exit code 1\n", *rest]))
-    assert find_crash_output(*logs).traceback == IMPORT.format("ImportError", "shadowed")
-
-
 def test_output_of_an_earlier_attempt_is_ignored(logs):
     assert find_crash_output(*logs).traceback == ""
     append(logs[1], "srun: error: n1: task 0: Exited with exit code 1\n")
     crash = find_crash_output(*logs)
     assert (crash.log, crash.message, crash.traceback) == (logs[1], "", "")
-
-
-def test_own_log_with_output_takes_precedence(logs):
-    logs[0].write_text("here\n")
-    append(logs[1], IMPORT.format("ImportError", "of a peer"))
-    crash = find_crash_output(*logs)
-    assert (crash.log, crash.message) == (logs[0], "")
 
 
 def test_empty_own_log_is_not_named_if_the_parents_log_has_output(logs):
@@ -117,3 +104,46 @@ def test_native_stacks_are_not_useful():
         "",
         "",
     ]
+
+
+PACKAGE = Path(__file__).parents[1] / "hpctrain"
+TORCH = "/opt/lib/python3.12/site-packages/torch"
+
+TRACE = f"""\
+Traceback (most recent call last):
+  File "/home/me/torch/train.py", line 26, in <module>
+    trainer.fit(Line(), data)
+  File "{PACKAGE}/training/trainer.py", line 98, in fit
+    fit.run()
+  File "{TORCH}/nn/modules/module.py", line 1778, in _wrapped_call_impl
+    return self._call_impl(*args, **kwargs)
+           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  [Previous line repeated 3 more times]
+  File "/home/me/torch/train.py", line 18, in training_step
+    table("x")
+    ~~~~~^^^^^
+KeyError: 'x'
+"""
+
+
+def test_frames_of_hpctrain_and_torch_are_folded():
+    assert fold(TRACE).splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "/home/me/torch/train.py", line 26, in <module>',
+        "    trainer.fit(Line(), data)",
+        "  … 2 frames of hpctrain and torch",
+        '  File "/home/me/torch/train.py", line 18, in training_step',
+        '    table("x")',
+        "    ~~~~~^^^^^",
+        "KeyError: 'x'",
+    ]
+
+
+def test_traceback_without_user_frames_is_unchanged():
+    text = f'Traceback (most recent call last):\n  File "{PACKAGE}/x.py", line 1, in f\n    g()\nOSError: m\n'
+    assert fold(text) == text
+
+
+def test_multi_line_message_is_kept():
+    message = "ValueError: first\n    second, indented\nthird\n"
+    assert fold(TRACE.replace("KeyError: 'x'\n", message)).endswith(message)

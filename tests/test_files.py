@@ -24,8 +24,8 @@ from hpctrain.files import (
     write_atomic,
 )
 from hpctrain.records.log_tail import RecordTail, read_last_records
+from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
-from hpctrain.serialization import CallPayload
 
 
 @pytest.fixture
@@ -37,10 +37,6 @@ def torn_file(tmp_path: Path) -> Path:
         file.write('{"step": ')
     append_json_line(path, {"step": 2})
     return path
-
-
-def test_line_after_a_torn_one_is_separate(torn_file):
-    assert torn_file.read_text() == '{"step": 1}\n{"step": \n{"step": 2}\n'
 
 
 def test_no_empty_lines_are_written_without_torn_ones(tmp_path):
@@ -66,18 +62,6 @@ def test_readers_skip_a_torn_line_with_one_warning(torn_file, read, caplog):
     (message,) = caplog.messages
     assert str(torn_file) in message
     assert "torn" in message
-
-
-def test_unfinished_last_line_is_not_reported(tmp_path, caplog):
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"step": 1}\n{"st')
-    assert (
-        list(read_json_lines(path))
-        == list(read_last_records(path))
-        == RecordTail(path).read()
-        == [{"step": 1}]
-    )
-    assert caplog.messages == []
 
 
 @pytest.mark.ranks
@@ -135,14 +119,6 @@ def test_private_file_replaces_a_readable_one(tmp_path):
     assert path.read_text() == "new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["spec.yaml"]
-
-
-def test_readable_lock_becomes_private(tmp_path):
-    path = tmp_path / "lock"
-    path.touch()
-    path.chmod(0o644)
-    os.close(try_lock(path))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_existing_file_survives_a_writer_killed_before_its_cleanup(tmp_path):

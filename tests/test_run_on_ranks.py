@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_on_ranks
-from helpers.waiting import wait_for
 
 pytestmark = pytest.mark.ranks
 
@@ -32,26 +25,6 @@ def compare_on_rank_1(other: int) -> None:
     dist.barrier()
 
 
-def wait_for_each_other_forever(folder: Path) -> None:
-    (folder / str(dist.get_rank())).write_text(str(os.getpid()))
-    if dist.get_rank() == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
-
-
-def end_on_rank_1(mode: str) -> int:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL) if mode == "kill" else os._exit(0)
-    return 7
-
-
-def fork_and_return() -> int:
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(60)
-    return pid
-
-
 def test_each_rank_returns_its_value():
     results = run_on_ranks(add_ranks, 10, world_size=3)
     assert [result[:2] for result in results] == [(0, 33.0), (1, 33.0), (2, 33.0)]
@@ -66,29 +39,3 @@ def test_failed_assertion_of_a_rank_shows_its_values():
     assert "assert [1, 2] == [1, 3]" in text
     assert "assert numbers == [1, other]" in text
     assert text.count("begins") == 2
-
-
-def test_late_ranks_are_killed(tmp_path):
-    with pytest.raises(AssertionError, match=r"no end after 1 s of ranks \[0, 1\]") as error:
-        run_on_ranks(wait_for_each_other_forever, tmp_path, timeout=1)
-    assert "in wait_for_each_other_forever" in str(error.value)  # the stack of rank 1
-    for rank in "01":
-        assert not Path("/proc", (tmp_path / rank).read_text()).exists()
-
-
-def test_rank_that_ends_early_fails_the_test_unless_expected():
-    with pytest.raises(AssertionError, match="rank 1 of 2 ended with exit code 0 before it returned"):
-        run_on_ranks(end_on_rank_1, "exit")
-    with pytest.raises(AssertionError, match="rank 1 of 2 ended with exit code -9 before it returned"):
-        run_on_ranks(end_on_rank_1, "kill")
-    assert run_on_ranks(end_on_rank_1, "kill", killed=[1]) == [7, None]
-
-
-def test_children_of_a_rank_are_killed():
-    for pid in run_on_ranks(fork_and_return):
-        wait_for(lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists(), 10, "the end of a child")
-
-
-def test_local_function_is_refused():
-    with pytest.raises(ValueError, match="top level"):
-        run_on_ranks(lambda: sys.exit())

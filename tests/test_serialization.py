@@ -6,22 +6,13 @@ import functools
 import os
 import sys
 import threading
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
-from helpers.commands import run_command
 
 from hpctrain.errors import UserError
-from hpctrain.serialization import CallPayload, FunctionCall, dumps
+from hpctrain.records.serialization import CallPayload, FunctionCall
 
 LOCK = threading.Lock()
-
-
-@dataclass
-class Config:
-    name: str
-    lock: object = None
 
 
 class Slotted:
@@ -57,14 +48,7 @@ def local_function():
     [
         ([1, LOCK], {}, "argument 1 has type _thread.lock"),
         ([], {"b": {"x": [0, LOCK]}}, "argument b['x'][1] has type _thread.lock"),
-        ([Config("c", LOCK)], {}, "argument 0.lock has type _thread.lock"),
-        (
-            [SimpleNamespace(deep=Config("c", {"k": LOCK}))],
-            {},
-            "argument 0.deep.lock['k'] has type _thread.lock",
-        ),
         ([Slotted((LOCK,))], {}, "argument 0.inner[0] has type _thread.lock"),
-        ([], {"b": (i for i in ())}, "argument b has type generator"),
         ([functools.partial(add, b=LOCK)], {}, "argument 0.keywords['b'] has type _thread.lock"),
     ],
 )
@@ -88,22 +72,6 @@ def test_unpicklable_part_of_the_function_is_reported(function, culprit):
     assert str(caught.value).startswith(culprit)
 
 
-def test_recursive_structure_is_searched_once():
-    loop = [LOCK]
-    loop.insert(0, loop)
-    with pytest.raises(UserError, match="_thread"):
-        dumps(loop, "f", [("result", loop)])
-
-
-def test_object_with_its_own_pickling_error_is_reported():
-    class Stubborn:
-        def __reduce__(self):
-            raise RuntimeError("not me")
-
-    with pytest.raises(UserError, match=r"result\[0\] has type .*Stubborn, which cannot be pickled: not me"):
-        dumps([Stubborn()], "f", [("result", [Stubborn()])])
-
-
 def test_payload_is_read_without_deserializing_it(tmp_path):
     path = tmp_path / "p.pkl"
     path.write_bytes(
@@ -113,31 +81,3 @@ def test_payload_is_read_without_deserializing_it(tmp_path):
     assert payload.retry_on_exception
     assert payload.sys_path == tuple(map(os.path.realpath, sys.path))
     assert payload.deserialize()() == 3
-
-
-def test_payload_is_read_without_the_functions_module(tmp_path):
-    module = tmp_path / "mine.py"
-    module.write_text("def f():\n    return 5\n")
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import mine, pathlib; from "
-        "hpctrain.serialization import *; "
-        "CallPayload.serialize(FunctionCall(mine.f)).write(pathlib.Path('p.pkl'))"
-    )
-    run_command([sys.executable, "-c", code, tmp_path], cwd=tmp_path)
-    payload = CallPayload.read(tmp_path / "p.pkl")
-    assert str(tmp_path) in payload.sys_path
-    with pytest.raises(ModuleNotFoundError, match="mine"):
-        payload.deserialize()
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
-        (add, "add"),
-        (functools.partial(functools.partial(add, 1), 2), "add"),
-        (lambda: 0, "<lambda>"),
-        (Config, "Config"),
-    ],
-)
-def test_function_name(function, name):
-    assert FunctionCall(function).name == name

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.ranks import run_on_ranks
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -40,25 +37,6 @@ def test_no_other_module_imports_private_parts_of_torch():
     private = {path.name: private_imports(path) for path in PACKAGE.rglob("*.py") if path.name not in ALLOWED}
     assert {name: imports for name, imports in private.items() if imports} == {}
     assert private_imports(PACKAGE / "torch_compat.py")
-
-
-def test_storage_info_is_the_location_of_a_tensor():
-    fields = [field.name for field in dataclasses.fields(torch_compat.StorageInfo)]
-    assert fields[:3] == ["relative_path", "offset", "length"]
-    info = torch_compat.StorageInfo("__0_0.distcp", 64, 128)
-    table = Metadata({}, storage_data={}, version=torch_compat.CURRENT_DCP_VERSION)
-    assert pickle.loads(pickle.dumps((info, table))) == (info, table)
-
-
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm])
-def test_batch_norm_is_the_base_of_all_kinds(kind):
-    assert issubclass(kind, torch_compat.BatchNorm)
-
-
-def test_pytree_maps_nested_batches():
-    batch = {"x": (torch.zeros(2), [torch.ones(2)])}
-    doubled = torch_compat.pytree.tree_map(lambda tensor: tensor + 1, batch)
-    assert doubled["x"][1][0].tolist() == [2, 2]
 
 
 def test_worker_info_of_a_loader_worker_can_be_set(monkeypatch):

@@ -15,8 +15,8 @@ PACKAGE = Path(hpctrain.__file__).parent
 
 #: By file: the number of uses, and their source. Never a socket, or a store that ranks share.
 LISTED = {
-    "serialization.py": (2, "the call in the run folder, which the user has submitted"),
-    "jobs/executor/function_runs.py": (2, "results and exceptions in the run folder"),
+    "records/serialization.py": (2, "the call in the run folder, which the user has submitted"),
+    "jobs/executor/job.py": (2, "results and exceptions in the run folder"),
     "telemetry/loggers/process.py": (2, "the pipe from the rank that has started the process"),
     "training/loop/spawn.py": (3, "files in a temporary folder that only its owner can read"),
 }

@@ -38,7 +38,6 @@ def longest_save_s(measured_s: float) -> float:
 
 
 def checkpoint_interval_s(stall_s: float, write_s: float, mtbf_s: float) -> float:
-    """Return the seconds from the start of one save to the start of the next."""
     return max(MIN_INTERVAL_S, write_s, stall_s + optimal_interval_s(stall_s, mtbf_s))
 
 
@@ -55,20 +54,20 @@ class InterruptionHistory:
         finished. It crashed, was killed, or lost its node. A requested stop loses no work.
         """
         count, node_seconds = 0, 0.0
-        nodes, last, orderly = 0, 0.0, True
+        nodes, last_time, orderly = 0, 0.0, True
         for event in events:
-            time = float(event.get("time", last))
+            time = float(event.get("time", last_time))
             match event.get("kind"):
                 case "started":
                     count += not orderly
-                    nodes, last, orderly = int(event.get("nodes", 1)), time, False
+                    nodes, last_time, orderly = int(event.get("nodes", 1)), time, False
                 case "signal":
                     orderly = bool(event.get("saved"))
                 case "finished":
                     orderly = event.get("state") != "FAILED"
             # Clocks may be set back.
-            node_seconds += nodes * max(0.0, time - last)
-            last = time
+            node_seconds += nodes * max(0.0, time - last_time)
+            last_time = time
         return cls(count, node_seconds)
 
     def node_mtbf_s(self, prior_s: float) -> float:

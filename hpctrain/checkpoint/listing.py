@@ -29,8 +29,6 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class BestMetric:
-    """The metric that selects the best checkpoints of a run."""
-
     metric: str
     mode: Literal["min", "max"]
 
@@ -39,12 +37,12 @@ def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[Checkpo
     """Return the checkpoints visible on this host, oldest first, and the metric that ranks them."""
     events = [event for event in run.read_events() if event.get("kind") == "checkpoint"]
     rule = _best_metric(events)
-    found = list(_inspect(run.checkpoints, "shared", verify=verify))
+    checkpoints = list(_inspect(run.checkpoints, "shared", verify=verify))
     for folder in _local_tier_folders(events):
-        found += _inspect(folder, "local", verify=verify)
+        checkpoints += _inspect(folder, "local", verify=verify)
     # If a step is in both tiers, a run would load the local copy.
-    found.sort(key=lambda one: (one.step, one.tier == "local"))
-    return _mark_newest_and_best(found, rule), rule
+    checkpoints.sort(key=lambda checkpoint: (checkpoint.step, checkpoint.tier == "local"))
+    return _mark_newest_and_best(checkpoints, rule), rule
 
 
 def list_quarantined(run: RunDir) -> list[Path]:
@@ -86,12 +84,27 @@ def _best_metric(events: list[dict[str, Any]]) -> BestMetric | None:
     return None
 
 
-def _mark_newest_and_best(found: list[CheckpointInfo], rule: BestMetric | None) -> list[CheckpointInfo]:
-    whole = [one for one in found if one.manifest is not None and not one.problems]
-    finite = [one for one in whole if one.manifest and one.manifest.finite is not False]
-    newest = (finite or whole)[-1] if whole else None
+def _mark_newest_and_best(checkpoints: list[CheckpointInfo], rule: BestMetric | None) -> list[CheckpointInfo]:
+    intact = [
+        checkpoint
+        for checkpoint in checkpoints
+        if checkpoint.manifest is not None and not checkpoint.problems
+    ]
+    finite = [
+        checkpoint for checkpoint in intact if checkpoint.manifest and checkpoint.manifest.finite is not False
+    ]
+    newest = (finite or intact)[-1] if intact else None
     best: int | None = None
     if rule is not None:
-        scores = {one.step: one.manifest.score_by(rule.metric) for one in whole if one.manifest}
+        scores = {
+            checkpoint.step: checkpoint.manifest.score_by(rule.metric)
+            for checkpoint in intact
+            if checkpoint.manifest
+        }
         best = next(iter(rank_steps(scores, rule.mode)), None)
-    return [replace(one, newest=one is newest, best=one.step == best and one in whole) for one in found]
+    return [
+        replace(
+            checkpoint, newest=checkpoint is newest, best=checkpoint.step == best and checkpoint in intact
+        )
+        for checkpoint in checkpoints
+    ]

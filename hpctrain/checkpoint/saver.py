@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name, stored_chunks
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, make_entry
-from hpctrain.checkpoint.format.staged_file import StagedFile
+from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
 from hpctrain.checkpoint.format.write_plan import WriteItem
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
-from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
+from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, complete_files, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, SaveAborted, describe_exception
 from hpctrain.checkpoint.io.file_writer import FileWriter, bytes_file_write
-from hpctrain.checkpoint.io.loading import STATE_NAME
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.staging import StagedState
 from hpctrain.checkpoint.tier.local_tier import LocalTier
-from hpctrain.checkpoint.tier.tier_copier import TierCopyFailed
 from hpctrain.errors import CheckpointError
 from hpctrain.rundir import checkpoint_folder_name
 
@@ -71,34 +67,6 @@ def _describe_save(
     )
 
 
-class MetadataCache:
-    """Tables of a checkpoint, rebuilt only after a change of a layout."""
-
-    def __init__(self) -> None:
-        self._sent_layout: tuple[WriteItem, ...] | None = None
-        self._layouts_by_rank: dict[int, list[StoredChunk]] = {}
-        self._tables: dict[str, bytes] = {}
-
-    def changed_layout(self, staged_file: StagedFile, rank: int) -> list[StoredChunk] | None:
-        """Return the layout of this rank's file for rank 0; None if rank 0 already has the layout."""
-        is_known = self._sent_layout == staged_file.items
-        # If the save fails, rank 0 may not have received the layout.
-        self._sent_layout = None
-        return None if is_known else stored_chunks(staged_file, rank)
-
-    def mark_received(self, staged_file: StagedFile) -> None:
-        self._sent_layout = staged_file.items
-
-    def tables(self, changed_layouts: Sequence[list[StoredChunk] | None]) -> dict[str, bytes]:
-        changed = {rank: layout for rank, layout in enumerate(changed_layouts) if layout is not None}
-        if changed:
-            self._layouts_by_rank.update(changed)
-            self._tables = build_tables(
-                item for rank in sorted(self._layouts_by_rank) for item in self._layouts_by_rank[rank]
-            )
-        return self._tables
-
-
 #: The file entries of a rank, the layout if changed, and True if the part of the state is finite.
 _Contribution = tuple[list[FileEntry], tuple[list[tuple[Any, ...]] | None, bool]]
 
@@ -111,7 +79,10 @@ class Saver:
         self._checked = checked
         self.local_tier: LocalTier | None = None
         self.notes: list[str] = []
-        self._metadata_cache = MetadataCache()
+        #: Layout of this rank's file that rank 0 has; the tables are rebuilt only after a change of a layout.
+        self._sent_layout: tuple[WriteItem, ...] | None = None
+        self._layouts: dict[int, list[tuple[Any, ...]]] = {}
+        self._tables: dict[str, bytes] = {}
         self._writer: FileWriter | None = None
         self._outcomes: list[CommittedSave | CheckpointError] = []
         self._lock = threading.Lock()
@@ -132,7 +103,7 @@ class Saver:
                 f"the checkpoint of step {save.step} was not written: {describe_exception(error)}"
             )
         save.staged = None
-        self._report(save.outcome)
+        self.report(save.outcome)
 
     def collect_outcomes(self) -> list[CommittedSave | CheckpointError]:
         with self._lock:
@@ -142,15 +113,12 @@ class Saver:
     def drop_outcome(self, outcome: CommittedSave | CheckpointError | None) -> None:
         """Remove `outcome` from the reports: the caller already has it."""
         with self._lock:
-            self._outcomes = [each for each in self._outcomes if each is not outcome]
+            self._outcomes = [reported for reported in self._outcomes if reported is not outcome]
 
     def on_copied(self, manifest: Manifest, begun: float) -> None:
-        self._report(_describe_save(self._target.directory, manifest, begun, self._prune(manifest.step)))
+        self.report(_describe_save(self._target.directory, manifest, begun, self._prune(manifest.step)))
 
-    def on_copy_failed(self, error: TierCopyFailed) -> None:
-        self._report(error)
-
-    def _report(self, outcome: CommittedSave | CheckpointError) -> None:
+    def report(self, outcome: CommittedSave | CheckpointError) -> None:
         with self._lock:
             self._outcomes.append(outcome)
 
@@ -179,25 +147,33 @@ class Saver:
 
     def _commit(self, save: PendingSave, staged: StagedState, target: CommitTarget) -> Manifest:
         staged_file, rank = staged.staged_file, self._coordinator.rank
-        news = self._metadata_cache.changed_layout(staged_file, rank)
-        layout = None if news is None else [*map(astuple, news)]
+        layout = None
+        if self._sent_layout != staged_file.items:
+            layout = [*map(astuple, stored_chunks(staged_file, rank))]
+        # If the save fails, rank 0 may not have received the layout.
+        self._sent_layout = None
 
-        def seal(everything: list[_Contribution]) -> dict[str, bytes]:
-            tables = self._metadata_cache.tables(
-                [None if new is None else [StoredChunk(*item) for item in new] for _, (new, _) in everything]
+        def seal(contributions: list[_Contribution]) -> dict[str, bytes]:
+            changed = {rank: new for rank, (_, (new, _)) in enumerate(contributions) if new is not None}
+            if changed:
+                self._layouts.update(changed)
+                self._tables = build_tables(
+                    StoredChunk(*chunk) for rank in sorted(self._layouts) for chunk in self._layouts[rank]
+                )
+            return complete_files(
+                self._tables,
+                staged.plain,
+                [entry for entries, _ in contributions for entry in entries],
+                step=save.step,
+                world_size=self._coordinator.world_size,
+                time=save.time,
+                score=save.score,
+                finite=None if self._checked is None else all(finite for _, (_, finite) in contributions),
+                verified_step=save.verified_step,
+                metric=None if save.score is None else self._retention.metric,
             )
-            files = {**tables, STATE_NAME: json.dumps(staged.plain).encode("ascii") + b"\n"}
-            entries = [entry for entries, _ in everything for entry in entries]
-            entries += [make_entry(name, content) for name, content in files.items()]
-            size = self._coordinator.world_size
-            metric = None if save.score is None else self._retention.metric
-            finite = None if self._checked is None else all(is_finite for _, (_, is_finite) in everything)
-            manifest = Manifest(
-                save.step, size, save.time, save.score, tuple(entries), finite, save.verified_step, metric
-            )
-            return {**files, MANIFEST_NAME: manifest.encode()}
 
-        own = RankWrite(
+        write = RankWrite(
             [bytes_file_write(rank_file_name(rank), staged_file.content)] if staged_file.content else [],
             seal,
             remark=lambda: (layout, self._checked is None or staged_file.is_finite(self._checked)),
@@ -206,11 +182,11 @@ class Saver:
             abort=save.abort,
         )
         try:
-            manifest = write_and_commit(target, save.step, own)
+            manifest = write_and_commit(target, save.step, write)
         finally:
             # Drop a finished writer, so that its memory can be freed for a larger state.
-            self._writer = None if own.writer is None or own.writer.ended.is_set() else own.writer
-        self._metadata_cache.mark_received(staged_file)
+            self._writer = None if write.writer is None or write.writer.ended.is_set() else write.writer
+        self._sent_layout = staged_file.items
         return manifest
 
     def _prune(self, newest: int) -> list[str]:

@@ -17,8 +17,6 @@ _DEPTH = 2
 
 
 class ScriptCheckpointWatcher:
-    """Watcher for new or changed files in a run's `checkpoints` folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._before = dict(_iter_files(folder, _DEPTH))

@@ -80,35 +80,36 @@ class StateStager:
         """Return the state's plain values, the content of this rank's file, its data, a fingerprint."""
         plain, tensors = split_tree(state, STATE_KEY)
         prefix = rank_key(self._coordinator.rank)
-        own = {prefix + name: tensor for name, tensor in rank_state.items()}
-        looks = [_signature_of(key, tensor) for key, tensor in (*tensors.items(), *own.items())]
-        known = self._cached_plan
-        if known is None or known.signatures != looks:
-            known, data = self._plan_writes(tensors, own, looks)
+        of_rank = {prefix + name: tensor for name, tensor in rank_state.items()}
+        looks = [_signature_of(key, tensor) for key, tensor in (*tensors.items(), *of_rank.items())]
+        cached = self._cached_plan
+        if cached is None or cached.signatures != looks:
+            cached, data = self._plan_writes(tensors, of_rank, looks)
             # The properties of a distributed tensor do not identify the local part, so the plan is not
             # cached.
-            are_plain = all(type(tensor) in _UNSHARDED_TYPES for tensor in (*tensors.values(), *own.values()))
-            self._cached_plan = known if are_plain else None
+            are_plain = all(
+                type(tensor) in _UNSHARDED_TYPES for tensor in (*tensors.values(), *of_rank.values())
+            )
+            self._cached_plan = cached if are_plain else None
         else:
-            everything = {**tensors, **own}
-            data = [slice_item(item, everything[item.key]) for item in known.items]
-        return plain, known.items, data, known.fingerprint
+            everything = {**tensors, **of_rank}
+            data = [slice_item(item, everything[item.key]) for item in cached.items]
+        return plain, cached.items, data, cached.fingerprint
 
     def _plan_writes(
         self,
         tensors: Mapping[str, torch.Tensor],
-        own: Mapping[str, torch.Tensor],
+        of_rank: Mapping[str, torch.Tensor],
         looks: list[_TensorSignature],
     ) -> tuple[_CachedPlan, list[torch.Tensor]]:
         coordinator = self._coordinator
-        found = list(plan_writes(tensors, coordinator.rank, coordinator.world_size, coordinator.rank_of))
-        found += plan_writes(own, 0, 1)
+        writes = list(plan_writes(tensors, coordinator.rank, coordinator.world_size, coordinator.rank_of))
+        writes += plan_writes(of_rank, 0, 1)
         common = ";".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
         alike = xxhash.xxh3_64_hexdigest(common.encode())
-        return _CachedPlan(looks, tuple(item for item, _ in found), alike), [data for _, data in found]
+        return _CachedPlan(looks, tuple(item for item, _ in writes), alike), [data for _, data in writes]
 
     def _allocate(self, items: Sequence[WriteItem], gpu: torch.device | None) -> None:
-        """Build a new image, in the existing memory if it is large enough."""
         self._staged_file = None
         staged_file = StagedFile(items)
         if self._memory is None or len(self._memory) < staged_file.num_bytes:

@@ -75,30 +75,26 @@ class CheckpointStore:
         self._saver = Saver(self._target, self._retention, checked)
         self._tier: LocalTier | None = None
         if second_tier is not None:
-            self._tier, problem = LocalTier.open(
-                second_tier,
-                self._target,
-                RankCoordinator(group, patience_s + _MARGIN_S),
-                limit_bytes=second_tier_bytes,
-                on_copied=self._saver.on_copied,
-                on_failure=self._saver.on_copy_failed,
-            )
-            self._saver.local_tier, self._saver.notes = self._tier, [problem] if problem else []
+            try:
+                self._tier = self._saver.local_tier = LocalTier(
+                    second_tier,
+                    self._target,
+                    RankCoordinator(group, patience_s + _MARGIN_S),
+                    limit_bytes=second_tier_bytes,
+                    on_copied=self._saver.on_copied,
+                    on_failure=self._saver.report,
+                )
+            except CheckpointError as error:
+                self._saver.notes = [f"{error}. Checkpoints are written directly to {folder}."]
         self._stager = StateStager(self._coordinator)
         self._in_flight: PendingSave | None = None
         #: Size of this rank's share of the latest state, in bytes.
         self.state_bytes = 0
         self._at_exit = functools.partial(_abandon_at_exit, weakref.ref(self))
-        atexit.register(
-            self._at_exit
-        )  # runs before the exit handler of the process group, which was registered earlier
-
-    @property
-    def local_tier(self) -> LocalTier | None:
-        return self._tier
+        # Runs before the exit handler of the process group, which was registered earlier.
+        atexit.register(self._at_exit)
 
     def prepare(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> None:
-        """Allocate the memory for copies of a state of these shapes, in the background."""
         if self.wait(0.0):
             self._stager.prepare(state, rank_state)
 
@@ -111,9 +107,26 @@ class CheckpointStore:
         score: float | None = None,
         verified_step: int | None = None,
         direct: bool = False,
-    ) -> None:
+    ) -> PendingSave:
         """Copy the state, and write it in the background; `rank_state` is of this rank only (collective)."""
-        self._start_save(step, state, rank_state, score, verified_step, direct=direct)
+        begun = time.monotonic()
+        if self._in_flight is not None:
+            self._join(self._in_flight)
+        staged, problem = None, None
+        try:
+            if self._saver.hung_writer:
+                raise CheckpointError("an earlier save is still waiting for the disk")
+            staged = self._stager.stage(state, rank_state)
+            self.state_bytes = staged.staged_file.num_bytes
+        except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
+            problem = describe_exception(error)
+        save = PendingSave(step, score, begun, staged, problem, direct, verified_step)
+        save.thread = threading.Thread(
+            target=self._saver.run, args=(save,), name="hpctrain-checkpoint", daemon=True
+        )
+        self._in_flight = save
+        save.thread.start()
+        return save
 
     def save(
         self,
@@ -125,7 +138,7 @@ class CheckpointStore:
         verified_step: int | None = None,
     ) -> CommittedSave:
         """Write the state to `folder`, not only to the local tier; raise errors on all ranks (collective)."""
-        save = self._start_save(step, state, rank_state, score, verified_step, direct=True)
+        save = self.async_save(step, state, rank_state, score=score, verified_step=verified_step, direct=True)
         self._join(save)
         self._saver.drop_outcome(save.outcome)
         if isinstance(save.outcome, CheckpointError):
@@ -138,7 +151,6 @@ class CheckpointStore:
         return self._saver.collect_outcomes()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds for the save in flight; return True if none is left."""
         save = self._in_flight
         if save is None or save.thread is None:
             return True
@@ -170,8 +182,8 @@ class CheckpointStore:
         """Load the newest valid checkpoint, preferably finite, distributed as `like` (collective)."""
         if self._in_flight is not None:
             self._join(self._in_flight)
-        found, broken = find_latest_valid(self._target, self._tier)
-        return load(self._coordinator, found, like) if found else None, broken
+        newest, broken = find_latest_valid(self._target, self._tier)
+        return load(self._coordinator, newest, like) if newest else None, broken
 
     def commit_newest_copy(self, folder: Path, limit: int | None = None) -> str | None:
         """Collective."""
@@ -184,7 +196,7 @@ class CheckpointStore:
             tiers.append((self._tier.target, set(self._tier.gather_node_files())))
         sentences = []
         for target, steps in tiers:
-            for later in sorted(each for each in steps if each > step):
+            for later in sorted(saved_step for saved_step in steps if saved_step > step):
                 folder = target.directory.folder / checkpoint_folder_name(later)
                 problem = f"{folder} was saved after step {step}, the last verified step."
                 sentences.append(_set_aside(target, target.directory, later, problem, "unverified"))
@@ -192,35 +204,6 @@ class CheckpointStore:
 
     def add_score(self, step: int, score: float) -> None:
         self._target.directory.add_score(step, score, self._retention.metric)
-
-    def _start_save(
-        self,
-        step: int,
-        state: Any,
-        rank_state: Mapping[str, torch.Tensor],
-        score: float | None,
-        verified_step: int | None,
-        *,
-        direct: bool,
-    ) -> PendingSave:
-        begun = time.monotonic()
-        if self._in_flight is not None:
-            self._join(self._in_flight)
-        staged, problem = None, None
-        try:
-            if self._saver.hung_writer:
-                raise CheckpointError("an earlier save is still waiting for the disk")
-            staged = self._stager.stage(state, rank_state)
-            self.state_bytes = staged.staged_file.num_bytes
-        except Exception as error:  # noqa: BLE001 (reported to all ranks in the background)
-            problem = describe_exception(error)
-        save = PendingSave(step, score, begun, staged, problem, direct, verified_step)
-        save.thread = threading.Thread(
-            target=self._saver.run, args=(save,), name="hpctrain-checkpoint", daemon=True
-        )
-        self._in_flight = save
-        save.thread.start()
-        return save
 
     def _join(self, save: PendingSave, timeout_s: float | None = None) -> None:
         assert save.thread is not None
@@ -244,40 +227,40 @@ def find_latest_valid(
     """Find the newest valid checkpoint, preferably a finite one; set newer ones aside (collective)."""
     shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
     broken: list[str] = []
-    found: VerifiedCheckpoint | None = None
+    checkpoint: VerifiedCheckpoint | None = None
     not_finite: list[VerifiedCheckpoint] = []
     for step in sorted(shared | held.keys(), reverse=True):
         if step in shared:
             try:
-                found = check_shared(target, step)
+                checkpoint = check_shared(target, step)
             except CorruptCheckpoint as error:
                 broken.append(_set_aside(target, target.directory, step, str(error)))
-        if found is None and tier is not None and step in held:
+        if checkpoint is None and tier is not None and step in held:
             try:
-                found = tier.find(step, held[step])
+                checkpoint = tier.find(step, held[step])
             except CorruptCheckpoint as error:
                 broken.append(_set_aside(tier.target, tier.target.directory, step, str(error)))
-        if found is None:
+        if checkpoint is None:
             continue
-        if found.manifest.finite is not False:
+        if checkpoint.manifest.finite is not False:
             break
-        not_finite.append(found)
-        found = None
-    if found is None and not_finite:
-        found = not_finite[0]
+        not_finite.append(checkpoint)
+        checkpoint = None
+    if checkpoint is None and not_finite:
+        checkpoint = not_finite[0]
     else:
-        for each in not_finite:
+        for skipped in not_finite:
             problem = (
-                f"{each.folder} contains NaN or infinite values in the parameters or the optimizer state."
+                f"{skipped.folder} contains NaN or infinite values in the parameters or the optimizer state."
             )
-            if tier is not None and (step := each.manifest.step) in held:
+            if tier is not None and (step := skipped.manifest.step) in held:
                 moved = _set_aside(tier.target, tier.target.directory, step, problem)
-            if each.folder.parent == target.directory.folder:
-                moved = _set_aside(target, target.directory, each.manifest.step, problem)
+            if skipped.folder.parent == target.directory.folder:
+                moved = _set_aside(target, target.directory, skipped.manifest.step, problem)
             broken.append(moved)
     if tier is not None:
-        tier.reset_to(found)
-    return found, broken
+        tier.reset_to(checkpoint)
+    return checkpoint, broken
 
 
 def _set_aside(

@@ -21,8 +21,8 @@ from hpctrain.slurm.environment import strip_job_env
 @click.option(
     "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Rank to use."
 )
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGS]...]")
-def command(run: str, runs_dir: Path, rank: int, words: tuple[str, ...]) -> None:
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGS]...]")
+def command(run: str, runs_dir: Path, rank: int, program: tuple[str, ...]) -> None:
     """Open a shell on the node of a running rank of RUN, or run COMMAND there.
 
     The shell uses the rank's container image, working directory and environment, and ends when the job ends.
@@ -33,12 +33,12 @@ def command(run: str, runs_dir: Path, rank: int, words: tuple[str, ...]) -> None
     from hpctrain.spec.load_spec import load_spec
     from hpctrain.supervisor.launch.task_command import containerize, module_command
 
-    found = open_run(run, runs_dir)
-    status, started = require_running(found, [rank], option="--rank", done="attached to")
-    spec = load_spec(found.dir.spec)
-    words = words or ("bash" if spec.container else os.environ.get("SHELL", "bash"),)
+    opened = open_run(run, runs_dir)
+    status, started = require_running(opened, [rank], option="--rank", done="attached to")
+    spec = load_spec(opened.dir.spec)
+    program = program or ("bash" if spec.container else os.environ.get("SHELL", "bash"),)
     command = module_command(spec, "program.attach")
-    command += [str(found.dir), str(started["attempt"]), str(rank), *words]
+    command += [str(opened.dir), str(started["attempt"]), str(rank), *program]
     contained = containerize(spec, command, ["TERM"], os.environ.get("PATH"))
     outer = strip_job_env(os.environ)
     if spec.backend == "local":

@@ -51,16 +51,15 @@ def command(
 
     if unknown := sorted(set(names).difference(Fault)):
         raise click.UsageError(f"Unknown --fault {', '.join(unknown)}. Valid faults: {', '.join(Fault)}.")
-    found = open_run(run, runs_dir)
-    status = check_disturbable(found)
+    opened = open_run(run, runs_dir)
+    status = check_disturbable(opened)
     faults = faults_for(status.backend, [Fault(name) for name in names])
     if seed is None:
         seed = random.SystemRandom().randrange(1 << 32)
-    tell = partial(click.echo, err=as_json)
-    tell(f"Faults for run {found.run_id}: {', '.join(faults)} (--seed {seed})")
-    runner = ChaosRunner(found, faults, seed, tell)
-    done = runner.inject_faults(times, every, dry_run=dry_run)
+    report = partial(click.echo, err=as_json)
+    report(f"Faults for run {opened.run_id}: {', '.join(faults)} (--seed {seed})")
+    num_faults = ChaosRunner(opened, faults, seed, report).inject_faults(times, every, dry_run=dry_run)
     if as_json:
-        echo_json({"run_id": found.run_id, "faults": 0 if dry_run else done, "seed": seed})
-    elif done < times:
-        click.echo(f"Run {found.run_id} ended after {done} of {times} faults.")
+        echo_json({"run_id": opened.run_id, "faults": 0 if dry_run else num_faults, "seed": seed})
+    elif num_faults < times:
+        click.echo(f"Run {opened.run_id} ended after {num_faults} of {times} faults.")

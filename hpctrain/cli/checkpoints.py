@@ -57,19 +57,21 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
 
     folder = _folder_of(run, runs_dir)
     checkpoints, rule = _ranked_checkpoints(folder, verify=verify)
-    aside = list_quarantined(folder)
+    quarantined = list_quarantined(folder)
     if as_json:
-        echo_json([*(_as_record(saved, rule) for saved in checkpoints), *map(_aside_as_record, aside)])
+        echo_json(
+            [*(_as_record(saved, rule) for saved in checkpoints), *map(_quarantined_record, quarantined)]
+        )
     else:
         _print_table(folder, checkpoints, rule, verify=verify)
-        for path in aside:
+        for path in quarantined:
             problem = "damaged" if ".broken-" in path.name else "saved after the last verified step"
             click.echo(f"{short_path(path)}: {problem}, set aside by the run", err=True)
-    if broken := [checkpoint.step for checkpoint in checkpoints if checkpoint.problems]:
+    if num_damaged := sum(bool(checkpoint.problems) for checkpoint in checkpoints):
         if not as_json:
-            count = "1 checkpoint is" if len(broken) == 1 else f"{len(broken)} checkpoints are"
+            count = "1 checkpoint is" if num_damaged == 1 else f"{num_damaged} checkpoints are"
             result = "A run skips damaged checkpoints and sets them aside."
-            if len(broken) == len(checkpoints):
+            if num_damaged == len(checkpoints):
                 result = "A run in this folder fails at its start. To start over, delete the checkpoints."
             click.echo(f"{count} damaged. {result}", err=True)
         sys.exit(CheckpointError.exit_code)
@@ -106,7 +108,7 @@ def export(
         raise UserError(f"{file} already exists. Use --force to overwrite it.")
     folder = _folder_of(run, runs_dir)
     checkpoints, _ = _ranked_checkpoints(folder)
-    chosen = _chosen(folder, checkpoints, step, best=best)
+    chosen = _select(folder, checkpoints, step, best=best)
     from hpctrain.checkpoint.convert.export_checkpoint import export_checkpoint
 
     while True:
@@ -150,7 +152,7 @@ def import_(
     step is read from FILE if FILE contains it; weights alone are imported as step 0. No code in FILE is
     executed. --allow names classes in FILE that you trust.
     """
-    folder = _folder_to_fill(run, runs_dir)
+    folder = _importable_folder(run, runs_dir)
     from hpctrain.checkpoint.convert.import_checkpoint import import_checkpoint
 
     for sentence in import_checkpoint(file, folder, step=step, weights_only=weights_only, allow=allow):
@@ -190,35 +192,34 @@ def _ranked_checkpoints(
     return checkpoints, BestMetric(best.metric, best.mode)
 
 
-def _folder_to_fill(run: str, runs_dir: Path) -> RunDir:
+def _importable_folder(run: str, runs_dir: Path) -> RunDir:
     """Return the folder of an ended run, or a folder that can become a run."""
-    known = runs_dir / run
-    folder = RunDir((known if known.exists() else Path(run)).absolute())
-    if folder.spec.exists() and not (status := open_run(run, runs_dir).status()).state.ended:
-        raise UserError(
-            f"Run {status.run_id} is {status.state}, but a checkpoint can only be imported into a run that "
-            "has ended, or into a new folder."
-        )
+    folder = RunDir((runs_dir / run if (runs_dir / run).exists() else Path(run)).absolute())
     path = folder.path
-    is_nonempty = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    if not folder.spec.exists() and not folder.checkpoints.exists() and is_nonempty:
+    if folder.spec.exists():
+        if not (status := open_run(run, runs_dir).status()).state.ended:
+            raise UserError(
+                f"Run {status.run_id} is {status.state}, but a checkpoint can only be imported into a run "
+                "that has ended, or into a new folder."
+            )
+    elif not folder.checkpoints.exists() and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(
-            f"{short_path(folder.path)} is neither a run folder nor empty. Specify a run or a new folder."
+            f"{short_path(path)} is neither a run folder nor empty. Specify a run or a new folder."
         )
     return folder
 
 
-def _chosen(
+def _select(
     folder: RunDir, checkpoints: list[CheckpointInfo], step: int | None, *, best: bool
 ) -> CheckpointInfo:
-    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
-    why, title = f"Available steps: {steps}.", "checkpoint" if step is None else f"checkpoint of step {step}"
-    if best:
-        why, title = "No checkpoint has a validation metric.", "best checkpoint"
     for checkpoint in reversed(checkpoints):
         if checkpoint.best if best else checkpoint.newest if step is None else checkpoint.step == step:
             return checkpoint
-    raise UserError(f"No {title} in {short_path(folder.checkpoints)}. {why}")
+    title, reason = "best checkpoint", "No checkpoint has a validation metric."
+    if not best:
+        title = "checkpoint" if step is None else f"checkpoint of step {step}"
+        reason = f"Available steps: {', '.join(str(saved.step) for saved in checkpoints) or 'none'}."
+    raise UserError(f"No {title} in {short_path(folder.checkpoints)}. {reason}")
 
 
 def _print_table(
@@ -236,20 +237,19 @@ def _print_table(
                 err=True,
             )
         return
+    rows = [_as_row(checkpoint, verify=verify) for checkpoint in checkpoints]
     score = "score" if rule is None else rule.metric
-    rows = [("step", "saved", "size", "files", "ranks", "tier", score, "")]
-    rows += [_as_row(checkpoint, verify=verify) for checkpoint in checkpoints]
-    if not any(row[6] for row in rows[1:]):
-        echo_table([(*row[:6], row[7]) for row in rows], str.rjust)
-    else:
-        echo_table(rows, str.rjust)
+    table = [("step", "saved", "size", "files", "ranks", "tier", score, ""), *rows]
+    if not any(row[6] for row in rows):
+        table = [(*row[:6], row[7]) for row in table]
+    echo_table(table, str.rjust)
     for checkpoint in checkpoints:
         for problem in checkpoint.problems:
             click.echo(f"step {checkpoint.step}: {problem}", err=True)
 
 
-def _as_row(checkpoint: CheckpointInfo, *, verify: bool) -> tuple[str, str, str, str, str, str, str, str]:
-    manifest = checkpoint.manifest
+def _as_row(checkpoint: CheckpointInfo, *, verify: bool) -> tuple[str, ...]:
+    manifest, cells = checkpoint.manifest, [""] * 5
     marks = {
         "newest": checkpoint.newest,
         "best": checkpoint.best,
@@ -257,19 +257,11 @@ def _as_row(checkpoint: CheckpointInfo, *, verify: bool) -> tuple[str, str, str,
         "verified": verify and not checkpoint.problems,
         "NOT FINITE": manifest is not None and manifest.finite is False,
     }
-    remarks = " ".join(mark for mark, applies in marks.items() if applies)
-    if manifest is None:
-        return (str(checkpoint.step), "", "", "", "", checkpoint.tier, "", remarks)
-    return (
-        str(checkpoint.step),
-        format_time(manifest.time),
-        format_size(manifest.total_bytes),
-        str(len(manifest.files)),
-        str(manifest.world_size),
-        checkpoint.tier,
-        "" if manifest.score is None else format_number(manifest.score),
-        remarks,
-    )
+    if manifest is not None:
+        cells = [format_time(manifest.time), format_size(manifest.total_bytes), str(len(manifest.files))]
+        cells += [str(manifest.world_size), "" if manifest.score is None else format_number(manifest.score)]
+    notes = " ".join(mark for mark, applies in marks.items() if applies)
+    return (str(checkpoint.step), *cells[:4], checkpoint.tier, cells[4], notes)
 
 
 def _as_record(checkpoint: CheckpointInfo, rule: BestMetric | None) -> dict[str, Any]:
@@ -292,6 +284,6 @@ def _as_record(checkpoint: CheckpointInfo, rule: BestMetric | None) -> dict[str,
     }
 
 
-def _aside_as_record(path: Path) -> dict[str, Any]:
+def _quarantined_record(path: Path) -> dict[str, Any]:
     step = int(path.name.removeprefix("step-").partition(".")[0])
     return {"step": step, "path": str(path), "newest": False, "best": False, "set_aside": True}

@@ -54,17 +54,14 @@ class DefaultGroup(click.Group):
 
 def parse_pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:  # noqa: ARG001
     """Parse the values NAME=VALUE of an option; the last value of a name takes precedence."""
-    found = {}
     for text in values:
-        name, equals, value = text.partition("=")
+        name, equals, _ = text.partition("=")
         if not name or not equals:
             raise click.BadParameter(f"{text!r} is not of the form {param.metavar}.")
-        found[name] = value
-    return found
+    return dict(text.split("=", 1) for text in values)
 
 
 def run_argument(function: _Function) -> _Function:
-    """Add the argument RUN and the option `--runs-dir` to a command."""
     return click.argument("run", metavar="RUN", shell_complete=complete_runs)(runs_dir_option(function))
 
 
@@ -84,16 +81,11 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    """Complete the path of a file."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def open_run(run: str, runs_dir: Path) -> Run:
-    """Return the run that the user names.
-
-    Raises:
-        RunNotFound: there is no such run.
-    """
+    """Return the run that the user names, or raise `RunNotFound`."""
     from hpctrain.jobs.runs.run import find_run
 
     return find_run(run, runs_dir, os.environ)
@@ -109,7 +101,8 @@ def walk_commands(
         assert command is not None
         yield name, click.Context(command, context, name)
         if isinstance(command, click.Group):
-            yield from ((f"{name} {inner}", its) for inner, its in walk_commands(command, context))
+            for inner_name, inner_context in walk_commands(command, context):
+                yield f"{name} {inner_name}", inner_context
 
 
 def echo_documents(documents: Sequence[Any]) -> None:
@@ -118,7 +111,6 @@ def echo_documents(documents: Sequence[Any]) -> None:
 
 
 def echo_json(document: Any) -> None:
-    """Print a JSON document."""
     click.echo(json_text(document))
 
 
@@ -140,15 +132,13 @@ def json_text(document: Any, default: Callable[[Any], object] | None = None) -> 
 def run_reference(run_dir: str) -> str:
     """Return the argument RUN for a run: its id if that is sufficient, otherwise its folder."""
     run = RunDir(Path(run_dir))
-    folder = (run.array or run).path
-    known = folder.parent == Path.cwd() / "runs"
-    handle = run.run_id if known else short_path(run.path)
+    is_found_by_id = (run.array or run).path.parent == Path.cwd() / "runs"
     # An argument that begins with a dash would be parsed as an option.
-    return shlex.quote(short_path(run.path) if handle.startswith("-") else handle)
+    use_id = is_found_by_id and not run.run_id.startswith("-")
+    return shlex.quote(run.run_id if use_id else short_path(run.path))
 
 
 def short_path(path: Path | str) -> str:
-    """Return the path, relative to the current folder if inside it."""
     try:
         short = str(Path(path).relative_to(Path.cwd()))
     except ValueError:
@@ -157,7 +147,6 @@ def short_path(path: Path | str) -> str:
 
 
 def describe_state(status: RunStatus) -> str:
-    """Return the state, with the scheduler's remark."""
     from hpctrain.jobs.runs.status_poller import describe_unknown
 
     # The state of a folder without a submission is always unknown.
@@ -170,8 +159,9 @@ def describe_progress(status: RunStatus) -> str | None:
     """Return the last step, or the reason for its absence; None for a job array or before the ranks start."""
     from hpctrain.telemetry.accounting.metric_fields import describe_step
 
-    known = status.attempt is not None and status.tasks is None
-    return describe_step(status.step, status.reports_steps) if known else None
+    if status.attempt is None or status.tasks is not None:
+        return None
+    return describe_step(status.step, status.reports_steps)
 
 
 def one_line(text: str) -> str:
@@ -189,45 +179,32 @@ def echo_log(text: str, *, nl: bool = True, err: bool = False) -> None:
 
 def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
     """Return the result of an ended run, the location of its files, and the next commands."""
-    from hpctrain.jobs.runs.error_report import job_log_tail
+    from hpctrain.jobs.runs.error_report import failures_since_submission, job_log_tail, rank_traceback
 
     run = RunDir(Path(status.run_dir))
-    handle = run_reference(status.run_dir)
-    lines = []
+    lines: list[tuple[str, str]] = []
     if status.cause:
-        lines += [
-            f"cause        {one_line(status.cause)}",
-            f"log          {short_path(status.log or run.logs)}",
-        ]
-        trace = _traceback(run) if with_traceback else []
-        lines += [f"             {line}" for line in trace or job_log_tail(status.log)]
+        lines += [("cause", one_line(status.cause)), ("log", short_path(status.log or run.logs))]
+        failures = failures_since_submission(run.read_events()) if with_traceback else []
+        failures = [failure for failure in failures if failure.get("rank") is not None]
+        trace = rank_traceback(run, failures[-1]) if failures else []
+        lines += [("", line) for line in trace or job_log_tail(status.log)]
     step = f", step {progress}" if (progress := describe_progress(status)) else ""
     loss = f", loss {format_number(status.loss)}" if status.loss is not None else ""
     counts = f", {status.words}" if status.tasks is not None else ""
-    lines += [f"run          {status.run_id}: {status.state}{counts}{step}{loss}"]
-    # A script that does not use the `Trainer` may not create these files.
-    files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
-    if run.tasks():
-        # The files of an array are in the folders of its tasks.
-        lines += [f"{'tasks':<12} {short_path(run.path)}/task-*"]
-    else:
-        lines += [f"{what:<12} {short_path(path)}" for what, path in files.items() if path.exists()]
+    lines.append(("run", f"{status.run_id}: {status.state}{counts}{step}{loss}"))
+    handle = run_reference(status.run_dir)
     if tasks := [run.task(index) for index in run.tasks()]:
-        # Refers to the failed task, whose log is shown.
-        told = (task for task in tasks if Path(status.log or "/").is_relative_to(task.path))
-        handle = run_reference(str(next(told, tasks[0]).path))
-    lines += [
-        f"next         {program_name()} status {handle}  |  {program_name()} logs {handle}",
-    ]
-    return "\n".join(lines)
-
-
-def _traceback(run: RunDir) -> list[str]:
-    """Return the traceback of the rank that failed first."""
-    from hpctrain.jobs.runs.error_report import failures_since_submission, rank_traceback
-
-    failures = [its for its in failures_since_submission(run.read_events()) if its.get("rank") is not None]
-    return rank_traceback(run, failures[-1]) if failures else []
+        # The files of an array are in the folders of its tasks. The log of the failed task is shown.
+        lines.append(("tasks", f"{short_path(run.path)}/task-*"))
+        failed = (task for task in tasks if Path(status.log or "/").is_relative_to(task.path))
+        handle = run_reference(str(next(failed, tasks[0]).path))
+    else:
+        # A script that does not use the `Trainer` may not create these files.
+        files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
+        lines += [(title, short_path(path)) for title, path in files.items() if path.exists()]
+    lines.append(("next", f"{program_name()} status {handle}  |  {program_name()} logs {handle}"))
+    return "\n".join(f"{title:<12} {text}" for title, text in lines)
 
 
 def exit_for(status: RunStatus) -> None:
@@ -243,7 +220,7 @@ def program_name() -> str:
     context = click.get_current_context(silent=True)
     if cluster := context and context.meta.get(CLUSTER_VARIABLE):
         return f"hpctrain --on {shlex.quote(cluster)}"
-    called, found = Path(sys.argv[0]), shutil.which("hpctrain")
-    if called.name != "hpctrain" or (found is not None and Path(found).samefile(called)):
+    called, on_path = Path(sys.argv[0]), shutil.which("hpctrain")
+    if called.name != "hpctrain" or (on_path is not None and Path(on_path).samefile(called)):
         return "hpctrain"
     return shlex.quote(short_path(called.absolute()))

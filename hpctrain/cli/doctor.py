@@ -35,13 +35,19 @@ def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
     The only change is a temporary folder in the parent folder of the runs, which is removed afterwards.
     Exits with 1 if a problem prevents jobs from running.
     """
-    from hpctrain.jobs.doctor.run_checks import run_checks, write_profile_file
+    from hpctrain.jobs.doctor.run_checks import profile_options, run_checks, write_profile_file
     from hpctrain.jobs.options.resolved_options import resolve_options
 
-    known = resolve_options({}, cwd=Path.cwd(), environ=os.environ).habits
-    report = run_checks(os.environ, runs_dir.absolute(), known)
+    site = resolve_options({}, cwd=Path.cwd(), environ=os.environ).habits
+    report = run_checks(os.environ, runs_dir.absolute(), site)
     if as_json:
-        echo_json(_document(report))
+        echo_json(
+            {
+                "findings": [asdict(finding) for finding in report.findings],
+                "problems": len(report.problems),
+                "profile": profile_options(report) if report.site else None,
+            }
+        )
     else:
         _show(report)
     if profile is not None:
@@ -49,16 +55,6 @@ def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
         click.echo(f"Site profile written to {profile}", err=True)
     if report.problems:
         raise SystemExit(1)
-
-
-def _document(report: DoctorReport) -> dict[str, object]:
-    from hpctrain.jobs.doctor.run_checks import profile_options
-
-    return {
-        "findings": [asdict(finding) for finding in report.findings],
-        "problems": len(report.problems),
-        "profile": profile_options(report) if report.site else None,
-    }
 
 
 def _show(report: DoctorReport) -> None:

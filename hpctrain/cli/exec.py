@@ -15,9 +15,8 @@ import click
 
 from hpctrain.cli.common import program_name as called_as
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.addresses import gloo_variables
+from hpctrain.cluster.addresses import gloo_variables, master_host, own_address
 from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.cluster.master_host import master_host, own_address
 from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import RendezvousError
 
@@ -42,8 +41,13 @@ def command(program: tuple[str, ...]) -> None:
     is not set, the port is computed from the ids of the job.
     """
     ranks = detect(os.environ)
-    if note := _forgotten_srun(ranks, os.environ):
-        click.echo(note, err=True)
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if ranks.environment == "local" and tasks != "1" and not os.environ.get(ENVIRONMENT_VARIABLE):
+        click.echo(
+            f"Note: this starts a single process, but the job has {tasks} tasks (SLURM_NTASKS). "
+            f"Put srun before {called_as()} exec to start all tasks.",
+            err=True,
+        )
     variables = ranks.torch_variables() | {"MASTER_ADDR": master_host(ranks, os.environ)}
     if ranks.is_main and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         variables["MASTER_PORT"] = str(_reserve_port(ranks))
@@ -53,11 +57,7 @@ def command(program: tuple[str, ...]) -> None:
 
 
 def _reserve_port(ranks: Ranks) -> int:
-    """Return rank 0's port, which stays reserved until the program listens on it with SO_REUSEADDR.
-
-    Raises:
-        RendezvousError: another program uses the port.
-    """
+    """Return rank 0's port, which stays reserved until the program listens on it with SO_REUSEADDR."""
     try:
         reserved = bind_socket(ranks.master_port)
     except OSError as error:
@@ -71,35 +71,18 @@ def _reserve_port(ranks: Ranks) -> int:
     return port
 
 
-def become(words: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process with a program."""
+def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     for name in _IGNORED_BY_PYTHON:
         if number := getattr(signal, name, None):
             signal.signal(number, signal.SIG_DFL)
     try:
-        os.execvpe(words[0], list(words), environ)
+        os.execvpe(argv[0], list(argv), environ)
     except OSError as error:
-        missing = error.errno == errno.ENOENT
-        where = "not found on PATH" if missing and os.sep not in words[0] else error.strerror
-        click.echo(f"Error: cannot run {words[0]!r}: {where}.{_hint(words)}", err=True)
-        sys.exit(_NOT_FOUND if missing else _NOT_RUNNABLE)
-
-
-def _hint(words: Sequence[str]) -> str:
-    script = Path(words[0])
-    if script.suffix != ".py" or not script.is_file():
-        return ""
-    return f" Did you mean `{called_as()} exec -- python {shlex.join(words)}`?"
-
-
-def _forgotten_srun(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
-    """Return a warning if a multi-task job runs only this process, without srun."""
-    tasks = environ.get("SLURM_NTASKS", "1")
-    if ranks.environment != "local" or tasks == "1" or environ.get(ENVIRONMENT_VARIABLE):
-        return None
-    return (
-        f"Note: this starts a single process, but the job has {tasks} tasks (SLURM_NTASKS). "
-        f"Put srun before {called_as()} exec to start all tasks."
-    )
+        is_missing, hint = error.errno == errno.ENOENT, ""
+        reason = "not found on PATH" if is_missing and os.sep not in argv[0] else error.strerror
+        if argv[0].endswith(".py") and Path(argv[0]).is_file():
+            hint = f" Did you mean `{called_as()} exec -- python {shlex.join(argv)}`?"
+        click.echo(f"Error: cannot run {argv[0]!r}: {reason}.{hint}", err=True)
+        sys.exit(_NOT_FOUND if is_missing else _NOT_RUNNABLE)

@@ -24,8 +24,6 @@ _PARSED = ("exit code", "signal")
 
 @dataclass(frozen=True)
 class Explanation:
-    """One meaning of a word."""
-
     word: str
     kind: str
     meaning: str
@@ -43,52 +41,53 @@ def command(context: click.Context, word: str | None, as_json: bool) -> None:
     or signal (137, 0:9, SIGKILL), a failure kind (node-lost), a restart action or an option (--time). Without
     WORD, list all known words.
     """
-    known = [*_tables(), *_options(context)]
+    explanations = [*_tables(), *_options(context)]
     if word is None:
-        _list_words(known, as_json=as_json)
+        by_kind: dict[str, list[str]] = {}
+        for explanation in explanations:
+            kind = "option" if explanation.word.startswith("-") else explanation.kind
+            by_kind.setdefault(kind, []).append(explanation.word)
+        if as_json:
+            echo_json(by_kind)
+            return
+        for kind, names in by_kind.items():
+            click.echo(f"{kind}\n{_indented(' '.join(dict.fromkeys(names)))}")
         return
-    found = _find(word, known)
-    if not found:
-        names = [str(explanation.word) for explanation in known]
+    meanings = _find(word, explanations)
+    if not meanings:
+        names = [str(explanation.word) for explanation in explanations]
         spellings = (word, word.upper(), word.lower())
         hints = filter(None, (suggest(spelling, names, otherwise="") for spelling in spellings))
         raise click.UsageError(
             f"Unknown word {word!r}. {next(hints, 'Run `hpctrain explain` to list the known words.')}"
         )
     if as_json:
-        echo_json([asdict(explanation) for explanation in found])
+        echo_json([asdict(meaning) for meaning in meanings])
         return
-    for number, explanation in enumerate(found):
-        title = ", ".join((explanation.word, *explanation.aliases))
-        click.echo("\n" * (number > 0) + f"{title} ({explanation.kind})")
-        click.echo(_indented(explanation.meaning))
+    texts = []
+    for meaning in meanings:
+        title = ", ".join((meaning.word, *meaning.aliases))
+        texts.append(f"{title} ({meaning.kind})\n{_indented(meaning.meaning)}")
+    click.echo("\n\n".join(texts))
 
 
-def _list_words(known: list[Explanation], *, as_json: bool) -> None:
-    words: dict[str, list[str]] = {}
-    for explanation in known:
-        kind = "option" if explanation.word.startswith("-") else explanation.kind
-        words.setdefault(kind, []).append(explanation.word)
-    if as_json:
-        echo_json(words)
-        return
-    for kind, its in words.items():
-        click.echo(f"{kind}\n{_indented(' '.join(dict.fromkeys(its)))}")
+def _find(text: str, explanations: list[Explanation]) -> list[Explanation]:
+    """Return all meanings of a text, also in the form of squeue: `(ReqNodeNotAvail, …)`, `CANCELLED by 1`."""
+    name = base_state(text.strip("() ").partition(",")[0])
+    meanings = [
+        explanation
+        for explanation in explanations
+        if explanation.kind not in _PARSED and _key(name) in {_key(alias) for alias in _names(explanation)}
+    ]
+    meanings += [Explanation(name, kind, _sentence(meaning)) for kind, meaning in explain_exit(name)]
+    if not meanings and (reason := explain_reason(name, "JOB")) != name:
+        meanings = [Explanation(name, _REASON, _sentence(reason.removeprefix(f"{name}: ")))]
+    return meanings
 
 
-def _find(word: str, known: list[Explanation]) -> list[Explanation]:
-    """Return all meanings of a word, also in the form of squeue: `(ReqNodeNotAvail, …)`, `CANCELLED by 1`."""
-    name = base_state(word.strip("() ").partition(",")[0])
-    found = [its for its in known if its.kind not in _PARSED and _key(name) in _keys(its)]
-    found += [Explanation(name, kind, _sentence(meaning)) for kind, meaning in explain_exit(name)]
-    if not found and (reason := explain_reason(name, "JOB")) != name:
-        found = [Explanation(name, _REASON, _sentence(reason.removeprefix(f"{name}: ")))]
-    return found
-
-
-def _keys(explanation: Explanation) -> set[str]:
-    names = (explanation.word, *explanation.aliases)
-    return {_key(text) for name in names for text in (name, name.removeprefix("--"))}
+def _names(explanation: Explanation) -> set[str]:
+    names = {explanation.word, *explanation.aliases}
+    return names | {name.removeprefix("--") for name in names}
 
 
 def _key(text: str) -> str:
@@ -103,9 +102,9 @@ def _tables() -> Iterator[Explanation]:
         yield Explanation(state, "state of a run", meaning)
     for reason, meaning in PENDING_REASONS.items():
         yield Explanation(reason, _REASON, _sentence(meaning.format(job_id="JOB")))
-    for word in (*map(str, EXIT_CODES), *(signal.Signals(number).name for number in SIGNALS)):
-        for kind, meaning in explain_exit(word):
-            yield Explanation(word, kind, _sentence(meaning))
+    for name in (*map(str, EXIT_CODES), *(signal.Signals(number).name for number in SIGNALS)):
+        for kind, meaning in explain_exit(name):
+            yield Explanation(name, kind, _sentence(meaning))
     for end in END_KINDS:
         yield Explanation(end, "failure kind", _describe_end(end))
     for action, meaning in RESTART_ACTIONS.items():
@@ -115,17 +114,17 @@ def _tables() -> Iterator[Explanation]:
 def _describe_end(end: EndKind) -> str:
     """Return the cause of an end, the action of the policy with its limits, and the advice to users."""
     info, rule = END_KINDS[end], DEFAULT_RULES.get(end)
-    words = [_sentence(info.cause)]
+    sentences = [_sentence(info.cause)]
     if action := RESTART_ACTIONS.get(info.action):
-        words += [f"hpctrain {action}."]
+        sentences.append(f"hpctrain {action}.")
     if rule and rule.retries is None:
-        words += ["--max-failures limits the restarts without a new checkpoint."]
+        sentences.append("--max-failures limits the restarts without a new checkpoint.")
     elif rule and rule.retries:
         option = f"--restart-policy {end}.retries"
-        words += [f"The limit is {rule.retries} times in a row without a new checkpoint ({option})."]
+        sentences.append(f"The limit is {rule.retries} times in a row without a new checkpoint ({option}).")
     if rule and rule.exclude:
-        words += [f"After {pluralize(rule.exclude, 'failure')} on a node, hpctrain excludes the node."]
-    return " ".join([*words, *([_sentence(info.advice)] if info.advice else [])])
+        sentences.append(f"After {pluralize(rule.exclude, 'failure')} on a node, hpctrain excludes the node.")
+    return " ".join([*sentences, *([_sentence(info.advice)] if info.advice else [])])
 
 
 def _options(context: click.Context) -> Iterator[Explanation]:
@@ -133,9 +132,9 @@ def _options(context: click.Context) -> Iterator[Explanation]:
     commands: dict[tuple[tuple[str, ...], str], list[str]] = {}
     root = context.find_root()
     assert isinstance(root.command, click.Group)
-    for path, each in [("", root), *walk_commands(root.command)]:
-        for param in each.command.params:
-            if isinstance(param, click.Option) and (record := param.get_help_record(each)):
+    for path, command_context in [("", root), *walk_commands(root.command)]:
+        for param in command_context.command.params:
+            if isinstance(param, click.Option) and (record := param.get_help_record(command_context)):
                 # The first long name is the one of the documentation.
                 names = tuple(sorted((*param.opts, *param.secondary_opts), key=lambda name: name[:2] != "--"))
                 meaning = f"{record[0]}: {' '.join(record[1].split())}"
@@ -152,6 +151,5 @@ def _indented(text: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return a phrase as a sentence."""
-    first = text[0] if text.startswith(("hpctrain", "slurm.log")) else text[0].upper()
-    return f"{first}{text[1:]}" + ("" if text.endswith(".") else ".")
+    initial = text[0] if text.startswith(("hpctrain", "slurm.log")) else text[0].upper()
+    return f"{initial}{text[1:]}" + ("" if text.endswith(".") else ".")

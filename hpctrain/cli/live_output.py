@@ -36,7 +36,9 @@ def stream_run(run: Run, shown: LogFilter = _RANK_0, *, whole: bool, text_to_std
         show, start = _send, json.loads(sys.stdin.readline())
         threading.Thread(target=_exit_with_reader, daemon=True).start()
         whole, to_stderr = start.get("whole", whole), start.get("to_stderr", to_stderr)
-        positions = {source: LogPosition.from_json(each) for source, each in start["positions"].items()}
+        positions = {
+            source: LogPosition.from_json(position) for source, position in start["positions"].items()
+        }
         follow = ["logs", "-f", str(run.dir.path), *(f"--rank={rank}" for rank in shown.ranks)]
         follow += ["--errors"] * shown.errors + [f"--attempt={shown.attempt}"] * (shown.attempt is not None)
         show("follow", {"args": follow, "whole": whole, "to_stderr": to_stderr, "detached": detached})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -38,69 +39,62 @@ def command(
     shows the traceback of the rank that failed first (or the end of its log) and one line per error on
     other ranks. Add --rank to show another rank in full.
     """
-    found = open_run(run, runs_dir)
-    shown = LogFilter(ranks, attempt, errors)
+    opened = open_run(run, runs_dir)
+    log_filter = LogFilter(ranks, attempt, errors)
     if follow:
         from hpctrain.cli.live_output import stream_run
 
-        stream_run(found, shown, whole=False)
+        stream_run(opened, log_filter, whole=False)
     elif errors:
-        for part in found.tasks() or [found]:
-            _print_errors(part, shown)
-    elif tasks := found.tasks():
+        for task in opened.tasks() or [opened]:
+            _print_errors(task, log_filter)
+    elif tasks := opened.tasks():
         raise UserError(
-            f"Run {found.run_id} is a job array of {len(tasks)} tasks with separate logs. Specify a task, "
+            f"Run {opened.run_id} is a job array of {len(tasks)} tasks with separate logs. Specify a task, "
             f"such as {run_reference(str(tasks[0].dir.path))}, or use -f to follow all tasks."
         )
     else:
-        _print_logs(found, shown)
+        _print_logs(opened, log_filter)
 
 
-def _print_logs(run: Run, shown: LogFilter) -> None:
+def _print_logs(run: Run, log_filter: LogFilter) -> None:
     from hpctrain.jobs.runs.rank_logs import RankLogReader
 
-    attempts = run.dir.attempts()
-    if not attempts:
-        _print_no_logs(run, shown)
-        return
-    attempt = attempts[-1] if shown.attempt is None else shown.attempt
-    if attempt not in attempts:
-        raise UserError(
-            f"Run {run.run_id} has no attempt {attempt} (--attempt). Available: "
-            f"{format_ranks(attempts, 'attempt')}."
-        )
-    ranks = run.dir.ranks(attempt)
-    if ranks and (missing := [rank for rank in shown.ranks if rank not in ranks]):
-        raise UserError(
-            f"No log of rank {missing[0]} (--rank) in {short_path(run.dir.attempt_logs(attempt))}. "
-            f"Available: {format_ranks(ranks)}."
-        )
-    logs = RankLogReader(run.dir, attempt, shown.ranks)
-    anything = False
-    for reading in (logs.read_past, logs.read_rest):
-        for text in reading():
+    attempts, has_output = run.dir.attempts(), False
+    attempt = log_filter.attempt if log_filter.attempt is not None else attempts[-1] if attempts else 0
+    if attempts:
+        if attempt not in attempts:
+            raise UserError(
+                f"Run {run.run_id} has no attempt {attempt} (--attempt). Available: "
+                f"{format_ranks(attempts, 'attempt')}."
+            )
+        ranks = run.dir.ranks(attempt)
+        if ranks and (missing := [rank for rank in log_filter.ranks if rank not in ranks]):
+            raise UserError(
+                f"No log of rank {missing[0]} (--rank) in {short_path(run.dir.attempt_logs(attempt))}. "
+                f"Available: {format_ranks(ranks)}."
+            )
+        logs = RankLogReader(run.dir, attempt, log_filter.ranks)
+        for text in chain(logs.read_past(), logs.read_rest()):
             echo_log(text, nl=False)
-            anything = True
-    if not anything:
-        _print_no_logs(run, shown, attempt)
-
-
-def _print_no_logs(run: Run, shown: LogFilter, attempt: int = 0) -> None:
+            has_output = True
+    if has_output:
+        return
     status = run.status()
-    subject = "the selected ranks" if shown.ranks else "its ranks"
+    subject = "the selected ranks" if log_filter.ranks else "its ranks"
     if attempt != (status.attempt or 0):
-        sentence = f"{subject} wrote no output in attempt {attempt}."
+        remark = f"{subject} wrote no output in attempt {attempt}."
     elif not status.state.ended:
-        sentence = f"{subject} have not written any output yet. Use `hpctrain logs -f` to wait for output."
+        remark = f"{subject} have not written any output yet. Use `hpctrain logs -f` to wait for output."
     else:
         advice = " Use `hpctrain logs --errors` to show the cause." if status.cause else ""
-        sentence = f"{subject} wrote no output.{advice}"
-    click.echo(f"Run {run.run_id} is {status.state}: {sentence}", err=True)
+        remark = f"{subject} wrote no output.{advice}"
+    click.echo(f"Run {run.run_id} is {status.state}: {remark}", err=True)
     if attempt == (status.attempt or 0):
         _show_job_log(status, err=True)
 
 
-def _print_errors(run: Run, shown: LogFilter) -> None:
+def _print_errors(run: Run, log_filter: LogFilter) -> None:
     from hpctrain.jobs.runs.error_report import (
         crashed_log_tail,
         failures_of_attempt,
@@ -108,34 +102,26 @@ def _print_errors(run: Run, shown: LogFilter) -> None:
         report_failure,
     )
 
-    if shown.attempt is None:
-        failures = failures_since_submission(run.dir.read_events())
-    else:
-        failures = failures_of_attempt(run.dir.read_events(), shown.attempt)
+    events, attempt = list(run.dir.read_events()), log_filter.attempt
+    failures = failures_since_submission(events) if attempt is None else failures_of_attempt(events, attempt)
     label = f"{run.run_id}: " if run.dir.array else ""
-    if not failures:
-        status = run.status()
-        if not (label and status.cause is None):
-            click.echo(f"Run {run.run_id} has no recorded failures{_searched(run, shown)}", err=True)
-        if status.cause and shown.attempt in (None, status.attempt):
-            echo_log(f"{label}cause: {status.cause}")
-            _show_job_log(status)
-            if lines := crashed_log_tail(run.dir, status.attempt or 0):
-                echo_log("\n".join(lines))
     for failure in failures:
-        for number, line in enumerate(report_failure(run.dir, failure, shown.ranks)):
-            echo_log(f"{'' if number else label}{line}")
-
-
-def _searched(run: Run, shown: LogFilter) -> str:
-    """Return the end of a sentence on missing failures: the attempts that were searched."""
-    if shown.attempt is not None:
-        return f" in attempt {shown.attempt}."
-    failed = {event.get("attempt", 0) for event in run.dir.read_events() if event.get("kind") == "failure"}
-    if not failed:
-        return "."
-    attempts = format_ranks(sorted(failed), "attempt")
-    return f" since the last submission. For the failures of {attempts}, use --attempt."
+        for index, line in enumerate(report_failure(run.dir, failure, log_filter.ranks)):
+            echo_log(f"{'' if index else label}{line}")
+    status = None if failures else run.status()
+    if status is None or (label and status.cause is None):
+        return
+    failed_attempts = {event.get("attempt", 0) for event in events if event.get("kind") == "failure"}
+    searched = "" if attempt is None else f" in attempt {attempt}"
+    if attempt is None and failed_attempts:
+        numbers = format_ranks(sorted(failed_attempts), "attempt")
+        searched = f" since the last submission. For the failures of {numbers}, use --attempt"
+    click.echo(f"Run {run.run_id} has no recorded failures{searched}.", err=True)
+    if status.cause and attempt in (None, status.attempt):
+        echo_log(f"{label}cause: {status.cause}")
+        _show_job_log(status)
+        if lines := crashed_log_tail(run.dir, status.attempt or 0):
+            echo_log("\n".join(lines))
 
 
 def _show_job_log(status: RunStatus, *, err: bool = False) -> None:

@@ -49,25 +49,25 @@ class _LazyGroup(click.Group):
         for task, names in _TASKS.items():
             with formatter.section(task):
                 commands = ((name, self.get_command(ctx, name)) for name in names)
-                rows = [(f"{name:{width}}", it.get_short_help_str(200)) for name, it in commands if it]
+                rows = [(f"{name:{width}}", cmd.get_short_help_str(200)) for name, cmd in commands if cmd]
                 formatter.write_dl(rows)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # `--on` may also follow the command. All words after a script, or `--`, are those of a program.
         end = args.index("--") if "--" in args else len(args)
         if args and args[0] in _WITH_SCRIPT:
-            places = [place for place, word in enumerate(args[:end]) if word.partition("=")[0] == "--on"]
-            if places and places[0] > 1 and not ctx.resilient_parsing:
+            indices = [index for index, arg in enumerate(args[:end]) if arg.partition("=")[0] == "--on"]
+            if indices and indices[0] > 1 and not ctx.resilient_parsing:
                 click.echo(
                     "Note: `--on` only selects a cluster if it directly follows `hpctrain` or "
                     f"`hpctrain {args[0]}`. Here, it belongs to the program.",
                     err=True,
                 )
             end = min(end, 2)
-        for place, word in enumerate(args[:end]):
-            if word == "--on" or word.startswith("--on="):
-                size = 2 if word == "--on" else 1
-                args = [*args[place : place + size], *args[:place], *args[place + size :]]
+        for index, arg in enumerate(args[:end]):
+            if arg == "--on" or arg.startswith("--on="):
+                size = 2 if arg == "--on" else 1
+                args = [*args[index : index + size], *args[:index], *args[index + size :]]
                 break
         return super().parse_args(ctx, args)
 
@@ -78,12 +78,12 @@ class _LazyGroup(click.Group):
             hint = suggest(args[0], _COMMANDS, otherwise="`hpctrain --help` lists the commands.")
             ctx.fail(f"No such command {args[0]!r}. {hint}")
         # Shell completion parses without running.
-        clusters = None if ctx.resilient_parsing else ctx.params["on"]
-        if clusters is not None and args[0] not in _WITH_CLUSTER:
-            from hpctrain.cli.on_cluster import asks_for_help, run_on_clusters
+        cluster = None if ctx.resilient_parsing else ctx.params["on"]
+        if cluster is not None and args[0] not in _WITH_CLUSTER:
+            from hpctrain.cli.on_cluster import asks_for_help, run_on_cluster
 
             if not asks_for_help(args):
-                ctx.exit(run_on_clusters(clusters.split(","), args))
+                ctx.exit(run_on_cluster(cluster, args))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -123,7 +123,6 @@ def cli(ctx: click.Context, on: str | None) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     try:
         cli(prog_name="hpctrain")
     finally:

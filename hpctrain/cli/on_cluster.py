@@ -7,21 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from hpctrain.cli.common import INTERRUPTED, echo_json, echo_log
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.cli.common import INTERRUPTED, echo_log
+from hpctrain.errors import UserError
 from hpctrain.remote.cluster import Cluster
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.remote.ssh_connection import SSH_FAILED
-
-if TYPE_CHECKING:
-    from hpctrain.jobs.runs.run_status import RunStatus
 
 #: Commands that submit the code of this machine.
 _SENDING = ("submit", "sweep", "resume")
@@ -33,46 +29,38 @@ _READING = ("exec", "shell", "attach")
 _REPEATABLE = ("wait",)
 
 
-def run_on_clusters(names: Sequence[str], args: Sequence[str]) -> int:
+def run_on_cluster(name: str, args: Sequence[str]) -> int:
     """Run `hpctrain ARGS` on a cluster, and return its exit code."""
-    if not all(names):
-        raise UserError("A cluster name (--on) is empty. Use the name of a host in ~/.ssh/config.")
     if args[0] == "serve":
         raise UserError(
-            f"`serve` cannot run with --on, because its pages would only be visible on {names[0]}. Log in "
-            f"with `ssh -L 8000:127.0.0.1:8000 {names[0]}`, and run `hpctrain serve --port 8000` there."
+            f"`serve` cannot run with --on, because its pages would only be visible on {name}. Log in "
+            f"with `ssh -L 8000:127.0.0.1:8000 {name}`, and run `hpctrain serve --port 8000` there."
         )
-    if len(names) > 1:
-        if args[0] != "list" or set(args[1:]) - {"--json"}:
-            raise UserError(
-                "Only `list`, with no option but --json, accepts several clusters (--on). Use one cluster."
-            )
-        return _list_clusters(names, args)
     options = _parse_options(args)
-    cluster = open_cluster(names[0])
+    cluster = open_cluster(name)
     prints_only = options.get("show_config") or options.get("help")
     if args[0] in _SENDING and (*args, "")[1] not in _NOT_SENDING and not prints_only:
         send_project(cluster, needs_slurm=options.get("backend") != "local")
     # A lost connection kills programs on its terminal, which must not happen during a submission.
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and args[0] not in _SENDING
-    words = "Run the command again."
+    remedy = "Run the command again."
     if args[0] in _SENDING:
-        words = f"`hpctrain --on {cluster.name} list` shows whether the run was submitted."
+        remedy = f"`hpctrain --on {cluster.name} list` shows whether the run was submitted."
     if options.get("follow"):
-        code = _follow(cluster, args, words if args[0] in _SENDING else "")
+        code = _follow(cluster, args, remedy if args[0] in _SENDING else "")
     else:
         command = cluster.connection.command(cluster.hpctrain(args), terminal=has_terminal)
         # Other commands would take the input of the caller, such as that of a loop in the shell.
         stdin = None if has_terminal or args[0] in _READING else subprocess.DEVNULL
         try:
             while (code := subprocess.call(command, stdin=stdin)) == SSH_FAILED and args[0] in _REPEATABLE:
-                cluster.connection.reopen(lambda words: click.echo(words, err=True))
+                cluster.connection.reopen(lambda message: click.echo(message, err=True))
         except KeyboardInterrupt:
             if args[0] not in _SENDING:
                 raise
-            click.echo(f"\n{words}", err=True)
+            click.echo(f"\n{remedy}", err=True)
             return INTERRUPTED
-    cluster.connection.check(code, words)
+    cluster.connection.check(code, remedy)
     return code
 
 
@@ -86,22 +74,22 @@ def _parse_options(args: Sequence[str]) -> dict[str, Any]:
     """Return the options of a command that may follow a run; the arguments of a script are not among them."""
     if args[0] not in ("logs", *_SENDING):
         return {}
-    command, words = import_module(f"hpctrain.cli.{args[0]}").command, list(args[1:])
+    command, arguments = import_module(f"hpctrain.cli.{args[0]}").command, list(args[1:])
     if isinstance(command, click.Group):
-        inner = words.pop(0) if words and words[0] in command.commands else "submit"
-        command = command.commands[inner]
-    values = _parse(command, words)
-    later = values.get("options")
-    if isinstance(later, tuple):  # those of `submit`, after the run that is resumed
-        values |= _parse(import_module("hpctrain.cli.submit").command, list(later))
+        subcommand = arguments.pop(0) if arguments and arguments[0] in command.commands else "submit"
+        command = command.commands[subcommand]
+    values = _parse(command, arguments)
+    options = values.get("options")
+    if isinstance(options, tuple):  # those of `submit`, after the run that is resumed
+        values |= _parse(import_module("hpctrain.cli.submit").command, list(options))
     return values
 
 
-def _parse(command: click.Command, words: list[str]) -> dict[str, Any]:
+def _parse(command: click.Command, arguments: list[str]) -> dict[str, Any]:
     with command.make_context(
         None, [], resilient_parsing=True, help_option_names=["-h", "--help"]
     ) as context:
-        values, _, _ = command.make_parser(context).parse_args(words)
+        values, _, _ = command.make_parser(context).parse_args(arguments)
         help_option = command.get_help_option(context)
     return {**values, "help": help_option is not None and values.get(str(help_option.name)) is True}
 
@@ -117,44 +105,6 @@ def _follow(cluster: Cluster, args: Sequence[str], interrupted: str) -> int:
         return INTERRUPTED
 
 
-def _list_clusters(names: Sequence[str], args: Sequence[str]) -> int:
-    """Print the runs of several clusters in one list; a cluster that fails is reported, and others follow."""
-    from hpctrain.cli.list import print_runs
-
-    runs: list[tuple[str, dict[str, Any], RunStatus]] = []
-    code = 0
-    for name in names:
-        try:
-            records = run_json(open_cluster(name), [*args, "--json"])
-            runs += [(name, record, _read_status(record)) for record in records]
-        except (KeyError, TypeError, ValueError) as error:
-            click.echo(
-                f"Error: cannot read the response from {name}: {error!r}. To install the same version of "
-                f"hpctrain there, run `hpctrain --on {name} setup`.",
-                err=True,
-            )
-            code = UserError.exit_code
-        except HpctrainError as error:
-            click.echo(f"Error: {error}", err=True)
-            code = error.exit_code
-    runs.sort(key=lambda run: run[2].submitted or 0)
-    if "--json" in args:
-        echo_json([{"cluster": name, **record} for name, record, _ in runs])
-    else:
-        print_runs([status for *_, status in runs], [name for name, *_ in runs])
-    return code
-
-
-def _read_status(record: dict[str, Any]) -> RunStatus:
-    """Return the status that a cluster printed; fields of another version are dropped."""
-    from hpctrain.jobs.runs.run_status import RunStatus
-    from hpctrain.slurm.states import RunState
-
-    known = {field.name: record[field.name] for field in fields(RunStatus) if field.name in record}
-    loss = None if record["loss"] is None else float(record["loss"])
-    return RunStatus(**{**known, "state": RunState(record["state"]), "loss": loss})
-
-
 def run_json(cluster: Cluster, args: Sequence[str]) -> Any:
     """Return the JSON document that `hpctrain ARGS` prints on a cluster."""
     result = cluster.connection.run(cluster.hpctrain(args))
@@ -164,14 +114,12 @@ def run_json(cluster: Cluster, args: Sequence[str]) -> Any:
 
 
 def needed_cluster(ctx: click.Context) -> Cluster:
-    """Log in to the cluster that `--on` names."""
     if name := ctx.meta.get(CLUSTER_VARIABLE):
         return open_cluster(name)
     raise click.UsageError(f"This command requires a cluster: `hpctrain --on CLUSTER {ctx.info_name} …`", ctx)
 
 
 def open_cluster(name: str) -> Cluster:
-    """Log in to a cluster."""
     cluster = Cluster(name, Path.cwd(), os.environ)
     cluster.connection.open()
     return cluster

@@ -81,6 +81,6 @@ def _print_result(result: Mapping[str, Any]) -> None:
     click.echo(f"trace  {short_path(result['trace'])}")
     # Times of an operator exclude those that it calls.
     click.echo(f"  {'CPU time':>10} {'GPU time':>10} {'calls':>7}  operator")
-    for one in result["operators"]:
-        times = f"{format_duration(one['cpu_s']):>10} {format_duration(one['gpu_s']):>10}"
-        click.echo(f"  {times} {format_count(one['calls']):>7}  {one_line(one['name'])[:60]}")
+    for operator in result["operators"]:
+        times = f"{format_duration(operator['cpu_s']):>10} {format_duration(operator['gpu_s']):>10}"
+        click.echo(f"  {times} {format_count(operator['calls']):>7}  {one_line(operator['name'])[:60]}")

@@ -60,7 +60,7 @@ def command(ctx: click.Context, run: str, dest: Path | None, all_checkpoints: bo
             stalled = stalled + 1 if size_bytes == before else 0
             if error.is_permanent or stalled == _MAX_STALLED:
                 raise
-            cluster.connection.reopen(lambda words: click.echo(words, err=True))
+            cluster.connection.reopen(lambda message: click.echo(message, err=True))
             time.sleep(min(2.0**stalled / 2, 30.0))
     click.echo(f"Run copied to {short_path(copied)}{', with report.html' if has_report else ''}")
 
@@ -70,7 +70,6 @@ def _size(folder: Path | None) -> int:
 
 
 def _check_destination(copied: Path, status: dict[str, Any]) -> None:
-    """Reject a folder that contains another run."""
     run_dir = read_spec(RunDir(copied).spec).get("run_dir")
     if run_dir not in (None, status["run_dir"]):
         raise UserError(
@@ -109,8 +108,8 @@ def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpo
     if report.returncode:
         reason = report.stderr.strip().removeprefix("Error: ")
         click.echo(f"Warning: cannot write report.html on {cluster.name}: {reason}", err=True)
-    kept = _kept_checkpoints(status)
-    filters = [f"--include=/checkpoints/{name}{inside}" for name in sorted(kept) for inside in ("", "/**")]
+    names = sorted(_kept_checkpoints(status))
+    filters = [f"--include=/checkpoints/{name}{inside}" for name in names for inside in ("", "/**")]
     filters += [f"--exclude={task}/checkpoints/{name}" for task in ("", "/task-*") for name in _CHECKPOINTS]
     copied.mkdir(parents=True, exist_ok=True)
     progress = ["--info=progress2"] * sys.stdout.isatty()

@@ -38,7 +38,12 @@ def command(runs: tuple[str, ...], runs_dir: Path, output: Path | None, as_json:
     RUN may be active, damaged or without metrics; the report then shows the available data. Several runs, or
     the tasks of a job array, are compared.
     """
-    as_json = as_json or _has_json_suffix(output)
+    suffix = "" if output is None else output.suffix.lower()
+    if suffix not in ("", ".htm", ".html", ".json"):
+        raise UserError(
+            f"{output} (--output) ends in {suffix}, which is not a report format. Use .html or .json."
+        )
+    as_json = as_json or suffix == ".json"
     run_data = [task for run in runs for task in read_runs(run, runs_dir)]
     text = _render(run_data, as_json=as_json)
     if output is None:
@@ -55,15 +60,6 @@ def command(runs: tuple[str, ...], runs_dir: Path, output: Path | None, as_json:
     click.echo(f"Report written to {short_path(output)}")
 
 
-def _has_json_suffix(output: Path | None) -> bool:
-    suffix = "" if output is None else output.suffix.lower()
-    if suffix not in ("", ".htm", ".html", ".json"):
-        raise UserError(
-            f"{output} (--output) ends in {suffix}, which is not a report format. Use .html or .json."
-        )
-    return suffix == ".json"
-
-
 def _default_output(runs: Sequence[str], run_data: list[RunData]) -> Path:
     folder = RunDir(Path(run_data[0].folder))
     if len(run_data) == 1:
@@ -76,21 +72,15 @@ def _default_output(runs: Sequence[str], run_data: list[RunData]) -> Path:
 
 
 def _render(run_data: list[RunData], *, as_json: bool) -> str:
-    several = len(run_data) > 1
+    from hpctrain.telemetry.report.pages import render_comparison, render_run_page
+
     if as_json:
         documents = [json_report(run) for run in run_data]
-        return json_text(documents if several else documents[0], default=str) + "\n"
-    if several:
-        from hpctrain.telemetry.report.pages import render_comparison
-
-        return render_comparison(run_data)
-    from hpctrain.telemetry.report.pages import render_run_page
-
-    return render_run_page(run_data[0])
+        return json_text(documents if len(documents) > 1 else documents[0], default=str) + "\n"
+    return render_comparison(run_data) if len(run_data) > 1 else render_run_page(run_data[0])
 
 
 def json_report(run_data: RunData) -> dict[str, Any]:
-    """Return the document printed by `--json`."""
     from hpctrain.telemetry.report.advice import advise
 
     breakdown, curves, devices = run_data.breakdown, run_data.curves, run_data.devices
@@ -144,33 +134,28 @@ def json_report(run_data: RunData) -> dict[str, Any]:
 
 
 def read_runs(name: str, runs_dir: Path) -> list[RunData]:
-    """Return the data of a run, or of each task of a job array.
-
-    Raises:
-        RunNotFound: there is no such run, and no folder of that name contains run records.
-    """
     from hpctrain.telemetry.report.run_data import RunContext, RunData
 
-    now = time.time()
+    time_now = time.time()
     try:
-        found = open_run(name, runs_dir)
+        opened = open_run(name, runs_dir)
     except RunNotFound:
         # A run started without a submission, or an incomplete folder.
         for folder in (RunDir((runs_dir / name).absolute()), RunDir(Path(name).absolute())):
             if folder.events.is_file() or folder.metrics.is_file():
-                return [RunData(folder, RunContext(), now=now)]
+                return [RunData(folder, RunContext(), now=time_now)]
         raise
     from hpctrain.cli.resubmit_command import resubmit_command
     from hpctrain.jobs.runs.run import query_statuses
-    from hpctrain.redaction import redact_spec
+    from hpctrain.spec.redaction import redact_spec
     from hpctrain.telemetry.report.artifacts import read_spec
 
-    if read_spec(found.dir.spec).get("supervised") is False:
+    if read_spec(opened.dir.spec).get("supervised") is False:
         raise UserError(
-            f"Run {found.run_id} ran without hpctrain in the job (--template plain), so it has no records "
-            f"for a report. Its logs: hpctrain logs {found.run_id}"
+            f"Run {opened.run_id} ran without hpctrain in the job (--template plain), so it has no records "
+            f"for a report. Its logs: hpctrain logs {opened.run_id}"
         )
-    runs = found.tasks() or [found]
+    runs = opened.tasks() or [opened]
     try:
         statuses = query_statuses(runs, skip_unreadable=True)
     except (HpctrainError, OSError):
@@ -181,5 +166,5 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         context = RunContext(resubmit_command=command)
         if status is not None:
             context = RunContext(str(status.state), status.words, status.cause, command)
-        run_data.append(RunData(run.dir, context, now=now))
+        run_data.append(RunData(run.dir, context, now=time_now))
     return run_data

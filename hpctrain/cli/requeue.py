@@ -19,16 +19,16 @@ def command(run: str, runs_dir: Path, as_json: bool) -> None:
     """
     from hpctrain.slurm.states import RunState
 
-    found = open_run(run, runs_dir)
-    before = found.requeue()
+    opened = open_run(run, runs_dir)
+    before = opened.requeue()
     if as_json:
-        echo_json({"run_id": found.run_id, "job_id": before.job_id, "requeued": True})
+        echo_json({"run_id": opened.run_id, "job_id": before.job_id, "requeued": True})
     elif before.state is RunState.PENDING:
         click.echo(
-            f"Ended Slurm's requeue delay for run {found.run_id}. The run starts when nodes are available."
+            f"Ended Slurm's requeue delay for run {opened.run_id}. The run starts when nodes are available."
         )
     else:
         click.echo(
-            f"Requeueing run {found.run_id}. The script saves a checkpoint first, if it can. The run then "
+            f"Requeueing run {opened.run_id}. The script saves a checkpoint first, if it can. The run then "
             "continues in a new attempt."
         )

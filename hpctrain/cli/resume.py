@@ -65,11 +65,7 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
 
 
 def _check_state(status: RunStatus, *, changed: bool) -> None:
-    """Reject a run that is active, or complete with unchanged options.
-
-    Raises:
-        SpecError: there is nothing to resume.
-    """
+    """Reject a run that is active, or complete with unchanged options."""
     from hpctrain.records.log_tail import read_last_records
     from hpctrain.slurm.states import RunState
 
@@ -85,10 +81,9 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
                 f"If you have already cancelled it, wait until it ends: `hpctrain wait {handle}`."
             )
         case RunState.COMPLETED if not changed:
-            last = next(read_last_records(RunDir(Path(status.run_dir)).metrics, is_metrics), {}).get(
-                "last_step"
-            )
-            step = "" if status.step is None else f" (step {status.step}{f' of {last}' if last else ''})"
+            record = next(read_last_records(RunDir(Path(status.run_dir)).metrics, is_metrics), {})
+            total = f" of {record['last_step']}" if record.get("last_step") else ""
+            step = "" if status.step is None else f" (step {status.step}{total})"
             raise SpecError(
                 f"Run {status.run_id} is complete{step}. To train longer, increase max_steps or max_epochs "
                 f"and submit the script with --run-dir {short_path(status.run_dir)}."

@@ -19,9 +19,8 @@ _name_option = click.option("--name", default="default", show_default=True, help
 def command() -> None:
     """Run a real Slurm cluster on this machine, to learn Slurm or test scripts.
 
-    Requires Linux, root and the packages slurm-wlm and munge; --accounting also requires slurmdbd and
-    mariadb-server. The nodes are daemons on this machine, and the GPUs are simulated by device files. The
-    scheduler, queue, preemption and job steps are Slurm's own.
+    Requires Linux, root and the packages slurm-wlm and munge. The nodes are daemons on this machine, and the
+    GPUs are simulated by device files. The scheduler, queue, preemption and job steps are Slurm's own.
     """
 
 
@@ -35,7 +34,6 @@ def command() -> None:
     show_default=True,
     help="Seconds from SIGTERM to SIGKILL when a job is preempted.",
 )
-@click.option("--accounting", is_flag=True, help="Run slurmdbd and MariaDB, so that sacct works.")
 @click.option("--gpu-type", default="", metavar="TYPE", help="GPU type in Slurm, such as a100.")
 @click.option(
     "--conf",
@@ -50,7 +48,6 @@ def up(
     gpus_per_node: int,
     cpus_per_node: int,
     preempt_grace: int,
-    accounting: bool,
     gpu_type: str,
     conf: tuple[str, ...],
     name: str,
@@ -66,7 +63,6 @@ def up(
         gpus_per_node=gpus_per_node,
         cpus_per_node=cpus_per_node,
         preempt_grace_s=preempt_grace,
-        accounting=accounting,
         gpu_type=gpu_type,
         settings=conf,
     )
@@ -78,9 +74,7 @@ def up(
     click.echo(f"Sandbox {name} {how}{restarted}: {box.shape}.")
     click.echo(f"  nodes        {', '.join(box.nodes)}")
     click.echo("  partitions   preemptible (default), urgent (its jobs preempt those in preemptible)")
-    if box.shape.accounting:
-        click.echo(f"  accounting   sacct and sacctmgr work; records are in {box.plan.accounting}")
-    click.echo(f"  files, logs  {box.plan.folder}")
+    click.echo(f"  files, logs  {box.folder}")
     selection = "" if name == "default" else f" --name {name}"
     click.echo(f'\nTo use the sandbox, run `eval "$(hpctrain sandbox env{selection})"`, or:')
     click.echo(_exports(box))
@@ -158,10 +152,9 @@ def _facts(box: sandbox.Sandbox) -> dict[str, Any]:
         "gpus_per_node": box.shape.gpus_per_node,
         "cpus_per_node": box.shape.cpus_per_node,
         "preempt_grace_s": box.shape.preempt_grace_s,
-        "accounting": box.shape.accounting,
         "partitions": ["preemptible", "urgent"],
         "slurm": sandbox.installed_version(),
-        "folder": str(box.plan.folder),
+        "folder": str(box.folder),
         "env": box.env,
         "sandboxes": sandbox.list_names(),
     }

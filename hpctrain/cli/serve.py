@@ -6,12 +6,12 @@ import hashlib
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
 
 #: Seconds between two polls of a page, and between two queries to the scheduler.
-_LIVE_S, _QUERY_INTERVAL_S = 3, 10.0
+_LIVE_S, QUERY_INTERVAL_S = 3, 10.0
 #: A page is reused for this multiple of its rendering time: a large run uses at most a fifth of a core of the
 #: login node. The second value is the number of cached pages.
 _CACHE_FACTOR, _MAX_CACHED_PAGES = 4.0, 8
@@ -68,14 +68,11 @@ def command(runs_dir: Path, port: int) -> None:
             server.serve_forever()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _CachedPage:
-    """Page of one or several runs."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    tag: str = ""
-    text: str = ""
-    expires: float = 0.0
+    tag: str
+    text: str
+    expires: float
 
 
 class RunPages:
@@ -83,12 +80,11 @@ class RunPages:
 
     def __init__(self, runs_dir: Path) -> None:
         self._runs_dir = runs_dir
-        self._lock = threading.Lock()
-        self._queried = -_QUERY_INTERVAL_S
+        self._query_lock, self._render_lock = threading.Lock(), threading.Lock()
+        self._queried = -QUERY_INTERVAL_S
         self._runs: dict[str, RunStatus] = {}
         self._num_omitted = 0
-        self._pages: OrderedDict[tuple[str, ...], _CachedPage] = OrderedDict()
-        self._hparams: dict[str, tuple[object, Mapping[str, Any]]] = {}
+        self._pages: dict[tuple[str, ...], _CachedPage] = {}
 
     def tag(self, run_ids: tuple[str, ...]) -> str | None:
         runs = self._statuses()
@@ -106,18 +102,17 @@ class RunPages:
             return self._list()
         runs = self._statuses()
         statuses = [runs[run_id] for run_id in run_ids]
-        with self._lock:
-            cached = self._pages.setdefault(run_ids, _CachedPage())
-            self._pages.move_to_end(run_ids)
-            while len(self._pages) > _MAX_CACHED_PAGES:
-                self._pages.popitem(last=False)
-        with cached.lock:
-            tag = _tag_of(statuses)
-            if tag != cached.tag and time.monotonic() >= cached.expires:
-                start = time.monotonic()
-                cached.text, cached.tag = self._render(statuses), tag
+        # Pages are rendered one at a time, because rendering is limited by Python's lock.
+        with self._render_lock:
+            tag, cached = _tag_of(statuses), self._pages.pop(run_ids, None)
+            if cached is None or (tag != cached.tag and time.monotonic() >= cached.expires):
+                begin = time.monotonic()
+                text = self._render(statuses)
                 end = time.monotonic()
-                cached.expires = end + _CACHE_FACTOR * (end - start)
+                cached = _CachedPage(tag, text, end + _CACHE_FACTOR * (end - begin))
+            self._pages[run_ids] = cached
+            if len(self._pages) > _MAX_CACHED_PAGES:
+                del self._pages[next(iter(self._pages))]
             return cached.text
 
     def _list(self) -> str:
@@ -132,7 +127,7 @@ class RunPages:
                 "step": "not reported" if status.reports_steps is False else format_count(status.step),
                 "loss": format_number(status.loss),
                 "submitted": format_time(status.submitted),
-                "words": " ".join([status.words, *self._hparam_texts(status)]),
+                "words": " ".join([status.words, hparams_text(status)]),
             }
             for status in reversed(self._statuses().values())
         ]
@@ -154,24 +149,12 @@ class RunPages:
             return render_run_page(runs[0], live=LiveParts(_LIVE_S, list(_read_logs(statuses[0]))))
         return render_comparison(runs, live=LiveParts(_LIVE_S))
 
-    def _hparam_texts(self, status: RunStatus) -> list[str]:
-        """Return the hyper-parameters of a run; its files are read again only after a change."""
-        from hpctrain.telemetry.report.run_results import read_results
-
-        if status.tasks is not None:
-            return []
-        run = RunDir(Path(status.run_dir))
-        stamps = list(_stat([run.spec, run.environment]))
-        if self._hparams.get(status.run_id, (None,))[0] != stamps:
-            self._hparams[status.run_id] = stamps, read_results(run, with_metrics=False).hparams
-        return [f"{name}={value}" for name, value in self._hparams[status.run_id][1].items()]
-
     def _statuses(self) -> dict[str, RunStatus]:
         """Return all runs by id, including tasks of job arrays; queried at intervals."""
         from hpctrain.jobs.runs.run import list_runs, query_statuses
 
-        with self._lock:
-            if time.monotonic() - self._queried >= _QUERY_INTERVAL_S or not self._runs:
+        with self._query_lock:
+            if time.monotonic() - self._queried >= QUERY_INTERVAL_S or not self._runs:
                 folder = self._runs_dir.resolve()
                 listed = list_runs(self._runs_dir, os.environ)
                 listed += [task for run in listed for task in run.tasks()]
@@ -180,6 +163,22 @@ class RunPages:
                 self._runs = {status.run_id: status for status in query_statuses(runs, skip_unreadable=True)}
                 self._queried = time.monotonic()
             return self._runs
+
+
+def hparams_text(status: RunStatus) -> str:
+    """Return the hyper-parameters of a run; empty for a job array."""
+    run = RunDir(Path(status.run_dir))
+    if status.tasks is not None:
+        return ""
+    return _cached_hparams(run, tuple(_stat([run.spec, run.environment])))
+
+
+@lru_cache(maxsize=10_000)
+def _cached_hparams(run: RunDir, stamps: tuple[object, ...]) -> str:  # noqa: ARG001 (changes with the files)
+    from hpctrain.telemetry.report.run_results import read_results
+
+    hparams = read_results(run, with_metrics=False).hparams
+    return " ".join(f"{name}={value}" for name, value in hparams.items())
 
 
 def _read_logs(status: RunStatus) -> Iterator[tuple[str, str]]:
@@ -195,7 +194,6 @@ def _read_logs(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 
 def _newest_logs(run: RunDir) -> list[Path]:
-    """Return the logs of the first ranks in the newest attempt."""
     attempts = run.attempts()
     ranks = run.ranks(attempts[-1])[:_MAX_LOGS] if attempts else []
     return [run.rank_log(attempts[-1], rank) for rank in ranks]

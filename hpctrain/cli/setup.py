@@ -82,14 +82,14 @@ def _install(cluster: Cluster, facts: ClusterFacts) -> None:
                 "hpctrain on this machine again, and then run this command again."
             )
         cluster.connection.rsync([str(wheel), f"{cluster.name}:{cluster.folder}/"])
-    there = shell_path(f"{cluster.folder}/{wheel.name}")
+    wheel_path = shell_path(f"{cluster.folder}/{wheel.name}")
     python = shlex.quote(facts.python)
     create = ":" if cluster.python else f'{python} -m venv --system-site-packages "{VENV}"'
     target = python if cluster.python else f'"{VENV}/bin/python"'
     # `--force-reinstall` replaces another build of the same version; its dependencies stay.
     install = f"{target} -m pip install --quiet"
-    script = f"{create} && {install} --no-deps --force-reinstall {there} && {install} {there}"
-    command = cluster.connection.command(f"{script}; E=$?; rm {there}; exit $E")
+    script = f"{create} && {install} --no-deps --force-reinstall {wheel_path} && {install} {wheel_path}"
+    command = cluster.connection.command(f"{script}; E=$?; rm {wheel_path}; exit $E")
     code = subprocess.call(command, stdout=sys.stderr)
     cluster.connection.check(code)
     if code:

@@ -21,8 +21,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE
 from hpctrain.jobs.submit.preflight import check_backend, check_environment, check_program, check_template
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobs.submit.render import render_setup
-from hpctrain.jobs.submit.template_checks import directive_options
+from hpctrain.jobs.submit.render import directive_options, render_setup
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.load_spec import load_spec
@@ -60,9 +59,9 @@ class _ShellCommand(submit.SubmitCommand):
             like, runs_dir = values.get("like"), values.get("runs_dir")
         if isinstance(like, str):
             spec = load_spec(open_run(like, Path(str(runs_dir or "runs"))).dir.spec)
-            known = {flag for param in self.params for flag in param.opts}
-            words, _ = submit_arguments(asdict(spec))
-            args = [*(word for word in words if word.partition("=")[0] in known), *args]
+            flags = {flag for param in self.params for flag in param.opts}
+            options, _ = submit_arguments(asdict(spec))
+            args = [*(option for option in options if option.partition("=")[0] in flags), *args]
             ctx.obj = Path(spec.workdir)
         return super().parse_args(ctx, args)
 
@@ -72,12 +71,12 @@ class _ShellCommand(submit.SubmitCommand):
 
 @click.command("shell", cls=_ShellCommand, context_settings=submit.command.context_settings)
 @click.option("--like", metavar="RUN", help="Use the options and the working directory of this run.")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND [ARGS]...]")
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND [ARGS]...]")
 @click.pass_context
 def command(
     ctx: click.Context,
     /,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
     like: str | None,  # noqa: ARG001 (handled before the other options)
     assignments: tuple[str, ...],
     **asked: Any,
@@ -93,7 +92,7 @@ def command(
     on the first node, and the job ends when the shell exits. Without Slurm, the shell runs on this machine.
     """  # noqa: D301
     cwd = ctx.obj or Path.cwd()
-    program, *args = words or ("bash",)
+    program, *args = argv or ("bash",)
     submission = prepare_submission(
         program,
         args,
@@ -110,26 +109,25 @@ def command(
         click.echo(line, err=True)
     if reason := submission.preflight.refusal():
         raise SchedulerError(f"Slurm would reject this job: {reason}")
-    spec = submission.spec
-    _become_shell(spec, words, submission.script)
+    _become_shell(submission.spec, argv, submission.script)
 
 
-def _become_shell(spec: JobSpec, words: Sequence[str], script: str) -> None:
+def _become_shell(spec: JobSpec, argv: Sequence[str], script: str) -> None:
     # Imported here because the package of the supervisor is slow to import.
     from hpctrain.supervisor.launch.task_command import containerize, prefixed, restore_names_command
 
     default = "bash" if spec.container else os.environ.get("SHELL", "bash")
-    inner = restore_names_command([*words] or [default], spec.env)
+    inner = restore_names_command([*argv] or [default], spec.env)
     defaults = {"OMP_NUM_THREADS": str(spec.cpus_per_task or 1)}
-    own = {**prefixed(spec.env), _SETUP_VARIABLE: render_setup(spec)}
+    variables = {**prefixed(spec.env), _SETUP_VARIABLE: render_setup(spec)}
     # There is no run folder to mount.
     mounted = replace(spec, run_dir=spec.workdir)
-    contained = containerize(mounted, inner, [*own, *defaults], os.environ.get("PATH"))
+    contained = containerize(mounted, inner, [*variables, *defaults], os.environ.get("PATH"))
     inner = ["/bin/bash", "-c", _RUN_SETUP, "bash", *contained.command]
     terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     os.chdir(spec.workdir)
     if spec.backend == "local":
-        become(inner, apply_env_defaults({**strip_job_env(os.environ), **own}, defaults))
+        become(inner, apply_env_defaults({**strip_job_env(os.environ), **variables}, defaults))
     directives = dict(option for line in script.splitlines() for option in directive_options(line))
     options = [
         f"--{name}={value}" if value else f"--{name}"
@@ -141,7 +139,7 @@ def _become_shell(spec: JobSpec, words: Sequence[str], script: str) -> None:
         name.replace("SBATCH_", "SALLOC_", 1) if name.startswith("SBATCH_") else name: value
         for name, value in sbatch_env(os.environ, directives).items()
     }
-    environ |= {**own, "SLURM_EXIT_ERROR": str(SchedulerError.exit_code)}
+    environ |= {**variables, "SLURM_EXIT_ERROR": str(SchedulerError.exit_code)}
     if contained.srun_options:
         # The setup runs outside the container, as in a run.
         nested = ["srun", "--overlap", "--relative=0", "--nodes=1", "--ntasks=1", *terminal]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -48,17 +48,17 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         return
     from hpctrain.telemetry.report.run_results import describe_results, read_results
 
-    found = open_run(run, runs_dir)
-    status, metrics = found.status(), found.dir.metrics
-    size = metrics.stat().st_size if metrics.exists() else 0
+    opened = open_run(run, runs_dir)
+    folder, status = opened.dir, opened.status()
+    size = folder.metrics.stat().st_size if folder.metrics.exists() else 0
     with_metrics = as_json or size <= _MAX_METRICS_BYTES
-    results = None if status.tasks is not None else read_results(found.dir, with_metrics=with_metrics)
+    results = None if status.tasks is not None else read_results(folder, with_metrics=with_metrics)
     if as_json:
         echo_json(asdict(status) | (asdict(results) if results else {}))
         return
     from hpctrain.jobs.runs.error_report import job_log_tail
 
-    stopped = status.state.ended or not found.dir.is_asked_to_requeue(status.attempt or 0)
+    stopped = status.state.ended or not folder.is_asked_to_requeue(status.attempt or 0)
     facts = {
         "run": status.run_id,
         "folder": short_path(status.run_dir),
@@ -66,13 +66,13 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "job": f"{status.job_id} on {status.backend}" if status.job_id else None,
         "attempt": status.attempt,
         "nodes": status.nodes,
-        "restarts": _describe_restarts(found.dir),
+        "restarts": _describe_restarts(folder),
         "requeue": None if stopped else "requested; the ranks of this attempt have not stopped yet",
         "step": describe_progress(status),
         "loss": None if status.loss is None else format_number(status.loss),
         "best": None if with_metrics else f"not computed: {format_size(size)} of metrics (use --json)",
         **{name: one_line(text) for name, text in (describe_results(results) if results else {}).items()},
-        "checkpoint": _describe_checkpoint(status, found.dir),
+        "checkpoint": _describe_checkpoint(status, folder),
         "not saved": status.not_saved,
         "note": one_line(status.note) if status.note else None,
         "cause": one_line(status.cause) if status.cause else None,
@@ -89,17 +89,16 @@ def _describe_restarts(run: RunDir) -> str | None:
     """Return the number of restarts since the submission, and the time and cause of the last."""
     from hpctrain.rundir import is_new_submission
 
-    restarts: list[dict[str, Any]] = []
+    num_restarts, newest = 0, None
     for event in run.read_events():
         if is_new_submission(event):
-            restarts = []
+            num_restarts, newest = 0, None
         elif event.get("kind") in ("restart", "shrink", "replace", "requeue"):
-            restarts.append(event)
-    if not restarts:
+            num_restarts, newest = num_restarts + 1, event
+    if newest is None:
         return None
-    last = restarts[-1]
-    cause = str(last.get("cause") or last.get("class") or last["kind"])
-    return f"{len(restarts)}, the last at {format_time(last.get('time'))}: {one_line(cause)}"
+    cause = str(newest.get("cause") or newest.get("class") or newest["kind"])
+    return f"{num_restarts}, the last at {format_time(newest.get('time'))}: {one_line(cause)}"
 
 
 def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -18,6 +18,7 @@ from click.shell_completion import CompletionItem
 from hpctrain.cli.common import (
     complete_files,
     echo_json,
+    echo_table,
     json_option,
     parse_pairs,
     program_name,
@@ -25,22 +26,22 @@ from hpctrain.cli.common import (
     short_path,
 )
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.options.option import Option, OptionValue
+from hpctrain.jobs.options.option import Option
 from hpctrain.jobs.options.option_parser import find_replacement, option_names
-from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values, resolve_options
+from hpctrain.jobs.options.resolved_options import (
+    COMMAND_LINE_SOURCE,
+    ResolvedOptions,
+    previous_values,
+    resolve_options,
+)
 from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.command import SlurmCall
 from hpctrain.spec.directives import SHORT_NAMES
 from hpctrain.spec.launcher import ProgramKind
 from hpctrain.text import suggest
-
-if TYPE_CHECKING:
-    from hpctrain.jobs.runs.run import Run
-
 
 #: Key of the context: true if the program follows a `--`.
 _IS_COMMAND = "hpctrain.is_command"
@@ -51,11 +52,10 @@ _PREVIOUS = "hpctrain.previous"
 
 
 def heading(param: click.Parameter) -> str:
-    """Return the help section of an option of `submit`."""
-    known = all_options()
     if isinstance(param, _SbatchOption):
         return SBATCH_HEADING
-    return known[param.name].group if param.name in known else "This submission"
+    option = all_options().get(str(param.name))
+    return "This submission" if option is None else option.group
 
 
 class SubmitCommand(click.Command):
@@ -72,10 +72,10 @@ class SubmitCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = error.option_name
-            known = [opt[2:] for param in self.params for opt in param.opts if opt.startswith("--")]
-            closest = suggest(name.lstrip("-"), known, otherwise="").replace(" '", " '--")
-            replacement = find_replacement(name)
-            hint = f"{replacement}." if replacement else closest
+            hint = f"{find_replacement(name) or ''}."
+            if hint == ".":
+                names = [opt[2:] for param in self.params for opt in param.opts if opt.startswith("--")]
+                hint = suggest(name.lstrip("-"), names, otherwise="").replace(" '", " '--")
             hint = hint or "`hpctrain submit --help` lists the options."
             raise click.UsageError(f"No such option {name!r}. {hint}", ctx) from None
 
@@ -97,38 +97,23 @@ class _SbatchOption(click.Option):
 
 
 def describe_sbatch_options() -> str:
-    """Return a sentence that lists the options that are passed to sbatch."""
     names = (", ".join(param.opts) for param in command.params if isinstance(param, _SbatchOption))
     return f"Passed to sbatch unchanged, as sbatch(1) describes them: {', '.join(names)}."
 
 
 def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a fixed word or a path."""
+    """Complete a fixed choice or a path."""
     option = all_options()[str(param.name)]
     if option.about.is_path:
         return complete_files(ctx, param, incomplete)
-    return [CompletionItem(word) for word in option.kind.choices if word.startswith(incomplete)]
-
-
-def _complete_partition(
-    ctx: click.Context,  # noqa: ARG001
-    param: click.Parameter,  # noqa: ARG001
-    incomplete: str,
-) -> list[CompletionItem]:
-    """Complete a partition of the site."""
-    try:
-        answer, _ = SlurmCall(("sinfo", "--noheader", "--format=%R"), os.environ, timeout_s=2.0).answer()
-    except SchedulerError:
-        return []
-    return [CompletionItem(word) for word in dict.fromkeys(answer.split()) if word.startswith(incomplete)]
+    return [CompletionItem(choice) for choice in option.kind.choices if choice.startswith(incomplete)]
 
 
 def _sbatch_option(name: str, long_name: str) -> _SbatchOption:
     short_names = [f"-{short}" for short, long in SHORT_NAMES.items() if long == long_name]
     names = [name, *short_names, f"--{long_name}"]
     if not sbatch_type(name).flag:
-        complete = _complete_partition if name == "partition" else None
-        return _SbatchOption(names, shell_complete=complete)
+        return _SbatchOption(names)
     return _SbatchOption([name, *short_names, f"--{long_name}/--no-{long_name}"], default=None)
 
 
@@ -139,30 +124,19 @@ def _click_option(option: Option) -> click.Option:
     if option.kind.flag:
         names = [option.name, *(f"{name}/--no-{name[2:]}" for name in names[1:])]
         return click.Option(names, default=None, help=text)
-    if option.kind.pairs:
-        callback = {"sbatch": _directives, "env": _variables}.get(option.name, parse_pairs)
-        return click.Option(
-            names,
-            multiple=True,
-            callback=callback,
-            metavar=option.metavar,
-            help=f"{text} Repeatable.",
-        )
+    if not (option.kind.pairs or option.kind.many):
+        return click.Option(names, metavar=option.metavar, help=text, shell_complete=_complete_value)
+    callback: Any = {"sbatch": _directives, "env": _variables}.get(option.name, parse_pairs)
     if option.kind.many:
-        return click.Option(
-            names,
-            multiple=True,
-            callback=lambda ctx, param, values: list(values) or None,  # noqa: ARG005
-            metavar=option.metavar,
-            help=f"{text} Repeatable.",
-        )
-    return click.Option(names, metavar=option.metavar, help=text, shell_complete=_complete_value)
+        callback = lambda _ctx, _param, values: list(values) or None  # noqa: E731
+    text = f"{text} Repeatable."
+    return click.Option(names, multiple=True, callback=callback, metavar=option.metavar, help=text)
 
 
 def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
     """Parse NAME=VALUE, or NAME for its value in the current environment."""
-    given = {name: os.environ.get(name) for name in values if name and "=" not in name}
-    if missing := [name for name, value in given.items() if value is None]:
+    inherited = {name: os.environ.get(name) for name in values if name and "=" not in name}
+    if missing := [name for name, value in inherited.items() if value is None]:
         name = missing[0]
         if cluster := os.environ.get(CLUSTER_VARIABLE):
             raise click.BadParameter(
@@ -173,7 +147,8 @@ def _variables(ctx: click.Context, param: click.Parameter, values: Sequence[str]
             f"{name!r} is not set in the environment of this shell. Export the variable, or use "
             f"--env {name}=VALUE."
         )
-    return parse_pairs(ctx, param, [f"{text}={given[text]}" if text in given else text for text in values])
+    pairs = [f"{text}={inherited[text]}" if text in inherited else text for text in values]
+    return parse_pairs(ctx, param, pairs)
 
 
 def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
@@ -224,19 +199,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 @click.argument("script", shell_complete=complete_files)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 @click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    script: str,
-    args: tuple[str, ...],
-    assignments: tuple[str, ...],
-    show_config: bool,
-    dry_run: bool,
-    follow: bool,
-    as_json: bool,
-    as_module: bool,
-    **asked: Any,
-) -> None:
+def command(ctx: click.Context, /, **params: Any) -> None:
     """Submit SCRIPT as a run. ARGS are passed to it unchanged.
 
     To submit a module or any other command:
@@ -245,33 +208,15 @@ def command(
         hpctrain submit [OPTIONS] -m package.module [ARGS]
         hpctrain submit [OPTIONS] -- COMMAND [ARGS]
     """  # noqa: D301
-    if dry_run and (as_json or show_config):
-        what = "--json a JSON document" if as_json else "--show-config a table"
-        raise click.UsageError(f"--dry-run prints a batch script and {what}. Use only one of these options.")
-    # Click's options have the names of the fields of SubmitOptions.
-    where: Any = {
-        "source": COMMAND_LINE_SOURCE,
-        "assignments": assignments,
-        "previous": previous(ctx),
-        "environ": os.environ,
-        "cwd": Path.cwd(),
-    }
-    if show_config:
-        from hpctrain.cli.option_sources import print_option_sources
-
-        print_option_sources(resolve_options(asked, **where), as_json=as_json)  # type: ignore[arg-type]
+    as_json, dry_run, follow = params["as_json"], params["dry_run"], params["follow"]
+    if dry_run and (as_json or params["show_config"]):
+        other = "--json a JSON document" if as_json else "--show-config a table"
+        raise click.UsageError(f"--dry-run prints a batch script and {other}. Use only one of these options.")
+    if params["show_config"]:
+        _print_option_sources(resolve_options(_asked(ctx), **_sources(ctx)), as_json=as_json)
         return
-    program: ProgramKind = "module" if as_module else "command" if is_command(ctx) else "script"
-    submission = prepare_submission(
-        script,
-        args,
-        asked,  # type: ignore[arg-type]
-        python=sys.executable,
-        program=program,
-        dry_run=dry_run,
-        **where,
-    )
-    _print_lines([*submission.notes, *([] if previous(ctx) else misplaced_options(script, args))])
+    submission, notes = prepare(ctx, params["args"])
+    _print_lines(notes)
     if dry_run:
         _print_lines(submission.forecast)
         click.echo(
@@ -280,25 +225,14 @@ def command(
             err=True,
         )
         click.echo(submission.script, nl=False)
-        if words := submission.preflight.refusal():
-            raise SchedulerError(f"Slurm would reject this job: {words}")
+        if reason := submission.preflight.refusal():
+            raise SchedulerError(f"Slurm would reject this job: {reason}")
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 
     run = submit_prepared(submission)
     _print_lines(submission.forecast)
-    _report(run, submission, follow=follow, as_json=as_json)
-
-
-def _print_lines(lines: Sequence[str]) -> None:
-    for line in lines:
-        click.echo(line, err=True)
-
-
-def _report(run: Run, submission: PreparedSubmission, *, follow: bool, as_json: bool) -> None:
-    """Print what was submitted, and follow the run if requested."""
-    run_dir, backend = submission.spec.run_dir, submission.backend.name
-    tasks = submission.spec.tasks()
+    run_dir, backend, tasks = submission.spec.run_dir, submission.backend.name, submission.spec.tasks()
     if as_json:
         facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": run_dir, "backend": backend}
         echo_json(facts | ({"tasks": [task.array_task for task in tasks]} if tasks else {}))
@@ -311,43 +245,122 @@ def _report(run: Run, submission: PreparedSubmission, *, follow: bool, as_json: 
 
         stream_run(run, whole=True, text_to_stderr=as_json)
     elif not as_json:
-        handle = run_reference(run_dir)
-        next_commands = (f"logs -f {handle}", f"status {handle}", f"cancel {handle}")
-        click.echo("Next: " + "  |  ".join(f"{program_name()} {command}" for command in next_commands))
+        echo_next(run_dir, "logs -f", "status", "cancel")
+
+
+def prepare(
+    ctx: click.Context, args: Sequence[str], *assignments: str
+) -> tuple[PreparedSubmission, list[str]]:
+    """Prepare the submission of a command's options, and return it with its notes."""
+    script, is_command = ctx.params["script"], ctx.meta.get(_IS_COMMAND)
+    kind: ProgramKind = "module" if ctx.params["as_module"] else "command" if is_command else "script"
+    submission = prepare_submission(
+        script,
+        args,
+        _asked(ctx),
+        python=sys.executable,
+        program=kind,
+        dry_run=ctx.params["dry_run"],
+        **_sources(ctx, *assignments),
+    )
+    return submission, [
+        *submission.notes,
+        *([] if _PREVIOUS in ctx.meta else _misplaced_options(script, args)),
+    ]
+
+
+def _asked(ctx: click.Context) -> Any:
+    """Return the values of the command line, by the names of the fields of SubmitOptions."""
+    return {name: value for name, value in ctx.params.items() if name in option_names()}
+
+
+def _sources(ctx: click.Context, *assignments: str) -> Any:
+    return {
+        "source": COMMAND_LINE_SOURCE,
+        "assignments": [*ctx.params["assignments"], *assignments],
+        "previous": ctx.meta.get(_PREVIOUS),
+        "environ": os.environ,
+        "cwd": Path.cwd(),
+    }
+
+
+def echo_next(run_dir: str, *commands: str) -> None:
+    """Print the commands that a user needs next for a run."""
+    handle, name = run_reference(run_dir), program_name()
+    click.echo("Next: " + "  |  ".join(f"{name} {command} {handle}" for command in commands))
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        click.echo(line, err=True)
+
+
+def _print_option_sources(settings: ResolvedOptions, *, as_json: bool) -> None:
+    """Print one row per option, or per entry of an option with several entries."""
+    rows = _source_rows(settings)
+    if as_json:
+        echo_json(rows)
+        return
+    is_set = (row for row in rows if row["value"] is not None or row["default"] is not None)
+    echo_table([("option", "value", "source"), *(_cells(row) for row in is_set)])
+
+
+def _source_rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
+    """Return the rows in order. The row of an unset option has the default as text, and no value."""
+    rows = []
+    for name, option in all_options().items():
+        default = option.default or None
+        keys = sorted(key for key in settings.values if key == name or key.startswith(f"{name}."))
+        for key in keys:
+            # In a file, options of sbatch need no prefix.
+            short_key = key.removeprefix("sbatch.").replace("-", "_")
+            setting = settings.values[key]
+            source = setting.source
+            rows.append(
+                {
+                    "option": short_key if short_key in sbatch_options() else key,
+                    "value": setting.value,
+                    "default": default,
+                    "source": source.words or "file",
+                    "file": str(source.path) if source.path else None,
+                    "line": source.line or None,
+                    "profile": source.profile,
+                }
+            )
+        if not keys:
+            row = dict.fromkeys(("value", "file", "line", "profile"))
+            rows.append({"option": name, "default": default, "source": "default", **row})
+    return rows
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, str, str]:
+    value, source = row["value"], str(row["source"])
+    if value is None:
+        text = f"({row['default']})"
+    else:
+        text = value if isinstance(value, str) and value.isprintable() and value else json.dumps(value)
+    if row["file"] is not None:
+        profile = f" (profile {row['profile']})" if row["profile"] else ""
+        source = f"{short_path(row['file'])}:{row['line']}{profile}"
+    return row["option"], text, source
 
 
 def options() -> list[click.Option]:
-    """Return new options of the command, for another command that submits."""
     return [copy(param) for param in command.params if isinstance(param, click.Option)]
 
 
-def is_command(ctx: click.Context) -> bool:
-    """Return true if the program follows a `--`."""
-    return bool(ctx.meta.get(_IS_COMMAND))
-
-
-def misplaced_options(script: str, args: Sequence[str]) -> list[str]:
+def _misplaced_options(script: str, args: Sequence[str]) -> list[str]:
     """Return a note for each argument of the script that is probably an option of `submit`."""
     try:
         source = Path(script).read_text(errors="replace")
     except (OSError, ValueError):
         return []  # a module or a command
-    option_names = {
-        name for param in command.params if isinstance(param, click.Option) for name in param.opts
-    }
-    names = dict.fromkeys(word.partition("=")[0] for word in args)
+    flags = {name for param in options() for name in param.opts if name.startswith("--")}
     return [
         f"Note: {name} is passed to {Path(script).name}. Put options of hpctrain before the script."
-        for name in names
-        if name.startswith("--")
-        and name in option_names
-        and name[2:].replace("-", "_") not in source.replace("-", "_")
+        for name in dict.fromkeys(arg.partition("=")[0] for arg in args)
+        if name in flags and name[2:].replace("-", "_") not in source.replace("-", "_")
     ]
-
-
-def previous(ctx: click.Context) -> list[OptionValue] | None:
-    """Return the options of the submission that this one repeats, if any."""
-    return ctx.meta.get(_PREVIOUS)
 
 
 def resubmission(
@@ -366,26 +379,17 @@ def resubmission(
         SpecError: `options` names another program or another run folder.
     """
     from hpctrain.cli.resubmit_command import submit_arguments
-    from hpctrain.redaction import redact_args
 
-    words, call = submit_arguments(spec, started=started)
+    earlier_options, call = submit_arguments(spec, started=started)
     called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"
     alone = click.Context(command, info_name="submit", **command.context_settings)
     with suppress(click.NoSuchOption):  # reported below
         values, _, _ = command.make_parser(alone).parse_args(list(options))
         if "--" in options or values.get("as_module") or isinstance(values.get("script"), str):
-            shown = redact_args([word for word in words if not word.startswith(("--env=", "--notify="))])
-            again = ["hpctrain", "submit", *shown, f"--run-dir={short_path(run.path)}"]
-            end = list(options).index("--") if "--" in options else len(options)
-            if options[end + 1 : end + 2] and options[end + 1].startswith("-"):
-                # New arguments for the same program.
-                program = call[: len(call) - len(spec.get("args") or ())]
-                again += [*options[:end], *program, *options[end + 1 :]]
-            else:
-                again += options
             raise SpecError(
                 f"{called} continues run {run.run_id} with its script and arguments, and accepts only "
-                f"options. To continue the run with other arguments, use: {shlex.join(again)}"
+                "options. To continue the run with another script or other arguments, use `hpctrain submit "
+                f"--run-dir={short_path(run.path)} SCRIPT [ARGS]`."
             )
         keys = [text.partition("=")[0] for text in values.get("assignments") or ()]
         if isinstance(values.get("run_dir"), str) or {"run_dir", "runs_dir"}.intersection(keys):
@@ -393,9 +397,9 @@ def resubmission(
                 f"{called} continues run {run.run_id} in its folder, so --run-dir cannot be changed. Remove "
                 "it, or use `hpctrain submit` for a new run."
             )
-    with command.make_context("submit", [*words, *call], parent=ctx.parent) as earlier:
-        asked: Any = {name: value for name, value in earlier.params.items() if name in option_names()}
-        repeated = previous_values(asked, earlier.params["assignments"])
+    with command.make_context("submit", [*earlier_options, *call], parent=ctx.parent) as earlier:
+        values_of_run: Any = {name: value for name, value in earlier.params.items() if name in option_names()}
+        repeated = previous_values(values_of_run, earlier.params["assignments"])
     arguments = [*options, f"--run-dir={run.path.absolute()}", *call]
     context = command.make_context("submit", arguments, parent=ctx.parent)
     context.meta[_PREVIOUS] = repeated

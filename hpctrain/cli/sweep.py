@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -29,10 +28,8 @@ from hpctrain.cli.common import (
 )
 from hpctrain.errors import SchedulerError, SpecError, UserError
 from hpctrain.jobs.options.option_parser import option_names
-from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
-from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobs.options.resolved_options import resolve_options
 from hpctrain.rundir import RunDir
-from hpctrain.spec.launcher import ProgramKind
 from hpctrain.sweeps.search_space import inline_files
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, SweepRecord, read_sweep
@@ -147,7 +144,7 @@ def submit_(
     rule: str | None,
     min_steps: int | None,
     args: tuple[str, ...],
-    **asked: Any,
+    **params: Any,
 ) -> None:
     """Submit SCRIPT once per trial. A trial's hyper-parameters are passed to it after ARGS.
 
@@ -155,13 +152,13 @@ def submit_(
     """
     space: dict[str, str | list[str]] = {**over}
     if not over:
-        given = {name: value for name, value in asked.items() if name in option_names()}
-        for file in resolve_options(given, cwd=Path.cwd(), environ=os.environ).files:  # type: ignore[arg-type]
+        values: Any = {name: value for name, value in params.items() if name in option_names()}
+        for file in resolve_options(values, cwd=Path.cwd(), environ=os.environ).files:
             space |= file.sweep
     if not space:
-        where = " before SCRIPT" if "--over" in args else ""
+        place = " before SCRIPT" if "--over" in args else ""
         raise click.UsageError(
-            f"The sweep has no hyper-parameters. Use --over NAME=VALUES{where}, or `sweep:` in hpctrain.yaml."
+            f"The sweep has no hyper-parameters. Use --over NAME=VALUES{place}, or `sweep:` in hpctrain.yaml."
         )
     for is_wrong, message in (
         (rule and metric is None, "--stop-early compares trials by a metric. Add --metric NAME."),
@@ -169,7 +166,7 @@ def submit_(
         (min_steps and not rule, "--min-steps has no effect without --stop-early. Add --stop-early asha."),
         (sweep_seed is not None and not number, "--sweep-seed has no effect on a grid. Add --random N."),
         (
-            asked["dry_run"] and asked["as_json"],
+            params["dry_run"] and params["as_json"],
             "--dry-run prints the arguments of the trials as text. Remove --json.",
         ),
     ):
@@ -191,62 +188,44 @@ def submit_(
         mode=mode,
         stopping=stopping,
     ).with_trials(number or 0)
-    _submit(ctx, record, range(len(record.trials)), asked)
+    _submit(ctx, record, range(len(record.trials)))
 
 
-def _submit(
-    ctx: click.Context, record: SweepRecord, indices: Sequence[int], params: Mapping[str, Any]
-) -> None:
-    """Submit trials as one job array. `params` are those of `hpctrain submit`."""
-    asked = {name: value for name, value in params.items() if name in option_names()}
-    if asked.get("array") is not None:
+def _submit(ctx: click.Context, record: SweepRecord, indices: Sequence[int]) -> None:
+    """Submit trials as one job array, with the options of `hpctrain submit` in `ctx`."""
+    if ctx.params.get("array") is not None:
         raise click.UsageError("A sweep sets --array itself. Use --concurrent to limit concurrent trials.")
-    kind: ProgramKind = "module" if params["as_module"] else "command" if submit.is_command(ctx) else "script"
-    submission = prepare_submission(
-        params["script"],
-        record.args,
-        asked,  # type: ignore[arg-type]
-        source=COMMAND_LINE_SOURCE,
-        assignments=[*params["assignments"], f"array={record.array(indices)}"],
-        previous=submit.previous(ctx),
-        environ=os.environ,
-        cwd=Path.cwd(),
-        python=sys.executable,
-        program=kind,
-        dry_run=params["dry_run"],
-    )
-    folder = RunDir(Path(submission.spec.run_dir))
-    if "over" in ctx.params and folder.sweep.exists():
-        handle = run_reference(submission.spec.run_dir)
+    array = record.array(indices)
+    submission, notes = submit.prepare(ctx, record.args, f"array={array}")
+    run_dir = submission.spec.run_dir
+    if "over" in ctx.params and RunDir(Path(run_dir)).sweep.exists():
+        handle = run_reference(run_dir)
         raise SpecError(
-            f"{short_path(folder.path)} (--run-dir) already contains a sweep. Use "
+            f"{short_path(run_dir)} (--run-dir) already contains a sweep. Use "
             f"`hpctrain sweep resume {handle}` or `hpctrain sweep extend {handle}`, or choose another folder."
         )
-    misplaced = [] if submit.previous(ctx) else submit.misplaced_options(params["script"], record.args)
-    for note in (*submission.notes, *misplaced):
-        click.echo(note.replace(f"--array {record.array(indices)}%2", "--concurrent 2"), err=True)
-    if params["dry_run"]:
+    for note in notes:
+        click.echo(note.replace(f"--array {array}%2", "--concurrent 2"), err=True)
+    if ctx.params["dry_run"]:
         for index in indices:
             click.echo(f"task-{index}: {' '.join(record.trial_args(index))}")
         return
     from hpctrain.jobs.submit.submit import submit_prepared
 
     run = submit_prepared(submission, sweep=record)
-    if params["as_json"]:
-        facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": str(run.dir)}
-        echo_json(facts | {"backend": submission.backend.name, "trials": list(indices)})
+    backend = submission.backend.name
+    if ctx.params["as_json"]:
+        facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": str(run.dir), "backend": backend}
+        echo_json(facts | {"trials": list(indices)})
         return
-    handle, name = run_reference(str(run.dir)), program_name()
     click.echo(
-        f"Sweep {run.run_id}: {pluralize(len(indices), 'trial')}, job {run.job_id} "
-        f"({submission.backend.name}), folder {short_path(run.dir.path)}"
+        f"Sweep {run.run_id}: {pluralize(len(indices), 'trial')}, job {run.job_id} ({backend}), folder "
+        f"{short_path(run.dir.path)}"
     )
-    words = ("status", "best", "cancel")
-    click.echo("Next: " + "  |  ".join(f"{name} sweep {word} {handle}" for word in words))
+    submit.echo_next(str(run.dir), "sweep status", "sweep best", "sweep cancel")
 
 
 def _rows(run: Run, metric: str | None, mode: Mode | None) -> list[ResultRow]:
-    """Return the trials of a sweep, best first."""
     from hpctrain.cli.results_table import read_rows
     from hpctrain.jobs.runs.run import query_statuses
 
@@ -257,16 +236,10 @@ def _rows(run: Run, metric: str | None, mode: Mode | None) -> list[ResultRow]:
 
 
 def _ranking(function: Any) -> Any:
-    for option in (
-        click.option("--mode", type=click.Choice(get_args(Mode)), help="Minimize or maximize --metric."),
-        click.option(
-            "--metric",
-            metavar="NAME",
-            help="Metric that ranks the trials.  [default: the metric of the sweep]",
-        ),
-    ):
-        function = option(function)
-    return run_argument(json_option(function))
+    mode = click.option("--mode", type=click.Choice(get_args(Mode)), help="Minimize or maximize --metric.")
+    text = "Metric that ranks the trials.  [default: the metric of the sweep]"
+    metric = click.option("--metric", metavar="NAME", help=text)
+    return run_argument(json_option(metric(mode(function))))
 
 
 @command.command("status")
@@ -277,19 +250,19 @@ def status(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_j
 
     sweep = open_run(run, runs_dir)
     record = read_sweep(sweep.dir)
-    whole, rows = sweep.status(), _rows(sweep, metric, mode)
+    sweep_status, rows = sweep.status(), _rows(sweep, metric, mode)
     if as_json:
         echo_json(
             {
                 "run_id": sweep.run_id,
-                "state": whole.state,
-                "states": whole.tasks,
+                "state": sweep_status.state,
+                "states": sweep_status.tasks,
                 "sweep": None if record is None else asdict(record),
                 "trials": [as_document(row) for row in rows],
             }
         )
         return
-    click.echo(f"{sweep.run_id}: {whole.words}")
+    click.echo(f"{sweep.run_id}: {sweep_status.words}")
     echo_rows(rows, list(record.space) if record is not None else ())
     for trial, _ in rows:
         if trial.cause or trial.note:
@@ -309,17 +282,18 @@ def best(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_jso
     if not rows or (value := rows[0][1].best) is None:
         name = f"the metric {metric!r}" if metric else "a metric"
         raise UserError(
-            f"No trial of {sweep.run_id} has logged {name} yet. See `hpctrain list {shlex.quote(run)}`."
+            f"No trial of {sweep.run_id} has logged {name} yet. Use `hpctrain sweep status "
+            f"{shlex.quote(run)}` to see their states."
         )
-    its, results = rows[0]
+    trial, results = rows[0]
     if as_json:
         echo_json(as_document(rows[0]))
         return
-    click.echo(f"{'trial':<12}{its.run_id} ({its.state})")
+    click.echo(f"{'trial':<12}{trial.run_id} ({trial.state})")
     for title, text in describe_results(results).items():
         click.echo(f"{title:<12}{one_line(text)}")
     if value.checkpoint is not None:
-        handle = run_reference(its.run_dir)
+        handle = run_reference(trial.run_dir)
         click.echo(f"{'checkpoint':<12}{short_path(value.checkpoint)}")
         step = f"--step {value.checkpoint_step}"
         click.echo(f"{'next':<12}{program_name()} checkpoints export {handle} model.safetensors {step}")
@@ -345,8 +319,8 @@ def resume(
     statuses = dict(zip(sweep.dir.tasks(), query_statuses(sweep.tasks()), strict=True))
     # A trial without a job was never submitted.
     submitted = {index: status for index, status in statuses.items() if status.job_id is not None}
-    ended = [n for n, status in submitted.items() if status.state in (RunState.FAILED, RunState.CANCELLED)]
-    missing = [n for n in range(len(record.trials)) if n not in submitted or n in ended]
+    retried = (RunState.FAILED, RunState.CANCELLED)
+    missing = [n for n in range(len(record.trials)) if n not in submitted or submitted[n].state in retried]
     if unknown := [status.run_id for status in submitted.values() if status.state is RunState.UNKNOWN]:
         raise SchedulerError(
             f"Cannot determine whether {unknown[0]} and {pluralize(len(unknown) - 1, 'other trial')} are "
@@ -420,7 +394,6 @@ def _resubmit(
     concurrent: int | None,
     options: Sequence[str],
 ) -> None:
-    """Submit trials with the options of the last submission."""
     from hpctrain.spec.load_spec import load_spec
 
     spec = load_spec(run.dir.spec)
@@ -433,7 +406,7 @@ def _resubmit(
                 "Sweeps do not support --follow or --show-config. To follow the logs, use "
                 "`hpctrain logs -f RUN`."
             )
-        _submit(inner, record, indices, inner.params)
+        _submit(inner, record, indices)
 
 
 for _param in submit.options():

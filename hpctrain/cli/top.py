@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.common import complete_runs, echo_json, json_option, open_run, runs_dir_option
+from hpctrain.cli.serve import QUERY_INTERVAL_S, hparams_text
 from hpctrain.errors import UserError
+from hpctrain.rundir import RunDir
 from hpctrain.text import NOTHING, format_count, format_duration, format_number, pluralize
 
 if TYPE_CHECKING:
@@ -23,12 +25,9 @@ if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.telemetry.live.top_view import TopSnapshot
 
-#: Seconds between two queries to the scheduler; files are read more often.
-_QUERY_INTERVAL_S = 10.0
 _LOG_LINES = 20
 #: A table has at most this number of runs, because reading the metrics of thousands would take minutes.
 _MAX_RUNS = 200
-
 #: Number of columns of a curve, and of the longest name, in a table.
 _CURVE, _WIDEST_NAME = 30, 40
 
@@ -97,16 +96,17 @@ def format_overview(snapshots: Sequence[TopSnapshot], width: int, height: int) -
     shown = snapshots[: max(1, height - 2)]
     rows = [("RUN", "STATE", "STEP", "LOSS", "LEFT")]
     for run in shown:
-        last = "" if run.last_step is None else f" of {format_count(run.last_step)}"
-        left = NOTHING if run.left_s is None else format_duration(run.left_s)
-        rows.append((run.run_id, run.state, format_count(run.step) + last, format_number(run.loss), left))
+        last_step = "" if run.last_step is None else f" of {format_count(run.last_step)}"
+        remaining = NOTHING if run.left_s is None else format_duration(run.left_s)
+        step = format_count(run.step) + last_step
+        rows.append((run.run_id, run.state, step, format_number(run.loss), remaining))
     widths = [min(_WIDEST_NAME, max(map(cell_len, column))) for column in zip(*rows, strict=True)]
-    texts = ["  ".join(map(set_cell_size, row, widths)) for row in rows]
+    header, *texts = ["  ".join(map(set_cell_size, row, widths)) for row in rows]
     curves = [[math.log(loss) for loss in run.losses if loss > 0] for run in shown]
     losses = [loss for curve in curves for loss in curve]
     scale = (min(losses), max(losses)) if losses else None
-    lines = [("title", f"{texts[0]}  CURVE")]
-    for run, text, curve in zip(shown, texts[1:], curves, strict=True):
+    lines = [("title", f"{header}  CURVE")]
+    for run, text, curve in zip(shown, texts, curves, strict=True):
         drawn = sparkline(curve, min(_CURVE, width - cell_len(text) - 2), scale)
         lines.append(("bad" if run.state == "FAILED" else "", f"{text}  {drawn}".rstrip()))
     if num_more := len(snapshots) - len(shown):
@@ -134,54 +134,44 @@ class _LiveRun:
             status.run_id,
             str(status.state),
             status.words,
-            [line for line in last_lines if line is not None],
+            filter(None, last_lines),
             reports_steps=status.reports_steps,
             log=read_last_lines(Path(log), _LOG_LINES) if log else (),
         )
 
 
 def _snapshots(runs: Sequence[Run], terms: Sequence[str]) -> Iterator[list[TopSnapshot]]:
-    """Yield the current state of the runs repeatedly, active and newer runs first, finally after their end.
-
-    Raises:
-        UserError: there is no such run.
-    """
+    """Yield the state of the runs repeatedly, active and newer runs first, and once after their end."""
     from hpctrain.jobs.runs.run import query_statuses
-    from hpctrain.rundir import RunDir
 
-    live = {str(run.dir): _LiveRun(run) for run in reversed(runs)}
+    live_runs = {str(run.dir): _LiveRun(run) for run in reversed(runs)}
     statuses: list[RunStatus] = []
-    queried = -_QUERY_INTERVAL_S
+    queried = -QUERY_INTERVAL_S
     while True:
         # The state is queried before the files are read, so that no record before the end is missed.
-        if time.monotonic() - queried >= _QUERY_INTERVAL_S:
-            known = query_statuses(runs[::-1], skip_unreadable=True)
-            statuses = [status for status in known if _matches(status, terms)]
-            statuses = sorted(statuses, key=lambda status: status.state.ended)[:_MAX_RUNS]
+        if time.monotonic() - queried >= QUERY_INTERVAL_S:
+            matching = [
+                status
+                for status in query_statuses(runs[::-1], skip_unreadable=True)
+                if not terms or _matches(status, terms)
+            ]
+            statuses = sorted(matching, key=lambda status: status.state.ended)[:_MAX_RUNS]
             queried = time.monotonic()
             if not statuses:
                 raise UserError(
                     "No run matches (--filter, --runs-dir). Use `hpctrain list` to list all runs."
                 )
-        yield [live[str(RunDir(Path(status.run_dir)))].snapshot(status) for status in statuses]
+        yield [live_runs[str(RunDir(Path(status.run_dir)))].snapshot(status) for status in statuses]
         if all(status.state.ended for status in statuses):
             return
 
 
 def _matches(status: RunStatus, terms: Sequence[str]) -> bool:
-    """True if the id, the state and the hyper-parameters of a run contain all terms."""
-    if not terms:
-        return True
-    from hpctrain.rundir import RunDir
-    from hpctrain.telemetry.report.run_results import read_results
-
-    hparams = read_results(RunDir(Path(status.run_dir)), with_metrics=False).hparams
-    texts = [status.run_id, status.state, *(f"{name}={value}" for name, value in hparams.items())]
-    return all(term in " ".join(map(str, texts)).lower() for term in terms)
+    text = f"{status.run_id} {status.state} {hparams_text(status)}".lower()
+    return all(term in text for term in terms)
 
 
 def _show(snapshots: Iterator[list[TopSnapshot]], form: _Format, interval: float) -> None:
-    """Draw on the terminal until all runs have ended."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

@@ -60,7 +60,7 @@ def command(
     """
     from hpctrain.jobs.verify.verify_run import describe_result, result_record, verify_run
 
-    first, last = _parse_steps(steps)
+    first_step, last_step = _parse_steps(steps)
     for number in _EXIT_SIGNALS:
         # `nohup` ignores SIGHUP.
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -68,8 +68,8 @@ def command(
     result = verify_run(
         open_run(run, runs_dir).dir,
         os.environ,
-        first=first,
-        last=last,
+        first=first_step,
+        last=last_step,
         num_ranks=ranks,
         ignored_metrics=ignored,
         backend=backend,
@@ -98,5 +98,5 @@ def _parse_steps(text: str | None) -> tuple[int | None, int | None]:
         raise click.UsageError(
             f"--steps is {text!r}, but must have the form A:B, such as 1:100, 101: or :100."
         )
-    first, last = (int(part) if part else None for part in match.groups())
-    return first, last
+    first_step, last_step = (int(number) if number else None for number in match.groups())
+    return first_step, last_step

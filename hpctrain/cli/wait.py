@@ -51,8 +51,8 @@ def command(
     deadline = None if timeout is None else time.monotonic() + timeout
     statuses: list[RunStatus] = []
     for run in [open_run(name, runs_dir) for name in runs]:
-        left_s = timeout if deadline is None or not statuses else max(0.0, deadline - time.monotonic())
-        status = run.wait_for_end(left_s, unknown_limit, report=partial(click.echo, err=True))
+        remaining_s = timeout if deadline is None or not statuses else max(0.0, deadline - time.monotonic())
+        status = run.wait_for_end(remaining_s, unknown_limit, report=partial(click.echo, err=True))
         statuses.append(status)
         if not as_json:
             echo_log(describe_end(status))

@@ -1,4 +1,4 @@
-"""Resolution of host names to addresses, with a time limit.
+"""Resolve host names with a time limit, and find the addresses for a rendezvous without a supervisor.
 
 An unresponsive resolver would otherwise block its caller for an unlimited time.
 """
@@ -6,36 +6,38 @@ An unresponsive resolver would otherwise block its caller for an unlimited time.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import fcntl
 import ipaddress
 import socket
-import sys
+import struct
 import threading
 from collections.abc import Iterator, Mapping
+
+from hpctrain.cluster.hostlist import expand_hostlist
+from hpctrain.cluster.ranks import Ranks
+from hpctrain.errors import UserError
 
 #: Time limit for the resolver. Its own limit is often 5 s per server.
 RESOLVE_LIMIT_S = 5.0
 
 #: The interface on which gloo listens; by default the interface of the host name.
 _GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+#: ioctl(2): the IPv4 address of an interface; see netdevice(7).
+_SIOCGIFADDR = 0x8915
 
 
 def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
-    """Return the numeric addresses of host `name`, in the resolver's order, without duplicates.
-
-    Raises:
-        OSError: the name does not resolve, or the resolver did not respond within `limit_s` seconds.
-    """
-    answer: list[str] = []
+    """Return the numeric addresses of a host; raise OSError if there is no answer in time."""
+    addresses: list[str] = []
     problem: list[OSError] = []
 
     def ask() -> None:
         try:
-            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             problem.append(OSError(f"{error.strerror if isinstance(error, OSError) else error}"))
         else:
-            answer.extend(dict.fromkeys(str(entry[4][0]) for entry in found))
+            addresses.extend(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
     # A daemon thread, so that a blocked resolver does not keep this process from exiting.
     asking = threading.Thread(target=ask, name=f"resolve-{name}", daemon=True)
@@ -43,9 +45,9 @@ def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
     asking.join(limit_s)
     if problem:
         raise problem[0]
-    if not answer:
+    if not addresses:
         raise TimeoutError(f"the name was not resolved within {limit_s:.0f} s")
-    return answer
+    return addresses
 
 
 def is_loopback(address: str) -> bool:
@@ -62,11 +64,7 @@ def normalize_address(address: str) -> str:
 
 
 def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make gloo reachable from other hosts; empty if none are needed.
-
-    gloo listens on the first address of this host's name. On Debian, this address is 127.0.1.1, which other
-    hosts cannot reach.
-    """
+    """Return the variables that keep gloo from using 127.0.1.1, the first address of a host on Debian."""
     if environ.get(_GLOO_VARIABLE) or is_loopback(own_address):
         return {}
     try:
@@ -102,43 +100,64 @@ def _is_own(address: str) -> bool:
     return True
 
 
-# Position of the address in Linux's sockaddr_in and sockaddr_in6.
-_PLACES: dict[int, slice] = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
-
-
-class _Entry(ctypes.Structure):
-    """The first fields of `struct ifaddrs`."""
-
-
-_Entry._fields_ = [
-    ("next", ctypes.POINTER(_Entry)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.POINTER(ctypes.c_ubyte)),
-]
-
-
 def find_interface(address: str) -> str | None:
-    """Return the interface of this host with numeric `address`, or None."""
-    return next((name for name, its in interfaces() if its == address), None)
+    return next((name for name, own_address in interfaces() if own_address == address), None)
 
 
 def interfaces() -> Iterator[tuple[str, str]]:
-    """Yield (interface, numeric address) for each entry of getifaddrs(3)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Entry)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        raise OSError(ctypes.get_errno(), "getifaddrs")
+    """Yield (interface, numeric address) for the addresses of this host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            # An interface may have no IPv4 address.
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                yield name, socket.inet_ntoa(reply[20:24])
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
+        for line in table:
+            digits, *_, name = line.split()
+            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+def master_host(ranks: Ranks, environ: Mapping[str, str]) -> str:
+    """Return rank 0's host by a name or address that resolves here; `master_addr` if there is none."""
+    for host in _master_names(ranks, environ):
+        with contextlib.suppress(OSError):
+            addresses = resolve_host(host)
+            if ranks.node_rank == 0 or not all(map(is_loopback, addresses)):
+                return host
+    return ranks.master_addr
+
+
+def _master_names(ranks: Ranks, environ: Mapping[str, str]) -> Iterator[str]:
+    yield ranks.master_addr
+    short_name = ranks.master_addr.partition(".")[0]
+    if not short_name.isdecimal():
+        yield short_name
+    if ranks.node_rank == 0:
+        yield "127.0.0.1"
+    # The addresses of cloud nodes, and of the host that runs srun.
+    for entry in environ.get("SLURM_NODE_ALIASES", "").split(","):
+        name, _, address = entry.partition(":")
+        if name == short_name:
+            yield address[1:].partition("]")[0] if address[:1] == "[" else address.partition(":")[0]
+    if launch_address := environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        yield launch_address
+
+
+def own_address(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
+    """Return the address of this host for other hosts; None if unknown, or if there are no other hosts.
+
+    It is the address on the route to rank 0. On rank 0's host, which may resolve its own name to a loopback
+    address, it is the address on the route to another host.
+    """
+    if ranks.num_nodes == 1:
+        return None
     try:
-        entry = first
-        while entry:
-            found = entry.contents
-            if found.address:
-                family = int.from_bytes(bytes(found.address[0:2]), sys.byteorder)
-                place = _PLACES.get(family)
-                if place is not None:
-                    raw = bytes(found.address[place])
-                    yield found.name.decode(), socket.inet_ntop(family, raw)
-            entry = found.next
-    finally:
-        libc.freeifaddrs(first)
+        hosts = expand_hostlist(environ.get("SLURM_STEP_NODELIST", ""))
+    except UserError:
+        hosts = []
+    for host in (ranks.master_addr, *hosts[-1:], environ.get("SLURM_LAUNCH_NODE_IPADDR")):
+        with contextlib.suppress(OSError):
+            if host and not is_loopback(address := address_towards(host)):
+                return address
+    return None

@@ -1,4 +1,4 @@
-"""AMD GPUs of this machine, and the variables that hide some of them.
+"""List the AMD GPUs of this machine, and apply the variables that hide some of them.
 
 ROCR_VISIBLE_DEVICES, which Slurm sets, selects GPUs by number or UUID. HIP_VISIBLE_DEVICES selects among
 these and renumbers them. CUDA_VISIBLE_DEVICES has the same meaning, if HIP_VISIBLE_DEVICES is not set (ROCm,
@@ -23,8 +23,6 @@ _TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 
 @dataclass(frozen=True)
 class AmdGpu:
-    """An AMD GPU."""
-
     bus_id: str
     """PCI address, as in `0000:3b:00.0`."""
     uuid: str
@@ -35,8 +33,8 @@ def list_amd_gpus(topology: Path = _TOPOLOGY) -> list[AmdGpu]:
     gpus = []
     for folder in sorted(topology.glob("[0-9]*"), key=lambda path: int(path.name)):
         with suppress(OSError, ValueError, KeyError):  # GPUs of other jobs cannot be read.
-            words = (folder / "properties").read_text(encoding="ascii").split()
-            facts = dict(zip(words[::2], map(int, words[1::2]), strict=False))
+            fields = (folder / "properties").read_text(encoding="ascii").split()
+            facts = dict(zip(fields[::2], map(int, fields[1::2]), strict=False))
             if facts["simd_count"]:  # 0 for CPUs
                 place = facts["location_id"]
                 bus, slot = f"{place >> 8:02x}", f"{place >> 3 & 31:02x}.{place & 7}"
@@ -53,17 +51,17 @@ def visible_amd_gpus(environ: Mapping[str, str], gpus: Sequence[AmdGpu]) -> list
 
 def check_amd_variables(environ: Mapping[str, str]) -> None:
     """Check that the variables do not contradict each other."""
-    given = {name: environ[name] for name in HIP_VARIABLES if name in environ}
-    words = " and ".join(f"{name}={text}" for name, text in given.items())
-    if len({text.replace(" ", "") for text in given.values()}) > 1:
+    selections = {name: environ[name] for name in HIP_VARIABLES if name in environ}
+    if len({text.replace(" ", "") for text in selections.values()}) > 1:
+        settings = " and ".join(f"{name}={text}" for name, text in selections.items())
         raise EnvironmentMismatch(
-            f"{words} differ, although both select the GPUs of a ROCm program. Unset one of them."
+            f"{settings} differ, although both select the GPUs of a ROCm program. Unset one of them."
         )
     rocr = environ.get(ROCR_VARIABLE)
-    if not rocr or not given:
+    if not rocr or not selections:
         return
     count = len(rocr.split(","))
-    name, text = next(iter(given.items()))
+    name, text = next(iter(selections.items()))
     if any(is_count(entry.strip()) and int(entry) >= count for entry in text.split(",")):
         raise EnvironmentMismatch(
             f"{ROCR_VARIABLE}={rocr} makes {pluralize(count, 'GPU')} visible, numbered from 0, but "
@@ -77,13 +75,12 @@ def _select(text: str | None, gpus: Sequence[AmdGpu]) -> list[AmdGpu]:
     """Return the listed GPUs, up to the first invalid entry; all without a list."""
     if text is None:
         return list(gpus)
-    found: list[AmdGpu] = []
-    for entry in text.split(","):
-        word = entry.strip()
-        if is_count(word) and int(word) < len(gpus):
-            found.append(gpus[int(word)])
-        elif same := [gpu for gpu in gpus if gpu.uuid.lower() == word.lower()]:
-            found += same[:1]
+    selected: list[AmdGpu] = []
+    for entry in map(str.strip, text.split(",")):
+        if is_count(entry) and int(entry) < len(gpus):
+            selected.append(gpus[int(entry)])
+        elif matching := [gpu for gpu in gpus if gpu.uuid.lower() == entry.lower()]:
+            selected.append(matching[0])
         else:
             break
-    return found
+    return selected

@@ -1,25 +1,42 @@
-"""Detection of the launcher of this process, and of its ranks."""
+"""Detect the launcher of this process, and its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from hpctrain.cluster.env_variables import ENVIRONMENT_VARIABLE, override_hint, read_int
-from hpctrain.cluster.environments import horovod, local, mpich, openmpi, slurm, submitit, torchrun
-from hpctrain.cluster.mpi_launchers import is_local_address
+from hpctrain.cluster.env_variables import (
+    ENVIRONMENT_VARIABLE,
+    LOOPBACK,
+    is_local_address,
+    override_hint,
+    read_int,
+)
+from hpctrain.cluster.environments import mpi, slurm, torchrun
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.text import suggest
 
+
+def detect_local(environ: Mapping[str, str]) -> Ranks:
+    """Return rank 0 of 1: on a laptop or login node, in a notebook or batch script."""
+    if environ.get("SLURM_JOB_ID"):
+        source = f"single process: inside Slurm job {environ['SLURM_JOB_ID']}, but not started by srun"
+    else:
+        source = "single process: no launcher has set its environment variables"
+    fields = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "master_addr")
+    sources = {**dict.fromkeys(fields, source), "master_port": "not needed by a single process"}
+    return Ranks(0, 1, 0, 1, 0, 1, LOOPBACK, 0, "local", sources=sources)
+
+
 #: Ordered from inner to outer: a launcher precedes the launchers that may start it.
 _DETECTORS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
     "torchrun": torchrun.detect,
-    "horovod": horovod.detect,
-    "openmpi": openmpi.detect,
-    "mpich": mpich.detect,
-    "submitit": submitit.detect,
+    "horovod": mpi.detect_horovod,
+    "openmpi": mpi.detect_openmpi,
+    "mpich": mpi.detect_mpich,
+    "submitit": mpi.detect_submitit,
     "slurm": slurm.detect,
-    "local": local.detect,
+    "local": detect_local,
 }
 
 #: The variables by which each launcher is detected.
@@ -76,28 +93,25 @@ def detect(environ: Mapping[str, str]) -> Ranks:
         EnvironmentMismatch: variables contradict each other, some are missing, or HPCTRAIN_ENVIRONMENT
             selects an unknown or different environment.
     """
-    wanted = environ.get(ENVIRONMENT_VARIABLE)
-    if wanted:
-        return _detect_as(wanted, environ)
+    if name := environ.get(ENVIRONMENT_VARIABLE):
+        return _detect_as(name, environ)
     order = list(_DETECTORS)
     if not environ.get(torchrun.RUN_ID_VARIABLE):
         order.remove("torchrun")
         order.insert(order.index("local"), "torchrun")
-    found = next(ranks for name in order if (ranks := _DETECTORS[name](environ)) is not None)
-    _check_port(found)
-    if found.environment != "torchrun":
-        _check_generic_variables(found, environ)
-    _check_outer(found, order[order.index(found.environment) + 1 :], environ)
-    return found
+    ranks = next(filter(None, (_DETECTORS[name](environ) for name in order)))
+    _check_port(ranks)
+    if ranks.environment != "torchrun":
+        _check_generic_variables(ranks, environ)
+    _check_outer(ranks, order[order.index(ranks.environment) + 1 :], environ)
+    return ranks
 
 
 def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     detector = _DETECTORS.get(name)
     if detector is None:
         hint = suggest(name.lower(), _DETECTORS)
-        raise EnvironmentMismatch(
-            f"{ENVIRONMENT_VARIABLE} is {name!r}, which is not a known environment. {hint}"
-        )
+        raise EnvironmentMismatch(f"{ENVIRONMENT_VARIABLE} is {name!r}, an unknown environment. {hint}")
     ranks = detector(environ)
     if ranks is None:
         raise EnvironmentMismatch(
@@ -109,52 +123,52 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     return ranks
 
 
-def _check_port(found: Ranks) -> None:
-    if found.world_size > 1 and found.master_port == 0:
+def _check_port(ranks: Ranks) -> None:
+    if ranks.world_size > 1 and ranks.master_port == 0:
         raise EnvironmentMismatch(
-            f"The master port is 0 ({found.sources['master_port']}) and the world size is {found.world_size} "
-            f"({found.sources['world_size']}). The kernel would choose a port that the other ranks cannot "
+            f"The master port is 0 ({ranks.sources['master_port']}) and the world size is {ranks.world_size} "
+            f"({ranks.sources['world_size']}). The kernel would choose a port that the other ranks cannot "
             "determine. Set another port, or unset the variable to let the ranks agree on a port."
         )
 
 
-def _check_generic_variables(found: Ranks, environ: Mapping[str, str]) -> None:
-    spoken_of = _GENERIC_VARIABLES
-    if found.environment in {"slurm", "local"}:
-        spoken_of = {**spoken_of, **_PMI_VARIABLES}
-    if found.environment == "local":
-        spoken_of = {**spoken_of, **dict.fromkeys(_UNSUPPORTED_RANK_VARIABLES, "rank")}
-    for variable, field in spoken_of.items():
-        value = getattr(found, field)
+def _check_generic_variables(ranks: Ranks, environ: Mapping[str, str]) -> None:
+    variables = _GENERIC_VARIABLES
+    if ranks.environment in {"slurm", "local"}:
+        variables = {**variables, **_PMI_VARIABLES}
+    if ranks.environment == "local":
+        variables = {**variables, **dict.fromkeys(_UNSUPPORTED_RANK_VARIABLES, "rank")}
+    for variable, field in variables.items():
+        value = getattr(ranks, field)
         if environ.get(variable) and read_int(environ, variable) != value:
             raise EnvironmentMismatch(
                 f"{variable} is {environ[variable]}, but the {field.replace('_', ' ')} is {value} "
-                f"({found.sources[field]}). {_override_hint(variable, found, environ)}"
+                f"({ranks.sources[field]}). {_override_hint(variable, ranks, environ)}"
             )
 
 
-def _override_hint(variable: str, found: Ranks, environ: Mapping[str, str]) -> str:
-    if found.environment == "local" and variable not in _GENERIC_VARIABLES:
+def _override_hint(variable: str, ranks: Ranks, environ: Mapping[str, str]) -> str:
+    if ranks.environment == "local" and variable not in _GENERIC_VARIABLES:
         return (
             "An unknown launcher appears to have started this process. Configure the launcher to set "
             f"{', '.join(torchrun.REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does, or set "
             f"{ENVIRONMENT_VARIABLE}=local to run a single process."
         )
-    others = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
-    return override_hint(found.environment, *others)
+    alternatives = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
+    return override_hint(ranks.environment, *alternatives)
 
 
-def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) -> None:
+def _check_outer(ranks: Ranks, outer_names: list[str], environ: Mapping[str, str]) -> None:
     """Reject a single-host launcher that runs in each of several tasks of another launcher."""
-    if found.num_nodes > 1 or found.environment == "local":
+    if ranks.num_nodes > 1 or ranks.environment == "local":
         return
     # An elastic run may have shrunk to one node, so the number of nodes is not conclusive.
-    standalone = found.environment == "torchrun" and torchrun.is_standalone(environ)
-    if not (standalone or is_local_address(found.master_addr)):
+    standalone = ranks.environment == "torchrun" and torchrun.is_standalone(environ)
+    if not (standalone or is_local_address(ranks.master_addr)):
         return
-    if found.environment == "openmpi" and openmpi.started_by_orted(environ):
+    if ranks.environment == "openmpi" and mpi.started_by_orted(environ):
         return
-    for name in others:
+    for name in outer_names:
         try:
             outer = _DETECTORS[name](environ)
         except EnvironmentMismatch:
@@ -162,12 +176,12 @@ def _check_outer(found: Ranks, others: list[str], environ: Mapping[str, str]) ->
         if outer is None or outer.world_size == 1:
             continue
         # torchrun assigns its own ranks, even if they are equal to those of the outer launcher.
-        same = (outer.rank, outer.world_size) == (found.rank, found.world_size)
-        if not same or environ.get(torchrun.RUN_ID_VARIABLE):
+        is_equal = (outer.rank, outer.world_size) == (ranks.rank, ranks.world_size)
+        if not is_equal or environ.get(torchrun.RUN_ID_VARIABLE):
             raise EnvironmentMismatch(
-                f"{found.environment} started rank {found.rank} of {found.world_size} "
-                f"({found.sources['rank']}, {found.sources['world_size']}) with all ranks on this host, but "
+                f"{ranks.environment} started rank {ranks.rank} of {ranks.world_size} "
+                f"({ranks.sources['rank']}, {ranks.sources['world_size']}) with all ranks on this host, but "
                 f"runs inside process {outer.rank} of {outer.world_size} started by {outer.environment} "
-                f"({outer.sources['rank']}, {outer.sources['world_size']}). Start {found.environment} so "
-                f"that its ranks cover all hosts. {override_hint(found.environment, outer.environment)}"
+                f"({outer.sources['rank']}, {outer.sources['world_size']}). Start {ranks.environment} so "
+                f"that its ranks cover all hosts. {override_hint(ranks.environment, outer.environment)}"
             )

@@ -1,4 +1,4 @@
-"""Choice of a rank's GPU from variables and the number of visible GPUs."""
+"""Choose a rank's GPU from variables and the number of visible GPUs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ _SEVERAL_TASKS = re.compile(r"single:(?!1\b)\d+")
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """The device of a rank, and the reason."""
-
     index: int | None
     """Index of the GPU among the visible ones, as in `cuda:N`; None for the CPU."""
     source: str
-    """The variable or reason that determined the device."""
 
     def __str__(self) -> str:
         return "cpu" if self.index is None else f"cuda:{self.index}"
@@ -42,9 +39,8 @@ def plan_device(
 ) -> DevicePlan:
     """Return the GPU of this rank, according to a plan common to all ranks.
 
-    A task that sees all GPUs of its node uses the GPU with the number of its local rank. If Slurm bound the
-    task to some of the GPUs, the task uses one of these: the only GPU, or the first if no other task shares
-    them.
+    A task that sees all GPUs of its node uses the GPU with the number of its local rank; a task that Slurm
+    bound to some GPUs uses one of these.
     """
     if is_rocm:
         check_amd_variables(environ)
@@ -70,9 +66,8 @@ def plan_device(
     if num_tasks > num_visible and (num_visible > 1 or on_node == 1):
         if allowed is None:
             raise _too_many_ranks(ranks, environ, num_visible)
-        return DevicePlan(
-            local_rank % num_visible, f"local rank modulo {num_visible} visible GPUs ({allowed})"
-        )
+        source = f"local rank modulo {num_visible} visible GPUs ({allowed})"
+        return DevicePlan(local_rank % num_visible, source)
     if num_visible == 1:
         return DevicePlan(0, f"the only visible GPU{_list(environ)}")
     return DevicePlan(local_rank, f"the local rank; {num_visible} GPUs are visible{_list(environ)}")
@@ -84,10 +79,7 @@ def gpus_per_task(environ: Mapping[str, str]) -> int:
 
 
 def own_gpus(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
-    """Return the GPUs of a process that has several, as indices among the visible ones.
-
-    All visible GPUs, if Slurm or the worker has hidden those of the other processes on the node.
-    """
+    """Return the GPUs of a process that has several, as indices among the visible ones."""
     per_task = gpus_per_task(environ)
     if num_visible < per_task * ranks.local_world_size:
         return list(range(num_visible))
@@ -112,9 +104,8 @@ def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
     """Return the setting of the user or the job that allows several ranks per GPU, or None."""
     switch = environ.get(SHARE_VARIABLE, "")
     if switch not in ("", "0", "1"):
-        raise EnvironmentMismatch(
-            f"{SHARE_VARIABLE} is {switch!r}, but must be 0, or 1 to let ranks share a GPU."
-        )
+        problem = f"{SHARE_VARIABLE} is {switch!r}, but must be 0, or 1 to let ranks share a GPU."
+        raise EnvironmentMismatch(problem)
     if switch:
         return f"{SHARE_VARIABLE}=1" if switch == "1" else None
     if _SEVERAL_TASKS.search(environ.get(_BIND_VARIABLE, "")):
@@ -157,7 +148,6 @@ def is_mig(environ: Mapping[str, str]) -> bool:
 
 
 def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:
-    """Return the GPUs of the job step on this node, or 0 if unknown."""
     if ranks.environment != "slurm" or not environ.get(_ON_NODE_VARIABLE):
         return 0
     return read_int(environ, _ON_NODE_VARIABLE)
@@ -165,8 +155,9 @@ def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:
 
 def _no_gpu_reason(environ: Mapping[str, str], *, is_rocm: bool) -> str:
     if is_rocm:
-        given = [f"{name}={environ[name]}" for name in (ROCR_VARIABLE, *HIP_VARIABLES) if name in environ]
-        return f"no driver reports a GPU ({', '.join(given)})" if given else "no driver reports a GPU"
+        names = [name for name in (ROCR_VARIABLE, *HIP_VARIABLES) if name in environ]
+        settings = ", ".join(f"{name}={environ[name]}" for name in names)
+        return "no driver reports a GPU" + (settings and f" ({settings})")
     listed = visible_devices(environ)
     if listed == []:
         return f"{VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]!r} hides all GPUs"

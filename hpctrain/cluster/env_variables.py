@@ -1,10 +1,11 @@
-"""Typed access to environment variables, with errors that name the variable."""
+"""Read typed values from environment variables, with errors that name the variable."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hpctrain.cluster.hostlist import expand_hostlist
+from hpctrain.cluster.ports import rendezvous_port
 from hpctrain.errors import EnvironmentMismatch, UserError
 from hpctrain.text import join_or
 
@@ -12,6 +13,8 @@ from hpctrain.text import join_or
 ENVIRONMENT_VARIABLE = "HPCTRAIN_ENVIRONMENT"
 
 _LAST_PORT = 65535
+#: Rendezvous address of processes on one host.
+LOOPBACK = "127.0.0.1"
 
 
 def first_set(environ: Mapping[str, str], *names: str) -> str | None:
@@ -20,7 +23,6 @@ def first_set(environ: Mapping[str, str], *names: str) -> str | None:
 
 
 def read_int(environ: Mapping[str, str], name: str) -> int:
-    """Return the number in variable `name`."""
     text = _read(environ, name)
     try:
         return int(text)
@@ -69,3 +71,24 @@ def override_hint(*environments: str) -> str:
     choices = join_or(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
     purpose = "run a single process" if environments == ("local",) else "select the launcher"
     return f"Unset variables left over from another launcher, or set {choices} to {purpose}."
+
+
+def is_local_address(address: str) -> bool:
+    return address == "localhost" or address.startswith(("127.", "::1"))
+
+
+def master_endpoint(
+    environ: Mapping[str, str], host: Callable[[], tuple[str, str]], key: str, key_source: str
+) -> tuple[str, int, dict[str, str]]:
+    """Return the address and port of the rendezvous, and their sources.
+
+    MASTER_ADDR and MASTER_PORT take precedence. Otherwise, `host` returns rank 0's host and its source, and
+    the port is computed from `key`; see `Ranks.rendezvous_id`.
+    """
+    sources = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+    address = environ.get("MASTER_ADDR")
+    if not address:
+        address, sources["master_addr"] = host()
+    if environ.get("MASTER_PORT"):
+        return address, read_port(environ, "MASTER_PORT"), sources
+    return address, rendezvous_port(key), sources | {"master_port": f"computed from {key_source}"}

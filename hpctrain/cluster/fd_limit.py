@@ -1,4 +1,4 @@
-"""The limit on open files, which also limits the number of connections of a process."""
+"""Raise the limit on open files, which also limits the number of connections of a process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ _SPARE_FILES = 64
 
 
 def raise_fd_limit(number: int) -> None:
-    """Raise the limit to `number` connections for this process and its children.
-
-    Only the soft limit is raised; many sites leave it at 1024.
-
-    Raises:
-        HpctrainError: the hard limit is too low.
-    """
+    """Raise the soft limit, which many sites leave at 1024, to `number` connections for this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard <= number:
         raise HpctrainError(
@@ -25,7 +19,7 @@ def raise_fd_limit(number: int) -> None:
             "files (`ulimit -H -n`). Increase the limit on the nodes (LimitNOFILE of the slurmd service, or "
             "limits.conf(5)), or start fewer ranks."
         )
-    wanted = number + _SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    required = number + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < required:
+        raised = required if hard == resource.RLIM_INFINITY else min(required, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))

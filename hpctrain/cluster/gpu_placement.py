@@ -1,4 +1,4 @@
-"""Assignment of GPUs to the ranks of a job, based on the reported placement of each rank."""
+"""Assign GPUs to the ranks of a job, based on the reported placement of each rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ class RankPlacement:
     index: int | None = None
     """Index of the preferred GPU among them; None for the CPU."""
     problem: str = ""
-    """Reason why the rank cannot use a GPU."""
     world_size: int = 0
-    """Number of ranks according to this rank."""
 
     @property
     def gpu(self) -> str | None:
-        """UUID of the preferred GPU."""
         return None if self.index is None else self.gpus[self.index]
 
     def __str__(self) -> str:
@@ -37,8 +34,6 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class GpuAssignment:
-    """The GPU of each rank."""
-
     indexes: dict[int, int]
     """For each rank, the index of its GPU among the visible ones."""
     shared: bool
@@ -65,9 +60,8 @@ def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
         if placement.problem:
             raise HpctrainError(f"{placement}: {placement.problem}")
         if (placement.index is None) != (placements[0].index is None):
-            having, lacking = (
-                (placements[0], placement) if placement.index is None else (placement, placements[0])
-            )
+            both = (placements[0], placement)
+            having, lacking = sorted(both, key=lambda rank: rank.index is None)
             raise HpctrainError(
                 f"GPUs are visible to {having}, but not to {lacking}. Exclude {lacking.host} "
                 "(--exclude), or use CPUs on all hosts (set CUDA_VISIBLE_DEVICES to an empty string)."
@@ -98,36 +92,39 @@ def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> GpuA
     return GpuAssignment(indexes, bool(sharing))
 
 
-def _reassign(placement: RankPlacement, owners: dict[str, RankPlacement], asked: set[str]) -> bool:
+def _reassign(placement: RankPlacement, owners: dict[str, RankPlacement], tried: set[str]) -> bool:
     """Assign a free GPU to `placement`, if necessary by moving another rank. Return true on success."""
     for gpu in placement.gpus:
         if gpu not in owners:
             owners[gpu] = placement
             return True
     for gpu in placement.gpus:
-        if gpu not in asked:
-            asked.add(gpu)
-            if _reassign(owners[gpu], owners, asked):
+        if gpu not in tried:
+            tried.add(gpu)
+            if _reassign(owners[gpu], owners, tried):
                 owners[gpu] = placement
                 return True
     return False
 
 
-def _contradiction(one: RankPlacement, other: RankPlacement) -> HpctrainError:
+def _contradiction(earlier: RankPlacement, later: RankPlacement) -> HpctrainError:
+    places = ", and ".join(
+        f"{placement} has local rank {placement.local_rank} on node {placement.node_rank}"
+        for placement in (earlier, later)
+    )
     return HpctrainError(
-        f"Two ranks contradict each other: {one} has local rank {one.local_rank} on node {one.node_rank}, "
-        f"and {other} has local rank {other.local_rank} on node {other.node_rank}. Run `hpctrain env` on "
-        "each host to show the variables that set these values. Set NODE_RANK, LOCAL_RANK and "
-        "LOCAL_WORLD_SIZE, or unset variables left over from another job."
+        f"Two ranks contradict each other: {places}. Run `hpctrain env` on each host to show the variables "
+        "that set these values. Set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset variables left over "
+        "from another job."
     )
 
 
 def _collision(
-    one: RankPlacement, other: RankPlacement, placements: Sequence[RankPlacement]
+    owner: RankPlacement, rival: RankPlacement, placements: Sequence[RankPlacement]
 ) -> HpctrainError:
-    on_host = sum(placement.host == other.host for placement in placements)
+    on_host = sum(placement.host == rival.host for placement in placements)
     return HpctrainError(
-        f"Two ranks would use GPU {other.gpu}: {one} and {other}. Request one GPU per rank "
+        f"Two ranks would use GPU {rival.gpu}: {owner} and {rival}. Request one GPU per rank "
         f"(--gpus-per-node={on_host}), start fewer ranks, make all GPUs visible to each rank (srun "
         f"--gpu-bind=none), or set {SHARE_VARIABLE}=1 to let ranks share a GPU."
     )

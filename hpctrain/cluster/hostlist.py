@@ -1,4 +1,4 @@
-"""Slurm's compact node lists such as `n[01-03,7],gpu-a[1-2]b`, and their expansion.
+"""Expand and compress Slurm's node lists such as `n[01-03,7],gpu-a[1-2]b`.
 
 Names are separated by any number of commas, spaces or tabs. A name consists of letters, digits, `.`, `_`,
 `-` and any number of brackets. A bracket contains numbers and ranges, separated by commas; a range keeps the
@@ -16,6 +16,7 @@ The result is the same as for `scontrol show hostnames`, with these intentional 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -27,13 +28,11 @@ from hpctrain.errors import UserError
 _WELL_FORMED = re.compile(r"(?:[A-Za-z0-9_., \t-]+|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])*")
 _NUMBER_OR_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
+#: An item of a well-formed list.
+_ITEM = re.compile(r"(?:[^], \t[]|\[[^]]*\])+")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 #: All characters of a name except digits.
 _NOT_DIGITS = f"{ascii_letters}_.-"
-#: The last three digits of any number, for fast assembly of long ranges.
-_LAST_DIGITS = [f"{number:03}" for number in range(1000)]
-#: Numbers below 100, by padded width.
-_UP_TO_99 = [[str(number).zfill(width) for number in range(100)] for width in range(3)]
 #: Maximum number of names: a larger list is a typing error.
 MAX_NAMES = 1_000_000
 #: Maximum size of a range in Slurm (MAX_RANGE in its hostlist.c).
@@ -82,110 +81,48 @@ def compress_hostlist(names: Iterable[str]) -> str:
             raise UserError(
                 f"{name!r} is not a valid name in a node list. Use only letters, digits, '.', '_' and '-'."
             )
-    once = _fold(_split_trailing_number(name) for name in names)
-    return ",".join(_fold(_split_before_bracket(item) for item in once))
+    folded = _fold(_split_trailing_number(name) for name in names)
+    return ",".join(_fold(_split_before_bracket(item) for item in folded))
 
 
 def _expand(hostlist: str) -> list[str]:
     """Expand a well-formed list. Raises ValueError for a descending range or too many names."""
-    hostlist = hostlist.replace(" ", ",").replace("\t", ",").strip(",")
-    while ",," in hostlist:
-        hostlist = hostlist.replace(",,", ",")
-    if not hostlist:
-        return []
-    # Joining all names and splitting them once is faster than splitting each part.
-    written: list[str] = []
-    num_names = 0
-    item: list[str] = []
-    for i, part in enumerate(_BRACKET.split(f"{hostlist},")):
-        if i % 2:
-            item.append(part)
-            continue
-        # Text outside of brackets ends a name, may contain complete names, and begins another name.
-        end, comma, rest = part.partition(",")
-        item.append(end)
-        if comma:
-            plain, _, beginning = rest.rpartition(",")
-            text, count = _write_item(item)
-            num_names += count
-            _limit(num_names)
-            written += (text, plain) if plain else (text,)
-            item = [beginning]
-    names = ",".join(written).split(",")
-    _limit(len(names))
+    names = hostlist.replace(",", " ").split() if "[" not in hostlist else []
+    for match in _ITEM.finditer(hostlist, len(hostlist) if names else 0):
+        # Texts alternate with the contents of brackets.
+        before, *segments = _BRACKET.split(match[0])
+        leads, columns = [before], [_numbers(content) for content in segments[::2]]
+        if len(names) + math.prod(map(len, columns)) > MAX_NAMES:
+            raise ValueError
+        # Of several brackets, the last varies fastest, then the first, then the second, as in Slurm.
+        for numbers, text in zip(columns[:-1], segments[1:-1:2], strict=True):
+            leads = [lead + number + text for number in numbers for lead in leads]
+        if columns:
+            leads = [lead + number + segments[-1] for lead in leads for number in columns[-1]]
+        names += leads
+    if len(names) > MAX_NAMES:
+        raise ValueError
     return names
 
 
-def _write_item(item: list[str]) -> tuple[str, int]:
-    """Return the names of one item, separated by commas, and their number.
-
-    An item alternates between text and bracket content, and begins and ends with text. Of several brackets,
-    the last varies fastest, then the first, then the second, as in Slurm.
-    """
-    if len(item) == 1:
-        return item[0], 1
-    if len(item) == 3:
-        before, bracket, after = item
-        return _write_bracket(bracket, before, after)
-    *front, last, tail = item
-    leads = front[:1]
-    for bracket, text in zip(front[1::2], front[2::2], strict=True):
-        numbers, count = _write_bracket(bracket)
-        _limit(len(leads) * count)
-        leads = [lead + number + text for number in numbers.split(",") for lead in leads]
-    numbers, count = _write_bracket(last)
-    _limit(len(leads) * count)
-    each = numbers.split(",")
-    return ",".join([lead + f"{tail},{lead}".join(each) + tail for lead in leads]), len(leads) * count
-
-
-def _write_bracket(bracket: str, before: str = "", after: str = "") -> tuple[str, int]:
-    """Return the numbers in a bracket, each between two texts, separated by commas; and their count."""
-    between = f"{after},{before}"
-    if "-" not in bracket:
-        return f"{before}{bracket.replace(',', between)}{after}", bracket.count(",") + 1
-    written = []
-    count = 0
+def _numbers(bracket: str) -> list[str]:
+    numbers: list[str] = []
     for piece in bracket.split(","):
-        first, dash, last = piece.partition("-")
-        if dash:
-            low, high = int(first), int(last)
-            if low > high:
-                raise ValueError
-            count += high - low + 1
-            _limit(count)
-            piece = _count(low, high, len(first), between)
-        else:
-            count += 1
-        written.append(piece)
-    return f"{before}{between.join(written)}{after}", count
+        low, dash, high = piece.partition("-")
+        size = int(high) - int(low) + 1 if dash else 1
+        if size < 1 or len(numbers) + size > MAX_NAMES:
+            raise ValueError
+        if not dash:
+            numbers.append(low)
+            continue
+        digits = map(str, range(int(low), int(high) + 1))
+        numbers += [text.zfill(len(low)) for text in digits] if low.startswith("0") else digits
+    return numbers
 
 
-def _count(low: int, high: int, width: int, between: str) -> str:
-    """Return the numbers from `low` to `high` in at least `width` digits, separated by a text.
-
-    Works in blocks of a thousand, which is three times as fast as single numbers.
-    """
-    written = []
-    if low < 100 and width < 3:
-        written = _UP_TO_99[width][low : high + 1]
-        low = 100
-    while low <= high:
-        thousands, last = divmod(low, 1000)
-        head = str(thousands or "").zfill(width - 3)
-        written.append(head + f"{between}{head}".join(_LAST_DIGITS[last : last + high - low + 1]))
-        low += 1000 - last
-    return between.join(written)
-
-
-def _limit(num_names: int) -> None:
-    if num_names > MAX_NAMES:
-        raise ValueError
-
-
-def _fold(parts: Iterable[tuple[str, str, str]]) -> Iterator[str]:
+def _fold(splits: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     """Yield items of a node list for names, each given as text, number (or empty) and text."""
-    for (before, after, numbered), run in groupby(parts, lambda part: (part[0], part[2], part[1] != "")):
+    for (before, after, numbered), run in groupby(splits, lambda split: (split[0], split[2], split[1] != "")):
         numbers = [number for _, number, _ in run]
         if numbered:
             ranges = ",".join(_ranges(numbers))
@@ -197,18 +134,17 @@ def _fold(parts: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _ranges(numbers: list[str]) -> Iterator[str]:
-    """Yield ranges and single numbers that represent `numbers` in their order."""
-    first = last = numbers[0]
-    low = high = int(first)
+    begin = end = numbers[0]
+    low = high = int(begin)
     for number in numbers[1:]:
-        if number == str(high + 1).zfill(len(first)) and high - low + 1 < _MAX_IN_RANGE:
-            last = number
+        if number == str(high + 1).zfill(len(begin)) and high - low + 1 < _MAX_IN_RANGE:
+            end = number
             high += 1
         else:
-            yield first if low == high else f"{first}-{last}"
-            first = last = number
+            yield begin if low == high else f"{begin}-{end}"
+            begin = end = number
             low = high = int(number)
-    yield first if low == high else f"{first}-{last}"
+    yield begin if low == high else f"{begin}-{end}"
 
 
 def _split_trailing_number(name: str) -> tuple[str, str, str]:
@@ -248,8 +184,8 @@ def _range_error(hostlist: str) -> UserError:
     for bracket in _BRACKET.finditer(hostlist):
         for piece in _NUMBER_OR_RANGE.finditer(hostlist, *bracket.span(1)):
             # Compared as strings, because Python limits the conversion of numbers to 4300 digits.
-            first, last = ((len(text), text) for text in (n.lstrip("0") for n in piece.groups(piece[1])))
-            if first > last:
+            low, high = ((len(text), text) for text in (n.lstrip("0") for n in piece.groups(piece[1])))
+            if low > high:
                 return _malformed(hostlist, piece.start(), f"{_quote(piece[0])[0]} is in descending order")
     quoted, _ = _quote(hostlist)
     return UserError(f"The node list {quoted} expands to more than {MAX_NAMES:,} names. Check its ranges.")

@@ -1,31 +1,27 @@
-"""Compute the port of a rendezvous without communication, and bind ports for torch's store."""
+"""Compute the port of a rendezvous, bind ports for torch's store, and find other users of a port."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import pwd
 import socket
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 
 #: Below Linux's ephemeral ports (32768 and up), above the well-known ones.
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 def rendezvous_port(key: str) -> int:
-    """Return a port that depends only on `key`; different keys rarely have the same port.
-
-    `key` identifies a set of processes among all that may share a host: `Ranks.rendezvous_id`.
-    """
+    """Return a port that depends only on a set of processes, identified by `Ranks.rendezvous_id`."""
     return FIRST_PORT + zlib.crc32(key.encode(errors="surrogateescape")) % NUM_PORTS
 
 
 def bind_socket(number: int = 0, *, local_only: bool = False) -> socket.socket:
-    """Return a socket that is bound to a port, but does not listen.
-
-    While it does not listen, another socket with SO_REUSEADDR may listen on the port, as torch's store does.
-
-    Raises:
-        OSError: the port is in use.
-    """
+    """Return a bound socket; torch's store may listen on its port, because it does not listen itself."""
     if not local_only and socket.has_dualstack_ipv6():
         sock, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), "::"
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -38,3 +34,26 @@ def bind_socket(number: int = 0, *, local_only: bool = False) -> socket.socket:
         sock.bind((address, number))
         on_error.pop_all()
     return sock
+
+
+def foreign_users(remote_port: int) -> list[str]:
+    """Return the other users of this machine with a connection to `remote_port` on any host."""
+    uids = {uid for port, uid in _connections() if port == remote_port}
+    # The kernel shows connections that are being closed as root's.
+    return sorted(_name(uid) for uid in uids - {os.getuid(), 0})
+
+
+def _connections() -> Iterator[tuple[int, int]]:
+    """Yield the remote port and user id of each connection."""
+    for table in _TABLES:
+        with contextlib.suppress(OSError):
+            for line in table.read_text(encoding="ascii", errors="replace").splitlines()[1:]:
+                fields = line.split()
+                with contextlib.suppress(ValueError, IndexError):
+                    yield int(fields[2].rpartition(":")[2], 16), int(fields[7])
+
+
+def _name(uid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    return f"uid {uid}"

@@ -1,4 +1,4 @@
-"""Processes of this host, identified by pid and start time because pids are reused."""
+"""List and signal processes of this host, identified by pid and start time because pids are reused."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import ctypes
 import errno
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from hpctrain.text import is_count
+
 #: Index of the end of the command line in `stat_fields`.
 _ARG_END = 46
+#: A killed process ends immediately unless the kernel blocks it.
+_ORPHANS_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,6 @@ class ProcessInfo:
         return False
 
     def kill(self) -> None:
-        """Send SIGKILL to this process only."""
         self.signal(signal.SIGKILL)
 
 
@@ -60,8 +66,7 @@ def _pidfd_open(pid: int) -> int | None:
 def processes(uid: int | None = None) -> list[ProcessInfo]:
     """Return the live processes of this host or of a user; empty without /proc."""
     names = os.listdir("/proc") if os.path.isdir("/proc") else []
-    found = (_read(int(name), uid) for name in names if name.isdecimal())
-    return [process for process in found if process is not None]
+    return [*filter(None, (_read(int(name), uid) for name in names if name.isdecimal()))]
 
 
 def _read(pid: int, uid: int | None) -> ProcessInfo | None:
@@ -71,19 +76,16 @@ def _read(pid: int, uid: int | None) -> ProcessInfo | None:
         if uid is not None and folder.stat().st_uid != uid:
             return None
         state, parent, started = _stat(pid)
-        pairs = (word.partition("=") for word in _words(folder / "environ"))
+        pairs = (entry.partition("=") for entry in _strings(folder / "environ"))
         environ = {key: value for key, _, value in pairs}
         if state not in "ZX":
-            return ProcessInfo(pid, parent, started, tuple(_words(folder / "cmdline")), environ)
+            return ProcessInfo(pid, parent, started, tuple(_strings(folder / "cmdline")), environ)
     return None
 
 
-def title_writer(word: str) -> Callable[[str], None]:
-    """Return a function that writes a title over the last word of this process's command line, for `ps`.
-
-    The function does nothing if the command line does not end with `word`, or without /proc.
-    """
-    replaced = os.fsencode(word)
+def title_writer(argument: str) -> Callable[[str], None]:
+    """Return a function that writes a title for `ps` over this last argument of the process."""
+    replaced = os.fsencode(argument)
     try:
         address = int(stat_fields("self")[_ARG_END]) - len(replaced) - 1
         is_last = Path("/proc/self/cmdline").read_bytes().endswith(b"\0" + replaced + b"\0")
@@ -115,13 +117,39 @@ def stat_fields(pid: int | str) -> list[str]:
 
 
 def _stat(pid: int) -> tuple[str, int, int]:
-    """Return state, parent and start time of a process."""
     fields = stat_fields(pid)
     return fields[0], int(fields[1]), int(fields[19])
 
 
-def _words(path: Path) -> list[str]:
+def _strings(path: Path) -> list[str]:
     try:
         return os.fsdecode(path.read_bytes()).removesuffix("\0").split("\0")
     except PermissionError:
         return []
+
+
+def kill_orphans(run_dir: str, before: int = sys.maxsize) -> list[int]:
+    """Kill the processes of attempts before `before` on this host, and return their pids.
+
+    These processes, such as daemons and data workers, would hold GPUs, ports and files. Slurm ends them if it
+    keeps the tasks of a step in a control group. Otherwise, processes outside the session of their rank
+    survive. They are detected by the variables inherited from the rank.
+    """
+    killed: list[int] = []
+    deadline = time.monotonic() + _ORPHANS_LIMIT_S
+    # A process may start another process before it is killed, so search again.
+    while (pids := _kill_once(run_dir, before)) and time.monotonic() < deadline:
+        killed += [pid for pid in pids if pid not in killed]
+        time.sleep(0.01)
+    return killed
+
+
+def _kill_once(run_dir: str, before: int) -> list[int]:
+    return [
+        process.pid
+        for process in processes(os.geteuid())
+        if process.environ.get(RUN_DIR_VARIABLE) == run_dir
+        and is_count(attempt := process.environ.get(ATTEMPT_VARIABLE, ""))
+        and int(attempt) < before
+        and process.signal(signal.SIGKILL)
+    ]

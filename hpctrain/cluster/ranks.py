@@ -1,4 +1,4 @@
-"""Ranks of a process in its job."""
+"""Define the ranks of a process in its job."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Command that sends signals to processes of a run on this host.
-
-`python -P -m hpctrain.cluster.signal_processes RUN_DIR SIGNAL TARGET…`
-
-TARGET is `supervisor`, or the number of the attempt followed by ranks. Exits with 1 if no target is on this
-host.
-"""
+"""Send a signal to processes of a run: `signal_processes RUN_DIR SIGNAL supervisor|ATTEMPT RANK`."""
 
 from __future__ import annotations
 
@@ -33,22 +27,21 @@ def signal_ranks(run_dir: str, number: signal.Signals, attempt: int, ranks: Coll
 def signal_supervisor(run_dir: str, number: signal.Signals) -> bool:
     """Send a signal to the run's supervisor under Slurm; return true if it is on this host."""
     struck = False
-    own = processes(os.geteuid())
-    for process in own:
+    own_processes = processes(os.geteuid())
+    for process in own_processes:
         if _is_supervisor(process.argv, run_dir):
             # The parent process, which replaced the batch script, has the same arguments but only waits.
-            guardian = next((one for one in own if one.pid == process.parent), None)
+            guardian = next((parent for parent in own_processes if parent.pid == process.parent), None)
             if guardian is not None and _is_supervisor(guardian.argv, run_dir):
                 struck |= process.signal(number)
     return struck
 
 
 def find_rank(run_dir: str, attempt: int, rank: int) -> ProcessInfo | None:
-    """Return the process of a rank on this host, or None."""
-    found = [each for each in processes(os.geteuid()) if _rank_of(each, run_dir, attempt) == rank]
+    matching = [process for process in processes(os.geteuid()) if _rank_of(process, run_dir, attempt) == rank]
     # Data workers are forks of their rank.
-    pids = {process.pid for process in found}
-    return next((process for process in found if process.parent not in pids), None)
+    pids = {process.pid for process in matching}
+    return next((process for process in matching if process.parent not in pids), None)
 
 
 def _rank_of(process: ProcessInfo, run_dir: str, attempt: int) -> int | None:
@@ -57,7 +50,7 @@ def _rank_of(process: ProcessInfo, run_dir: str, attempt: int) -> int | None:
     # The command lines of srun and apptainer have the same words; a standby worker has those of the next
     # attempt. In a container, the module is part of another word.
     is_python = os.path.basename(argv[0]).startswith("python")
-    if not (is_python and any(_WORKER in word for word in argv)) or "SLURM_STEP_ID" not in environ:
+    if not (is_python and any(_WORKER in argument for argument in argv)) or "SLURM_STEP_ID" not in environ:
         return None
     if environ.get(ATTEMPT_VARIABLE) != str(attempt) or not _is_same(environ.get(RUN_DIR_VARIABLE), run_dir):
         return None
@@ -75,7 +68,6 @@ def _is_same(path: str | None, run_dir: str) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line described in the module docstring."""
     run_dir, number, *whom = argv
     if whom == ["supervisor"]:
         return int(not signal_supervisor(run_dir, signal.Signals[number]))

@@ -1,4 +1,4 @@
-"""Detection of runs that train but do not save, which lose their progress."""
+"""Detect runs that train but do not save, which lose their progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from hpctrain.rundir import RunDir, is_event
 
 def save_problem(run: RunDir) -> str | None:
     """Return the reason why checkpoints are missing, and since when; None if no problem is known."""
-    cause = _last_failure(run) or _disk_trouble(run)
+    try:
+        # A full disk cannot record events.
+        cause = _last_failure(run) or full_disk(run)
+    except OSError as error:
+        cause = f"{run.path}: {error.strerror}"
     if cause is None:
         return None
     newest = max(committed_steps(run.checkpoints), default=None)
@@ -28,10 +32,7 @@ def save_problem(run: RunDir) -> str | None:
 
 
 def starts_over(run: RunDir) -> bool:
-    """True if the next attempt of a started run has no checkpoint to resume from.
-
-    A function receives its state in another way.
-    """
+    """True if the next attempt of a started run has no checkpoint to resume from."""
     if run.function.exists() or next(committed_steps(run.checkpoints), None) is not None:
         return False
     if newest_script_checkpoint(run.checkpoints) is not None:
@@ -54,14 +55,6 @@ def _last_failure(run: RunDir) -> str | None:
             case "failure" if event.get("rank") is None:
                 return str(event.get("cause"))
     return None
-
-
-def _disk_trouble(run: RunDir) -> str | None:
-    """Return a full or unreadable disk as the cause; a full disk cannot record events either."""
-    try:
-        return full_disk(run)
-    except OSError as error:
-        return f"{run.path}: {error.strerror}"
 
 
 def full_disk(run: RunDir) -> str | None:

@@ -1,13 +1,9 @@
-"""Exclusive use of a run's folder: a lease that the supervisor renews while it is alive.
-
-The record of a run describes the submitted jobs, but not reliably the running job. A lease is held by a
-process.
+"""Hold a lease on a run's folder, so that only one supervisor trains there.
 
 - Leases are numbered, and the newest is valid. A lease is created atomically with its content by a hard
   link, which only one of several processes can create.
-- The holder renews the lease every few seconds. The holder counts as dead if Slurm reports that its job is
-  not running. If Slurm does not respond, the holder counts as dead when the last renewal is a minute old.
-  Both times are from the file system's clock.
+- The holder renews the lease every few seconds. It counts as dead if Slurm reports that its job is not
+  running or, if Slurm does not respond, when the last renewal is a minute old on the file system's clock.
 - A holder that finds a newer lease was considered dead, and exits.
 """
 
@@ -46,8 +42,6 @@ _BYTES = 512
 
 @dataclass(frozen=True)
 class LeaseHolder:
-    """The holder of a lease."""
-
     job_id: str
     start: int = 0
     """Number of earlier starts of the job by Slurm."""
@@ -90,19 +84,13 @@ class Lease:
         environ: Mapping[str, str],
         on_loss: Callable[[LeaseHolder], object],
     ) -> None:
-        """Prepare the lease without acquiring it."""
         self._run, self._environ, self._on_loss = run, environ, on_loss
         self._me = LeaseHolder(job_id, start, system.gethostname(), system.getpid())
         self._number: int | None = None
         self._stopped, self._writing = system.Event(), system.Lock()
 
     def acquire(self, predecessor: str | None = None, deaths: int = 0) -> None:
-        """Acquire the lease, and renew it from now on.
-
-        Raises:
-            LeaseHeld: another process holds it.
-            OSError: the folder cannot be written.
-        """
+        """Acquire and renew the lease, also that of one of the `deaths` killed supervisors of this job."""
         deadline = system.monotonic() + EXPIRY_S
         while True:
             held = newest_lease(self._run)
@@ -182,11 +170,7 @@ def inherits_lease(me: LeaseHolder, holder: LeaseHolder, predecessor: str | None
 
 
 def newest_lease(run: RunDir) -> LeaseState | None:
-    """Return the newest lease on the run's folder, or None.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the newest lease on the run's folder, or None."""
     numbers = run.leases()
     if not numbers:
         return None

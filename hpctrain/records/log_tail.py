@@ -1,4 +1,4 @@
-"""Readers of growing files: the data appended since the last read, and the last records."""
+"""Read growing files: the data appended since the last read, and the last records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class FileTail:
     """Incremental reader of a text file. A missing file counts as empty."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
-        """Start at this byte of the file."""
         self._path = path
         self._offset = self.line_start = offset
         """Position after the last newline that was read, in bytes."""
@@ -33,8 +32,8 @@ class FileTail:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset = self.line_start = 0
                 file.seek(self._offset)
-                left = most_bytes if end is None else min(most_bytes, end - self._offset)
-                new = file.read(max(0, left))
+                size = most_bytes if end is None else min(most_bytes, end - self._offset)
+                new = file.read(max(0, size))
         except FileNotFoundError:
             return ""
         if b"\n" in new:
@@ -55,7 +54,6 @@ class FileTail:
             return False
 
     def modified(self) -> float:
-        """Return the modification time in seconds since the epoch; 0 if there is no file."""
         try:
             return os.stat(self._path).st_mtime
         except FileNotFoundError:
@@ -66,7 +64,6 @@ class RecordTail:
     """Incremental reader of a JSON Lines file."""
 
     def __init__(self, path: Path, is_valid: IsValid | None = None) -> None:
-        """See `parse_json_line` for `is_valid`."""
         self._path, self._is_valid, self._tail = path, is_valid, FileTail(path)
         self._partial_line = ""
 

@@ -1,4 +1,4 @@
-"""Records of a run: submission, outcome, and last activity."""
+"""Summarize the events of a run: its submission, outcome, and last activity."""
 
 from __future__ import annotations
 
@@ -77,22 +77,22 @@ def read_run_record(run: RunDir) -> RunRecord:
 
 def summarize_events(run: RunDir, newest_first: Iterable[dict[str, Any]]) -> RunRecord:
     """Return the record of a run from its events. See `read_run_record`."""
-    last: dict[str, dict[str, Any]] = {}
+    newest: dict[str, dict[str, Any]] = {}
     for event in newest_first:
         kind = str(event.get("kind"))
-        if kind in ("finished", "failure", "seen", "handover") and "started" in last:
+        if kind in ("finished", "failure", "seen", "handover") and "started" in newest:
             continue
         if kind == "failure" and event.get("rank") is None:
             continue
-        last.setdefault(kind, event)
+        newest.setdefault(kind, event)
         if kind == "submitted":
             break
     for kind in ("seen", "handover"):
-        if last.get(kind, {}).get("job_id") != last.get("submitted", {}).get("job_id"):
-            last.pop(kind, None)  # A late event of the previous job.
+        if newest.get(kind, {}).get("job_id") != newest.get("submitted", {}).get("job_id"):
+            newest.pop(kind, None)  # A late event of the previous job.
     return RunRecord(
         run,
-        *(last.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover", "started")),
+        *(newest.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover", "started")),
     )
 
 

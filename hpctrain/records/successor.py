@@ -65,11 +65,7 @@ def submit_successor(
     environ: Mapping[str, str],
     changes: JobChanges,
 ) -> str:
-    """Submit the successor of this job and return its id. Must be called in the job.
-
-    Raises:
-        SchedulerError: the scheduler rejected the job, or did not respond in time.
-    """
+    """Submit the successor of this job, and return its id."""
     run.log_event("handover", attempt, job_id=job_id)
     successor = _submit_once(run, spec, job_id, environ, changes)
     record_successor(run, successor, job_id)
@@ -82,19 +78,15 @@ def submit_successor(
 
 
 def find_successor(run: RunDir, job_id: str, environ: Mapping[str, str]) -> str | None:
-    """Return the successor job of `job_id`, in any state, or None.
-
-    Raises:
-        SchedulerError: the controller does not respond.
-    """
+    """Return the successor job of `job_id`, in any state, or None."""
     columns = ("ArrayJobID", "ArrayTaskID", "JobID", "WorkDir", "Command")
     layout = ",".join(f"{name}:0{_SEPARATOR}" for name in columns)
-    answer = run_slurm(
+    listing = run_slurm(
         ["squeue", "--noheader", "--all", "--array", "--me", "--states=all", f"--Format={layout}"],
         strip_job_env(environ),
     )
     folder, marker = (run.array or run).path, run.successor_script(job_id).name
-    for line in answer.split("\n"):
+    for line in listing.split("\n"):
         cells = line.split(_SEPARATOR)
         if len(cells) != len(columns) + 1:
             continue
@@ -113,31 +105,24 @@ def record_successor(run: RunDir, successor: str, job_id: str) -> None:
 
 
 def claim_successor(run: RunDir, job_id: str, predecessor: str) -> str:
-    """Claim the run after `predecessor`. Return the job with the claim.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Claim the run after `predecessor`. Return the job with the claim."""
     claim = run.successor_claim(predecessor)
     create_atomic(claim, job_id.encode("ascii"), job_id)
     return read_regular(claim).decode("ascii", "replace")
 
 
 def is_continued_by_other_job(record: RunRecord, environ: Mapping[str, str]) -> bool:
-    """True if another job continues the run of the ended job in `record`.
-
-    If the predecessor was killed before it could record its successor, this function records it.
-    """
-    now = read_run_record(record.run)
-    if now.job_id != record.job_id:
+    """Record the successor of the ended job in `record`, if necessary; return true if the run has one."""
+    newest = read_run_record(record.run)
+    if newest.job_id != record.job_id:
         return True
-    if now.handover is None or now.job_id is None:
+    if newest.handover is None or newest.job_id is None:
         return False
     try:
-        successor = find_successor(record.run, now.job_id, environ)
+        successor = find_successor(record.run, newest.job_id, environ)
         # The successor may have started and recorded itself during the query.
-        if successor is not None and read_run_record(record.run).job_id == now.job_id:
-            record_successor(record.run, successor, now.job_id)
+        if successor is not None and read_run_record(record.run).job_id == newest.job_id:
+            record_successor(record.run, successor, newest.job_id)
     except (SchedulerError, OSError):
         return False  # Slurm does not respond, or the folder is read-only: the next call may succeed.
     return successor is not None
@@ -145,8 +130,7 @@ def is_continued_by_other_job(record: RunRecord, environ: Mapping[str, str]) -> 
 
 def excluded_nodes(spec: JobSpec, excluded_hosts: Collection[str]) -> str:
     """Return the nodes to exclude from a job: the user's and `excluded_hosts`."""
-    named = spec.directives.get("exclude")
-    return ",".join([*([named] if named else []), *sorted(excluded_hosts)])
+    return ",".join(filter(None, [spec.directives.get("exclude"), *sorted(excluded_hosts)]))
 
 
 def can_start(run: RunDir, spec: JobSpec, changes: JobChanges, environ: Mapping[str, str]) -> bool:
@@ -158,15 +142,14 @@ def can_start(run: RunDir, spec: JobSpec, changes: JobChanges, environ: Mapping[
     try:
         _test_job(run, spec, changes, environ)
     except SchedulerError as error:
-        log.info(
-            "according to sbatch, the job cannot start with %s: %s", " ".join(changes.options(spec)), error
-        )
+        options = " ".join(changes.options(spec))
+        log.info("according to sbatch, the job cannot start with %s: %s", options, error)
         if is_transient(str(error)):
             return False
         try:
             _test_job(run, spec, JobChanges(), environ)
-        except SchedulerError as other:
-            return not is_transient(str(other))
+        except SchedulerError as unchanged_error:
+            return not is_transient(str(unchanged_error))
         return False
     return True
 
@@ -195,9 +178,9 @@ def _submit_once(
 
 
 def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str], changes: JobChanges) -> str:
-    kept = directives_after_start(spec.directives)
-    options = [f"--dependency={','.join(filter(None, [f'afterany:{job_id}', kept.get('dependency')]))}"]
-    options += changes.options(spec)
+    directives = directives_after_start(spec.directives)
+    dependency = ",".join(filter(None, [f"afterany:{job_id}", directives.get("dependency")]))
+    options = [f"--dependency={dependency}", *changes.options(spec)]
     if "begin" in spec.directives:
         options.append("--begin=now")
     if "deadline" in spec.directives:
@@ -210,11 +193,11 @@ def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str],
         options.append(f"--array={spec.array_task}")
     options += _marked_script(run.array or run, job_id)
     variables = sbatch_env(environ, all_directives(spec)) | {PREDECESSOR_VARIABLE: job_id}
-    answer = submit_job(options, variables)
+    successor = submit_job(options, variables)
     if "hold" in spec.directives:
         # The hold applied to the first job, and was released.
-        run_slurm(["scontrol", "release", answer], strip_job_env(environ))
-    return answer if spec.array_task is None else f"{answer}_{spec.array_task}"
+        run_slurm(["scontrol", "release", successor], strip_job_env(environ))
+    return successor if spec.array_task is None else f"{successor}_{spec.array_task}"
 
 
 def _marked_script(run: RunDir, job_id: str) -> list[str]:
@@ -228,11 +211,8 @@ def _marked_script(run: RunDir, job_id: str) -> list[str]:
         if not link.is_symlink():
             link.symlink_to(os.path.join("..", run.job_script.name))
     except OSError as error:
-        log.warning(
-            "cannot create %s, so two successors may be submitted if Slurm's response is lost: %s",
-            link,
-            error,
-        )
+        consequence = "two successors may be submitted if Slurm's response is lost"
+        log.warning("cannot create %s, so %s: %s", link, consequence, error)
         return [str(run.job_script), link.name]
     return [str(link), link.name]
 
@@ -260,12 +240,8 @@ def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) ->
             if moved and waits != successor.partition("_")[0]:
                 update_job([waits], outer, Dependency=moved)
     except SchedulerError as error:
-        log.warning(
-            "jobs that depend on job %s might not wait for its successor, job %s: %s",
-            job_id,
-            successor,
-            error,
-        )
+        problem = "jobs that depend on job %s might not wait for its successor, job %s: %s"
+        log.warning(problem, job_id, successor, error)
 
 
 def replace_dependency(dependency: str, job_id: str, successor: str) -> str | None:

@@ -95,7 +95,6 @@ class Cluster:
         )
 
     def choose_python(self) -> str:
-        """Return a script that sets PY: the named Python, otherwise that of `setup`, otherwise python3."""
         if self.python:
             return f"PY={shell_path(self.python)}"
         return f'PY="{VENV}/bin/python"; [ -x "$PY" ] || PY=python3'
@@ -104,7 +103,7 @@ class Cluster:
         if recorded := folders.get(str(self.root)):
             return recorded
         name = self.root.name or "root"
-        if any(Path(other).name == name for other in folders):
+        if any(Path(root).name == name for root in folders):
             name += f"-{hashlib.sha256(os.fsencode(self.root)).hexdigest()[:6]}"
         return f"hpctrain/{name}"
 
@@ -120,12 +119,12 @@ def shell_path(path: str) -> str:
     If the variable is not set, the script ends with an error that contains `UNSET`.
     """
     match = re.fullmatch(r"(?:(~)|\$([A-Za-z_]\w*)|\$\{([A-Za-z_]\w*)\})(?:/(.*))?", path, re.DOTALL)
-    start, rest = "", path
+    start, suffix = "", path
     if match:
-        start, rest = match[1] or f'"${{{match[2] or match[3]}:?{UNSET}}}"', match[4] or ""
-    if "$" in rest or (not start and rest.startswith("~")):
+        start, suffix = match[1] or f'"${{{match[2] or match[3]}:?{UNSET}}}"', match[4] or ""
+    if "$" in suffix or (not start and suffix.startswith("~")):
         raise UserError(
             f"{path!r} is not a valid path on a cluster: only ~/ or one variable at its start is expanded. "
             "Remove any other `$` or `~`."
         )
-    return "/".join(part for part in (start, rest and shlex.quote(rest)) if part)
+    return "/".join(piece for piece in (start, suffix and shlex.quote(suffix)) if piece)

@@ -82,11 +82,11 @@ def find_problems(
             f"{format_size(needed)}. Free space there, or choose another folder with {setup} --folder DIR`."
         )
     if not is_supported(facts):
-        found = f"{cluster.python} does not run" if cluster.python else "none is on the PATH"
+        problem = f"{cluster.python} does not run" if cluster.python else "none is on the PATH"
         if facts.python_version:
-            found = f"{cluster.python or facts.python} is Python {facts.python_version}"
+            problem = f"{cluster.python or facts.python} is Python {facts.python_version}"
         yield (
-            f"{cluster.name} needs Python 3.11 or newer, but {found}. Load a suitable Python in "
+            f"{cluster.name} needs Python 3.11 or newer, but {problem}. Load a suitable Python in "
             f"~/.bash_profile there, or select one with {setup} --python PATH`."
         )
     elif not facts.hpctrain:
@@ -106,5 +106,4 @@ def find_problems(
 
 
 def is_supported(facts: ClusterFacts) -> bool:
-    """True if the cluster has a Python that hpctrain supports."""
-    return tuple(int(part) for part in facts.python_version.split(".")[:2] if part.isdigit()) >= (3, 11)
+    return tuple(int(number) for number in facts.python_version.split(".")[:2] if number.isdigit()) >= (3, 11)

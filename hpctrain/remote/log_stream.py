@@ -38,7 +38,7 @@ class LogStream:
     def run(self, args: Sequence[str]) -> int:
         """Run `hpctrain ARGS` on the cluster, and return its exit code."""
         while (code := self._run_once(args)) == SSH_FAILED and (self._follow or args[0] == "logs"):
-            self._cluster.connection.reopen(lambda words: self._show(f"{words}\n", True))
+            self._cluster.connection.reopen(lambda message: self._show(f"{message}\n", True))
             args = self._follow.get("args", args)
         return code
 

@@ -33,7 +33,6 @@ class LocalCode:
 
     @classmethod
     def find(cls, root: Path, environ: Mapping[str, str]) -> LocalCode:
-        """Find the files of a project."""
         try:
             repository = GitRepository.containing(root, environ)
             files, diff = repository.files(), repository.diff()

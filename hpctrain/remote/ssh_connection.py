@@ -60,7 +60,6 @@ class SshConnection:
     """A host of `~/.ssh/config`. OpenSSH asks for passwords and second factors on the terminal."""
 
     def __init__(self, host: str, environ: Mapping[str, str]) -> None:
-        """Prepare the commands; nothing is opened yet."""
         if not host or host.startswith("-") or any(character.isspace() for character in host):
             raise UserError(
                 f"{host!r} (--on) is not a valid host name. Use a host in ~/.ssh/config, such as mycluster."
@@ -68,7 +67,7 @@ class SshConnection:
         self.host = host
         self.rsync_path = "rsync"
         options = {**_OPTIONS, "ControlPath": str(_socket_path(host, environ))}
-        self._ssh = ["ssh", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
+        self._ssh = ["ssh", *(argument for item in options.items() for argument in ("-o", "=".join(item)))]
 
     def open(self) -> None:
         """Log in, unless an open connection exists."""
@@ -84,7 +83,7 @@ class SshConnection:
             raise ClusterUnreachable(
                 f"Cannot log in to {self.host}: {reason}. "
                 f"Check the login with `ssh {shlex.quote(self.host)}`.",
-                is_permanent=any(words in reason for words in _PERMANENT),
+                is_permanent=any(message in reason for message in _PERMANENT),
             )
 
     def reopen(self, report: Callable[[str], object]) -> None:
@@ -118,10 +117,10 @@ class SshConnection:
         out, err = (text.decode(errors="replace") for text in (result.stdout, result.stderr))
         return subprocess.CompletedProcess(script, result.returncode, out, err)
 
-    def check(self, code: int, words: str = "Run the command again.") -> None:
+    def check(self, code: int, remedy: str = "Run the command again.") -> None:
         """Raise ClusterUnreachable if the exit code of ssh reports a lost connection."""
         if code == SSH_FAILED:
-            raise ClusterUnreachable(f"The connection to {self.host} was lost. {words}")
+            raise ClusterUnreachable(f"The connection to {self.host} was lost. {remedy}")
 
     def find_rsync(self) -> None:
         """Find rsync on the PATH of a login shell, because rsync itself is not started in one."""
@@ -130,7 +129,6 @@ class SshConnection:
             raise UserError(f"rsync is not on the PATH of a login shell on {self.host}. Install rsync there.")
 
     def rsync(self, arguments: Sequence[str], content: str = "", *, may_vanish: bool = False) -> None:
-        """Copy files with rsync through this connection."""
         argv = ["rsync", "--protect-args", f"--rsync-path={shlex.quote(self.rsync_path)}"]
         argv += ["-e", shlex.join(self._ssh), *arguments]
         try:

@@ -1,4 +1,4 @@
-"""Binding of a rank to the CPUs next to its GPU. Data workers inherit it."""
+"""Bind a rank to the CPUs next to its GPU. Data workers inherit the binding."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ SYSFS = Path("/sys")
 
 @dataclass(frozen=True)
 class CpuBinding:
-    """CPUs for a rank, and a message for its log."""
-
     cpus: frozenset[int]
     message: str
+    """For the log of the rank."""
 
 
 def bind_cpus(ranks: Ranks, environ: Mapping[str, str]) -> CpuBinding | None:
@@ -47,19 +46,18 @@ def bind_cpus(ranks: Ranks, environ: Mapping[str, str]) -> CpuBinding | None:
 def choose_cpus(
     ranks: Ranks, environ: Mapping[str, str], allowed: frozenset[int], bus_ids: Sequence[str], sysfs: Path
 ) -> CpuBinding | None:
-    """Return CPUs of `allowed` for a rank; None if there is no reason to choose."""
-    of_job, threads = _read_count(environ, "SLURM_CPUS_ON_NODE"), _read_count(environ, "OMP_NUM_THREADS")
+    num_cpus, threads = _read_count(environ, "SLURM_CPUS_ON_NODE"), _read_count(environ, "OMP_NUM_THREADS")
     # Other jobs may also use the CPUs if Slurm does not confine jobs, so the ranks do not divide the CPUs.
-    divides = len(allowed) == of_job
+    divides = len(allowed) == num_cpus
     local = [_read_cpus(sysfs / "bus/pci/devices" / bus_id / "local_cpulist") for bus_id in bus_ids]
     try:
         index = plan_device(ranks, environ, len(bus_ids)).index
     except EnvironmentMismatch:  # The script will fail when it selects its device.
         return None
     if index is None:
-        return _divide_node(ranks, allowed, threads, sysfs) if divides else None
+        return None
     gpu, near = f"GPU {bus_ids[index]}", local[index] & allowed
-    if len(allowed) < of_job:
+    if len(allowed) < num_cpus:
         if near or not local[index]:
             return None
         return CpuBinding(
@@ -79,25 +77,6 @@ def choose_cpus(
     numa = _read_text(sysfs / "bus/pci/devices" / bus_ids[index] / "numa_node")
     place = f" (NUMA node {numa})" if numa.isdecimal() else ""
     return CpuBinding(near, f"bound to CPUs {format_cpus(near)}, the CPUs closest to {gpu}{place}")
-
-
-def _divide_node(ranks: Ranks, allowed: frozenset[int], threads: int, sysfs: Path) -> CpuBinding | None:
-    """Divide the CPUs if all shares are equal, and each is part of a NUMA node or consists of whole ones."""
-    folders = sorted((sysfs / "devices/system/node").glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    nodes = [cpus for folder in folders if (cpus := _read_cpus(folder / "cpulist") & allowed)]
-    count, num_ranks = len(nodes), ranks.local_world_size
-    are_equal = len({len(node) for node in nodes}) == 1 and frozenset().union(*nodes) == allowed
-    if num_ranks == 1 or count < 2 or not are_equal or (count % num_ranks and num_ranks % count):
-        return None
-    first = ranks.local_rank * count // num_ranks
-    own = frozenset().union(*nodes[first : first + max(1, count // num_ranks)])
-    per_node = max(1, num_ranks // count)
-    share = _share(own, ranks.local_rank % per_node, per_node, sysfs)
-    if len(share) < threads:
-        return None
-    return CpuBinding(
-        share, f"bound to CPUs {format_cpus(share)} (local rank {ranks.local_rank} of {num_ranks})"
-    )
 
 
 def _share(cpus: frozenset[int], index: int, count: int, sysfs: Path) -> frozenset[int]:

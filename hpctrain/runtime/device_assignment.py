@@ -31,8 +31,6 @@ _MAX_PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """The device of a rank."""
-
     device: torch.device
     gpus_are_shared: bool
     """True if two ranks of the job use the same GPU, which NCCL does not support."""

@@ -1,4 +1,4 @@
-"""Formation of torch's process group from the processes of a job."""
+"""Form torch's process group from the processes of a job."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from hpctrain import messages
+from hpctrain.checkpoint.io import messages
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.addresses import gloo_variables
-from hpctrain.cluster.connection_owners import foreign_users
+from hpctrain.cluster.addresses import gloo_variables, own_address
 from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.cluster.master_host import own_address
+from hpctrain.cluster.ports import foreign_users
 from hpctrain.errors import RendezvousError
 from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
@@ -34,7 +33,7 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """The processes that train together, as seen by one process."""
+    """The processes that train together, as seen by one process. All ranks must call its methods."""
 
     ranks: Ranks
     device: torch.device
@@ -46,7 +45,6 @@ class DistributedContext:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """All devices of this rank."""
         return (self.device, *self.extra_devices)
 
     @property
@@ -54,34 +52,28 @@ class DistributedContext:
         return self.ranks.world_size > 1
 
     def broadcast_from_main(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank. All ranks must call this. See `all_gather`."""
         return self.broadcast(value, 0)
 
-    def broadcast(self, value: Any, src: int, what: str = "a message") -> Any:
-        """Return `value` of rank `src` on every rank. All ranks must call this. See `all_gather`."""
+    def broadcast(self, value: Any, src: int, label: str = "a message") -> Any:
+        """Return the value of rank `src` on every rank; errors name it `label`."""
         if self.cpu_group is None:
             return value
-        return messages.broadcast(self.cpu_group, value, src=src, what=what)
+        return messages.broadcast(self.cpu_group, value, src=src, label=label)
 
     def all_reduce_min(self, value: float) -> float:
-        """Return the lowest `value` of all ranks on every rank. All ranks must call this."""
         if self.cpu_group is None:
             return value
-        box = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self.cpu_group)
-        return box.item()
+        lowest = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self.cpu_group)
+        return lowest.item()
 
-    def all_gather(self, value: Any, what: str = "a message") -> list[Any]:
-        """Return the values of all ranks, in order, on every rank. All ranks must call this.
-
-        See `hpctrain.messages.gather` for the types that can be sent. Errors name the value `what`.
-        """
+    def all_gather(self, value: Any, label: str = "a message") -> list[Any]:
+        """Return the values of all ranks, in order, on every rank; errors name them `label`. See `gather`."""
         if self.cpu_group is None:
             return [value]
-        return messages.gather(self.cpu_group, value, what=what)
+        return messages.gather(self.cpu_group, value, label=label)
 
     def barrier(self) -> None:
-        """Wait for all ranks. All ranks must call this."""
         if self.cpu_group is not None:
             dist.barrier(self.cpu_group)
 
@@ -145,12 +137,10 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bo
 def _describe_store(ranks: Ranks) -> str:
     """Return the address of the store, and other users of this node with a connection to it."""
     users = foreign_users(ranks.master_port)
-    seen = (
-        f"other users connected to it from this node: {', '.join(users)}"
-        if users
-        else "no other user is connected to it from this node"
-    )
+    connected = "no other user is connected to it from this node"
+    if users:
+        connected = f"other users connected to it from this node: {', '.join(users)}"
     return (
         f"store at {ranks.master_addr}:{ranks.master_port} ({ranks.sources.get('master_addr')}, "
-        f"{ranks.sources.get('master_port')}); {seen}"
+        f"{ranks.sources.get('master_port')}); {connected}"
     )

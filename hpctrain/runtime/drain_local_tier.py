@@ -26,9 +26,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[2])
     tier, copies = (None if folder == "-" else Path(folder) for folder in argv[:2])
     limit = timedelta(seconds=limit_s)
-    where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     rank, size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
-    store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit)
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit)
     dist.init_process_group(
         "gloo", store=PrefixStore("home", store), rank=rank, world_size=size, timeout=limit
     )

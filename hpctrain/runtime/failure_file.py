@@ -1,4 +1,4 @@
-"""Failure files, one per failed rank, with the error, its location and its order among the failures."""
+"""Write one failure file per failed rank, with the error, its location and its order among the failures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from typing import Any
 from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import DataWorkerKilled, DiskFull, SilentCorruption, UserError
 from hpctrain.files import make_folder, write_atomic
+from hpctrain.records.crash_output import fold, is_peer_lost
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.snapshot_imports import describe_missing_copy
 from hpctrain.text import signal_name
-from hpctrain.tracebacks import fold, is_peer_lost
 
 #: Keys in the attempt's store: the number of failures, which orders them without a common clock, and the
 #: first failure that is not a consequence of another failure.
@@ -65,7 +65,7 @@ def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str
 def _record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
     if hint := describe_missing_copy(error, environ) or _describe_earlier_output(error, environ):
         error.add_note(f"{hint}.")
-    return {
+    record = {
         "kind": "exception",
         "error": type(error).__name__,
         "classes": [base.__name__ for base in type(error).__mro__],
@@ -75,8 +75,11 @@ def _record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
         # An invalid request of the user fails in every attempt.
         "final": getattr(error, _FINAL, False) or isinstance(error, UserError),
         "micro_batch_size": getattr(error, _MICRO_BATCH_SIZE, None),
-        **(_corruption(error) if isinstance(error, SilentCorruption) else {}),
     }
+    if isinstance(error, SilentCorruption):
+        suspects = [[suspect.rank, suspect.device] for suspect in error.suspects]
+        record["corruption"] = {"suspects": suspects, "verified_step": error.verified_step}
+    return record
 
 
 def _message(error: BaseException) -> str:
@@ -98,41 +101,30 @@ def _describe_earlier_output(error: BaseException, environ: Mapping[str, str]) -
     )
 
 
-def _corruption(error: SilentCorruption) -> dict[str, Any]:
-    suspects = [[each.rank, each.device] for each in error.suspects]
-    return {"corruption": {"suspects": suspects, "verified_step": error.verified_step}}
-
-
 def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:
     """Print the traceback of `error`, and write the failure file at `path`. Never raises an exception.
 
     A rank that only lost its connection to another rank prints one line with the cause instead.
     """
     with no_death_handler():
-        _print_failure(path, name_killed_worker(error), log, environ)
-
-
-def _print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:
-    record = _record(error, environ)
-    is_consequence = is_peer_lost(str(error), record["classes"])
-    if not is_consequence:
-        print(fold(_traceback(error)), end="", file=sys.stderr)
-    cause = write_failure(path, record, log, environ)
-    if is_consequence:
-        words = (
-            f"this rank exited because {cause}" if cause else "this rank lost the connection to another rank"
-        )
-        message = " ".join(str(error).split())
-        print(f"hpctrain: {words}: {type(error).__name__}: {message}", file=sys.stderr)
+        error = name_killed_worker(error)
+        record = _record(error, environ)
+        is_consequence = is_peer_lost(str(error), record["classes"])
+        if not is_consequence:
+            print(fold(_traceback(error)), end="", file=sys.stderr)
+        cause = write_failure(path, record, log, environ)
+        if is_consequence:
+            reason = f"exited because {cause}" if cause else "lost the connection to another rank"
+            message = " ".join(str(error).split())
+            print(f"hpctrain: this rank {reason}: {type(error).__name__}: {message}", file=sys.stderr)
 
 
 def write_failure(
     path: Path, failure: Mapping[str, Any], log: Path, environ: Mapping[str, str]
 ) -> str | None:
-    """Write a failure file at `path`. Never raises an exception, to preserve the original error.
+    """Write a failure file, and return the cause of the attempt's failures, if known. Never raises an error.
 
-    The rank is still connected to its peers at this point. The failing rank is therefore ordered before its
-    peers can detect the loss.
+    The rank is still connected to its peers, so it is ordered before its peers can detect the loss.
     """
     order, cause = _next_failure_index(failure, environ)
     record = {
@@ -155,10 +147,13 @@ def write_failure(
 def name_killed_worker(error: BaseException) -> BaseException:
     """Return an error that names the killed worker of a torch DataLoader if `error` is its consequence."""
     with no_death_handler():
-        killed = _killed_worker(error)
-    if killed is None:
-        return error
-    pid, number = killed
+        if match := _KILLED_WORKER.search(str(error)):
+            pid, number = int(match["pid"]), int(_SIGNALS.get(match["signal"], signal.SIGKILL))
+        else:
+            worker = wait_for_dead_worker(error, _loader_workers(error))
+            if worker is None or worker.exitcode is None or worker.exitcode > 0:
+                return error
+            pid, number = worker.pid or 0, -worker.exitcode
     named = DataWorkerKilled(f"Data worker (pid {pid})", signal_name(number))
     named.__cause__ = error
     return named
@@ -178,21 +173,10 @@ def no_death_handler() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
-def _killed_worker(error: BaseException) -> tuple[int, int] | None:
-    """Return the process and the signal of the data worker whose death caused `error`, if any."""
-    if match := _KILLED_WORKER.search(str(error)):
-        return int(match["pid"]), _SIGNALS.get(match["signal"], signal.SIGKILL)
-    worker = wait_for_dead_worker(error, _loader_workers(error))
-    code = None if worker is None else worker.exitcode
-    return None if worker is None or code is None or code > 0 else (worker.pid or 0, -code)
-
-
 def wait_for_dead_worker(error: BaseException, workers: Collection[BaseProcess]) -> BaseProcess | None:
-    """Return the data worker whose death caused `error`, if any.
-
-    A dying process closes its connections before its exit code is available.
-    """
+    """Return the data worker whose death caused `error`, if any."""
     is_of_data_set = str(error).startswith("Caught ")
+    # A dying process closes its connections before its exit code is available.
     deadline = time.monotonic() + (_EXIT_TIMEOUT_S if isinstance(error, OSError | EOFError) else 0.0)
     while workers and not is_of_data_set:
         if dead := [worker for worker in workers if worker.exitcode not in (None, 0)]:
@@ -204,7 +188,6 @@ def wait_for_dead_worker(error: BaseException, workers: Collection[BaseProcess])
 
 
 def _loader_workers(error: BaseException) -> list[BaseProcess]:
-    """Return the data workers of the DataLoader that raised `error`, if any."""
     if not isinstance(error, OSError | EOFError | RuntimeError):
         return []
     iterators = (
@@ -227,10 +210,8 @@ def _traceback(error: BaseException) -> str:
 def _next_failure_index(
     failure: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[int | None, str | None]:
-    """Return the number of this failure in the attempt, and the cause of all; None if rank 0 hosts no store.
-
-    A rank that never imported torch has no peers that could fail as a consequence, so no number is needed.
-    """
+    """Return the number of this failure in the attempt, and the cause of all; None without a store."""
+    # A rank that never imported torch has no peers that could fail as a consequence.
     if "torch" not in sys.modules:
         return None, None
     order = None

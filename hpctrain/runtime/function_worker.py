@@ -1,4 +1,4 @@
-"""Script of a run whose ranks call a function: join the other ranks, call the function, write the result.
+"""Call a function on each rank of a run: join the other ranks, call the function, write the result.
 
 The worker runs this file by its path, like any script. Every attempt reads the call from the run folder
 again, so changes made by a rank are lost. The exception is a function with a method `checkpoint`, which
@@ -24,6 +24,7 @@ from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.files import make_folder, write_atomic
+from hpctrain.records.serialization import CallPayload, FunctionCall, dumps
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.failure_file import mark_non_retryable
@@ -31,19 +32,19 @@ from hpctrain.runtime.gloo_shutdown import shut_down_process_group
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.stopping.signal_recorder import clear_stop_signals
 from hpctrain.runtime.stopping.stop_signals import StoppedBeforeTraining, capture_stop_signals
-from hpctrain.serialization import CallPayload, FunctionCall, dumps
 
 
 def main() -> None:
-    """Call the function on this rank."""
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
     ranks = detect(os.environ)
     payload = CallPayload.read(run.resume_call if run.resume_call.exists() else run.function)
-    own_folder = str(Path(__file__).parent)
-    sys.path[:] = dict.fromkeys([*payload.sys_path, *(path for path in sys.path if path != own_folder)])
+    this_folder = str(Path(__file__).parent)
+    sys.path[:] = dict.fromkeys([*payload.sys_path, *(path for path in sys.path if path != this_folder)])
     redirect_imports(os.environ)
-    for name, value in _submitit_variables(run, ranks).items():
-        os.environ.setdefault(name, value)
+    # Variables of submitit.JobEnvironment, beyond those that the launcher sets.
+    os.environ.setdefault("SUBMITIT_EXECUTOR", "slurm")
+    os.environ.setdefault("SUBMITIT_FOLDER", str(run.path))
+    os.environ.setdefault("SLURM_NTASKS", str(ranks.world_size))
     context = _init_process_group(ranks)
     try:
         call = payload.deserialize()
@@ -59,15 +60,6 @@ def main() -> None:
     write_atomic(path, data, private=True)
     # The function has returned, so later stop signals are irrelevant.
     clear_stop_signals()
-
-
-def _submitit_variables(run: RunDir, ranks: Ranks) -> dict[str, str]:
-    """Return the variables of submitit.JobEnvironment, beyond those that the launcher sets."""
-    return {
-        "SUBMITIT_EXECUTOR": "slurm",
-        "SUBMITIT_FOLDER": str(run.path),
-        "SLURM_NTASKS": str(ranks.world_size),
-    }
 
 
 def _init_process_group(ranks: Ranks) -> DistributedContext:
@@ -93,22 +85,20 @@ def _result_of(call: FunctionCall, payload: CallPayload, run: RunDir, context: D
                 "hpctrain.should_stop() in the function, and call sys.exit(75) if the result is True."
             )
         raise
-    except SystemExit as leaving:
-        if leaving.code == EXIT_CONTINUE:
+    except SystemExit as exit_request:
+        if exit_request.code == EXIT_CONTINUE:
             _save_resume_call(call, payload, run, context)
             raise
-        if leaving.code not in (None, 0):
-            raise RuntimeError(f"{call.name}() called sys.exit({leaving.code!r})") from leaving
+        if exit_request.code not in (None, 0):
+            raise RuntimeError(f"{call.name}() called sys.exit({exit_request.code!r})") from exit_request
         return None
 
 
 def _is_final(error: Exception, payload: CallPayload, run: RunDir) -> bool:
-    """Return true if another attempt would fail in the same way.
-
-    Another attempt may succeed if a network or a device was the cause, or if there is a saved state.
-    """
+    """Return true if another attempt would fail in the same way."""
     if isinstance(error, UserError):
         return True
+    # Another attempt may succeed if a network or a device was the cause, or if there is a saved state.
     may_pass = isinstance(error, (dist.DistError, torch.AcceleratorError))
     return not (payload.retry_on_exception or may_pass or run.resume_call.exists() or _has_checkpoint(run))
 
@@ -136,19 +126,20 @@ def _save_resume_call(
     if checkpoint is None:
         return
     with capture_stop_signals():  # Further stop signals must wait.
-        following = checkpoint(*call.args, **call.kwargs)
-        if context.ranks.is_main and following is None:
+        next_call = checkpoint(*call.args, **call.kwargs)
+        if context.ranks.is_main and next_call is None:
             print(f"hpctrain: {call.name}.checkpoint() returned None, so the run ends.")
             run.cancel_request.touch(0o644)
         elif context.ranks.is_main:
-            then = FunctionCall(following.function, tuple(following.args), dict(following.kwargs))
-            CallPayload(then.to_bytes(), payload.sys_path, payload.retry_on_exception).write(run.resume_call)
+            packed = FunctionCall(
+                next_call.function, tuple(next_call.args), dict(next_call.kwargs)
+            ).to_bytes()
+            CallPayload(packed, payload.sys_path, payload.retry_on_exception).write(run.resume_call)
         if dist.is_initialized():
             context.barrier()
 
 
 def _save_exception(error: Exception, path: Path) -> None:
-    """Write the exception for the program that submitted the function, if it can be pickled."""
     with suppress(Exception):
         make_folder(path.parent)
         write_atomic(path, dumps(error, "", []), private=True)

@@ -1,4 +1,4 @@
-"""Shutdown of gloo's threads before the interpreter exits."""
+"""Wait for gloo's threads before the interpreter exits."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def drain_gloo_threads() -> None:
     if not _TASKS.exists():
         time.sleep(0.1)
         return
-    until = time.monotonic() + _LIMIT_S
-    before: dict[str, str] | None = None
-    while time.monotonic() < until:
-        now = _asleep()
-        if now is not None and now in ({}, before):
+    deadline = time.monotonic() + _LIMIT_S
+    previous: dict[str, str] | None = None
+    while time.monotonic() < deadline:
+        counts = _asleep()
+        if counts is not None and counts in ({}, previous):
             return
-        before = now
+        previous = counts
         time.sleep(_POLL_INTERVAL_S)
 
 

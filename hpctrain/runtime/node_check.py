@@ -1,4 +1,4 @@
-"""Check of this rank's node before training: `python -P -m hpctrain.runtime.node_check`.
+"""Check this rank's node before training: `python -P -m hpctrain.runtime.node_check`.
 
 Each rank tests the required resources: a file in the run folder, an unused GPU without memory errors, a small
 matrix product, and a sum over all ranks. The supervisor reads the results.
@@ -45,55 +45,46 @@ _SIZE = 1024
 
 
 def main(environ: Mapping[str, str]) -> None:
-    """Check the node, and write the result."""
     begun = time.monotonic()
     run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
     ranks = detect({**environ, ENVIRONMENT_VARIABLE: "slurm"})
     path = run.node_check_result(attempt, ranks.rank)
     make_folder(path.parent)
     host = environ.get("SLURMD_NODENAME")
-    _listen_for_stop(path, {"rank": ranks.rank, "host": host, "trouble": [], "stopped": True})
+
+    def exit_on_stop(_number: int, _frame: FrameType | None) -> None:
+        stopped = json.dumps({"rank": ranks.rank, "host": host, "trouble": [], "stopped": True})
+        with suppress(OSError):
+            write_atomic(path, f"{stopped}\n", durable=False)
+        os._exit(EXIT_CONTINUE)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, exit_on_stop)
     with GpuReader(visible_devices(environ)) as reader:
         readings = reader.read()
-    mine = gpus_to_test(ranks, environ, len(readings))
+    gpus = gpus_to_test(ranks, environ, len(readings))
     job = f"{environ.get('SLURM_JOB_ID')}/{environ.get('SLURM_RESTART_COUNT', 0)}"
     before = previous_memory_errors(run, host or "", ranks.local_rank, job, readings)
     shared = gpu_sharing_reason(environ) is not None
     trouble = [
-        words for index in mine for words in check_gpu(index, readings[index], before[index], shared=shared)
+        problem for gpu in gpus for problem in check_gpu(gpu, readings[gpu], before[gpu], shared=shared)
     ]
+    task = "matrix product"
+    try:
+        trouble = trouble or _check_matrix_product(environ, gpus)
+        task = "all-reduce"
+        trouble = trouble or _check_all_reduce(environ, ranks, gpus)
+    except Exception as error:  # noqa: BLE001 (any error means that the node is unusable)
+        trouble = [f"the {task} failed: {error}"]
     if trouble:
         _publish_result(environ, "bad")
-    for what, check in (("matrix product", _check_matrix_product), ("all-reduce", _check_all_reduce)):
-        if not trouble:
-            try:
-                trouble += check(environ, ranks, mine)
-            except Exception as error:  # noqa: BLE001 (any error means that the node is unusable)
-                trouble.append(f"the {what} failed: {error}")
-            if trouble:
-                _publish_result(environ, "bad")
     seconds = time.monotonic() - begun
     record = {"rank": ranks.rank, "host": host, "trouble": trouble, "seconds": seconds}
     write_atomic(path, json.dumps(record) + "\n")
 
 
-def _listen_for_stop(path: Path, record: Mapping[str, object]) -> None:
-    """Exit on a stop signal for the ranks, which have not started yet, and record the signal."""
-
-    def leave(_number: int, _frame: FrameType | None) -> None:
-        with suppress(OSError):
-            write_atomic(path, json.dumps(record) + "\n", durable=False)
-        os._exit(EXIT_CONTINUE)
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, leave)
-
-
 def gpus_to_test(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
-    """Return the GPUs to test: those of this rank, or all GPUs if it is the only rank on the node.
-
-    Other ranks on the node test their GPUs at the same time.
-    """
+    """Return the GPUs to test: those of this rank, or all GPUs if it is the only rank on the node."""
     if ranks.local_world_size == 1:
         # CUDA shows a process only the first MIG instance.
         return list(range(min(num_visible, 1) if is_mig(environ) else num_visible))
@@ -106,27 +97,25 @@ def gpus_to_test(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> 
 def previous_memory_errors(
     run: RunDir, host: str, local_rank: int, job: str, readings: Sequence[GpuReading]
 ) -> list[int]:
-    """Return the memory errors of each GPU at the first check of this job, and record them at this check.
-
-    The driver counts errors since it was loaded: GPUs with earlier errors are usable.
-    """
-    now = [reading.ecc_errors or 0 for reading in readings]
+    """Return the memory errors of each GPU at the first check of this job, and record them at this check."""
+    # The driver counts errors since it was loaded: GPUs with earlier errors are usable.
+    counts = [reading.ecc_errors or 0 for reading in readings]
     path = run.memory_errors(host, local_rank)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        noted = read_json(path)
-        if noted["job"] == job and len(noted["errors"]) == len(now):
-            return [int(count) for count in noted["errors"]]
+        record = read_json(path)
+        if record["job"] == job and len(record["errors"]) == len(counts):
+            return [int(count) for count in record["errors"]]
     with suppress(OSError):
-        write_atomic(path, json.dumps({"job": job, "errors": now}) + "\n", durable=False)
-    return now
+        write_atomic(path, json.dumps({"job": job, "errors": counts}) + "\n", durable=False)
+    return counts
 
 
 def check_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool = False) -> list[str]:
     """Return the problems of a GPU. A shared GPU may already be in use by a peer."""
     trouble = []
     if (errors := (gpu.ecc_errors or 0) - errors_before) > 0:
-        new = pluralize(errors, "uncorrected memory error")
-        trouble.append(f"GPU {index}: {new} since the first node check of this job")
+        num_errors = pluralize(errors, "uncorrected memory error")
+        trouble.append(f"GPU {index}: {num_errors} since the first node check of this job")
     if not shared and (gpu.processes or (gpu.memory or 0) > _IN_USE_BYTES):
         trouble.append(
             f"GPU {index} is in use (processes: {gpu.processes}, memory: {format_memory(gpu.memory)})"
@@ -134,21 +123,21 @@ def check_gpu(index: int, gpu: GpuReading, errors_before: int, *, shared: bool =
     return trouble
 
 
-def _check_matrix_product(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:  # noqa: ARG001
+def _check_matrix_product(environ: Mapping[str, str], gpus: list[int]) -> list[str]:
     """Check a product of two matrices with a known result, on each device."""
     import torch
 
-    on_gpu = bool(mine) and torch.cuda.is_available()
+    on_gpu = bool(gpus) and torch.cuda.is_available()
     _publish_result(environ, f"fine, {'cuda' if on_gpu else 'cpu'}")
     trouble = []
-    for device in [f"cuda:{index}" for index in mine] if on_gpu else ["cpu"]:
+    for device in [f"cuda:{index}" for index in gpus] if on_gpu else ["cpu"]:
         matrix = torch.full((_SIZE, _SIZE), 2.0, device=device)
         if wrong := int((matrix @ matrix != 4.0 * _SIZE).sum()):
             trouble.append(f"a matrix product on {device} has {wrong} wrong values")
     return trouble
 
 
-def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int]) -> list[str]:
+def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, gpus: list[int]) -> list[str]:
     """Check a sum over all ranks, if all ranks have found their nodes usable."""
     import torch
     import torch.distributed as dist
@@ -159,14 +148,15 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int])
         return []
     store = _store(environ)
     store.wait([_key(peer) for peer in range(size)], timedelta(seconds=_PEERS_S))
-    said = [store.get(_key(peer)).decode() for peer in range(size)]
-    if "bad" in said:
+    results = [store.get(_key(peer)).decode() for peer in range(size)]
+    if "bad" in results:
         return []
-    if len(set(said)) > 1:
-        return ["this node has no usable GPU, but other nodes do"] if said[rank].endswith("cpu") else []
-    device = torch.device("cuda", mine[0]) if said[rank].endswith("cuda") else torch.device("cpu")
+    if len(set(results)) > 1:
+        on_cpu = results[rank].endswith("cpu")
+        return ["this node has no usable GPU, but other nodes do"] if on_cpu else []
     # NCCL does not support two ranks on one GPU.
-    with_nccl = device.type == "cuda" and gpu_sharing_reason(environ) is None
+    with_nccl = results[rank].endswith("cuda") and gpu_sharing_reason(environ) is None
+    device = torch.device("cuda", gpus[0]) if with_nccl else torch.device("cpu")
     if with_nccl:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -176,21 +166,18 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, mine: list[int])
         world_size=size,
         timeout=timedelta(seconds=_PEERS_S),
     )
-    value = torch.ones(1, device=device if with_nccl else "cpu")
+    value = torch.ones(1, device=device)
     dist.all_reduce(value)
     total = value.item()
     dist.destroy_process_group()
-    return (
-        []
-        if total == size
-        else [f"an all-reduce of ones over {size} ranks returned {total:g} instead of {size}"]
-    )
+    if total == size:
+        return []
+    return [f"an all-reduce of ones over {size} ranks returned {total:g} instead of {size}"]
 
 
-def _publish_result(environ: Mapping[str, str], words: str) -> None:
-    """Send a result to the peers, which wait for the results of all ranks."""
+def _publish_result(environ: Mapping[str, str], result: str) -> None:
     with suppress(Exception):
-        _store(environ).set(_key(int(environ["SLURM_PROCID"])), words)
+        _store(environ).set(_key(int(environ["SLURM_PROCID"])), result)
 
 
 def _key(rank: int) -> str:
@@ -200,9 +187,9 @@ def _key(rank: int) -> str:
 def _store(environ: Mapping[str, str]) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    where = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    limit = timedelta(seconds=_PEERS_S)
-    return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=limit)
+    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    timeout = timedelta(seconds=_PEERS_S)
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 if __name__ == "__main__":

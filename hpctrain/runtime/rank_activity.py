@@ -1,7 +1,4 @@
-"""Current activity of this rank: attributes set by the training and read by the heartbeat thread.
-
-Setting an attribute takes a fraction of a microsecond, and is done in every step.
-"""
+"""Hold the activity of this rank: attributes set by the training in every step, and read by the heartbeat."""
 
 from __future__ import annotations
 
@@ -31,12 +28,6 @@ class RankActivity:
             and None if their number is unknown.
     """
 
-    __slots__ = (
-        *("compute_s", "data_s", "exchange_s", "is_managed", "logs_metrics", "phase"),
-        *("optimizer_steps", "progress_count", "restored_steps", "step"),
-        *("measured_steps", "timed_steps"),
-    )
-
     def __init__(self) -> None:
         self.phase = RankPhase.START
         self.step = self.progress_count = self.optimizer_steps = 0
@@ -47,12 +38,10 @@ class RankActivity:
         self.measured_steps: int | None = None
 
     def set_phase(self, phase: RankPhase) -> None:
-        """Set the current phase."""
         self.phase = phase
         self.progress_count += 1
 
     def step_done(self) -> None:
-        """Count a completed step."""
         if not self.step:
             startup_times.end(StartupPart.STEP)
         self.step += 1
@@ -60,7 +49,6 @@ class RankActivity:
 
     @contextmanager
     def in_phase(self, phase: RankPhase) -> Iterator[None]:
-        """Set the phase inside the block, and restore the previous one afterwards."""
         before = self.phase
         self.set_phase(phase)
         try:

@@ -13,9 +13,8 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.addresses import resolve_host
+from hpctrain.cluster.addresses import master_host, resolve_host
 from hpctrain.cluster.fd_limit import raise_fd_limit
-from hpctrain.cluster.master_host import master_host
 from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import RendezvousError
 
@@ -87,7 +86,6 @@ def _connect(address: str, ranks: Ranks, listener: int | None, limit_s: float) -
 
 
 def remind(ranks: Ranks, awaited: str) -> None:
-    """Report that this rank still waits."""
     name = f"rank {ranks.rank} on {socket.gethostname()}"
     print(f"hpctrain: {name} is waiting for {awaited}", file=sys.stderr, flush=True)
 

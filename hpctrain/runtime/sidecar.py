@@ -1,4 +1,4 @@
-"""A process that accompanies a rank and exits with it: a separate interpreter does not slow down the rank."""
+"""Start a process beside a rank, which exits with it: a separate interpreter does not slow down the rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Sidecar:
     """A process that exits when its standard input closes, at the latest when this process exits."""
 
     def __init__(self, module: str, *args: str) -> None:
-        """Start the process."""
         package = Path(__file__).resolve().parents[2]
         command = [sys.executable, "-P", "-c", _BOOT, module, *args, str(package)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -36,12 +35,9 @@ class Sidecar:
             self._process.stdin.flush()
 
     def stop(self, limit_s: float, final_input: str = "") -> bool:
-        """Request the exit of the process; kill it after `limit_s` seconds. Return true if it was not killed.
-
-        A line is written to its standard input, which then closes. The line is required because a child of
-        this process may keep the pipe open.
-        """
+        """Request the exit of the process; kill it after `limit_s` seconds, and return false."""
         assert self._process.stdin is not None
+        # A child of this process may keep the pipe open.
         self.write(f"{final_input}\n".encode())
         with suppress(OSError):
             self._process.stdin.close()
@@ -59,8 +55,6 @@ _LAST_LINE_S = 1.0
 
 
 class NodeSampler:
-    """The process that measures this node, if any."""
-
     def __init__(self, run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> None:
         """Start the measurement on the first rank of the node, unless telemetry is disabled."""
         self._process: Sidecar | None = None

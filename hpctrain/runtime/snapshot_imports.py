@@ -1,4 +1,4 @@
-"""Redirection of imports from the original code to the copy that the ranks run."""
+"""Redirect imports from the original code to the copy that the ranks run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from hpctrain.rundir import CODE_SOURCE_VARIABLE, CODE_VARIABLE
 
@@ -15,10 +16,7 @@ _EDITABLE = "__editable___"
 
 
 def redirect_imports(environ: MutableMapping[str, str]) -> None:
-    """Replace import locations of this process with their copies.
-
-    These are `sys.path`, the variable PYTHONPATH for child processes, and editable installs.
-    """
+    """Replace `sys.path`, PYTHONPATH and the locations of editable installs with their copies."""
     if (copy := environ.get(CODE_VARIABLE)) is None:
         return
     source = environ[CODE_SOURCE_VARIABLE]
@@ -42,10 +40,7 @@ def copied_path(path: str, environ: Mapping[str, str]) -> str:
 
 
 def describe_missing_copy(error: BaseException, environ: Mapping[str, str]) -> str:
-    """Return the remedy for a module or file that is missing only in the copy of the code.
-
-    Empty for other failures.
-    """
+    """Return the remedy for a module or file that is missing only in the copy of the code, or ""."""
     if CODE_VARIABLE not in environ:
         return ""
     copy, source = environ[CODE_VARIABLE], environ[CODE_SOURCE_VARIABLE]
@@ -53,11 +48,11 @@ def describe_missing_copy(error: BaseException, environ: Mapping[str, str]) -> s
         return _describe_missing_file(error, copy, source)
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
-    parts = os.path.join(*error.name.split("."))
+    package = os.path.join(*error.name.split("."))
     for folder in sys.path:
         if folder != copy and not folder.startswith(copy + os.sep):
             continue
-        for module in (f"{parts}.py", parts):
+        for module in (f"{package}.py", package):
             name = os.path.normpath(os.path.join(os.path.relpath(folder, copy), module))
             if os.path.exists(os.path.join(source, name)) and not os.path.exists(os.path.join(copy, name)):
                 return (
@@ -75,9 +70,8 @@ def _describe_missing_file(error: FileNotFoundError, copy: str, source: str) -> 
     name = os.path.relpath(os.path.abspath(path), copy) if path else os.pardir
     if name.split(os.sep)[0] == os.pardir or not os.path.exists(os.path.join(source, name)):
         return ""
-    parts = name.split(os.sep)
-    prefixes = (os.path.join(*parts[: count + 1]) for count in range(len(parts)))
-    ignored = next((part for part in prefixes if not os.path.exists(os.path.join(copy, part))), name)
+    folders = [str(folder) for folder in reversed(Path(name).parents)]
+    ignored = next((path for path in folders if not os.path.exists(os.path.join(copy, path))), name)
     return (
         f"git ignores {ignored}, so it is missing from the code snapshot that the ranks use. Submit with "
         f"--no-code-snapshot, or open {name} in the working directory or by its path {source}/{name}"
@@ -85,10 +79,9 @@ def _describe_missing_file(error: FileNotFoundError, copy: str, source: str) -> 
 
 
 def _copied_path(path: str, source: str, copy: str) -> str:
-    """Return the location of the copy of a folder or file, or `path` itself."""
     inside = os.path.relpath(path, source) if os.path.isabs(path) else os.pardir
     # Run folders, and thus copies, are often inside the working tree.
     if inside.split(os.sep)[0] == os.pardir or path == copy or path.startswith(copy + os.sep):
         return path
-    place = os.path.normpath(os.path.join(copy, inside))
-    return place if os.path.exists(place) else path
+    copied = os.path.normpath(os.path.join(copy, inside))
+    return copied if os.path.exists(copied) else path

@@ -160,8 +160,6 @@ def relocate(target: Path, copy: Path) -> None:
 
 
 class Contents(NamedTuple):
-    """Files, links and folders in a folder, or a single file."""
-
     path: Path
     entries: list[_Entry]
 

@@ -1,9 +1,8 @@
-"""Standby workers: import of modules in advance, and wait for the start message.
+"""Import modules in advance in a standby worker, and wait for the start message.
 
-A standby worker is started like any other: by the same command, on the same node, with the same variables. A
-standby worker imports the same modules as its predecessors, and then waits for the start message. Nothing is
-forked, and no device is used. Early imports are equivalent unless the script changes environment variables
-before its own imports. In this case, the rank reports the variables, and no standby workers are started.
+A standby worker is started like any other worker, imports the same modules as its predecessors, and then
+waits. Early imports are equivalent unless the script changes environment variables before its own imports. In
+this case, the rank reports the variables, and no standby workers are started.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NoReturn
 
 from hpctrain.errors import Unauthenticated
 from hpctrain.runtime.snapshot_imports import redirect_imports
@@ -34,32 +31,24 @@ _SET_BY_IMPORTS = frozenset(
 
 
 def changed_variables(before: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that the script has set, changed or removed."""
     names = before.keys() | environ.keys()
     return sorted({name for name in names if before.get(name) != environ.get(name)} - _SET_BY_IMPORTS)
 
 
 def select_slow_modules(loaded: Iterable[str]) -> list[str]:
-    """Return the `loaded` modules to import in advance, in import order."""
-    there = set(loaded)
-    return [name for name in _SLOW_MODULES if name in there]
+    names = set(loaded)
+    return [name for name in _SLOW_MODULES if name in names]
 
 
-@dataclass(frozen=True)
-class StartMessage:
-    variables: dict[str, str]
-    """Variables that were unknown when the process was started."""
-    printed: bytes
-    """Output of the imports, for the rank's log."""
+def wait_for_start(
+    connection: SupervisorConnection, modules: list[str], import_folder: str
+) -> tuple[dict[str, str], bytes]:
+    """Import `modules` as for a program in `import_folder`, and wait for the start message, or exit.
 
-
-def wait_for_start(connection: SupervisorConnection, modules: list[str], import_folder: str) -> StartMessage:
-    """Import `modules` as for a program in `import_folder`, and wait for the start message.
-
-    The process exits if the supervisor has exited or a module cannot be imported.
+    Returns the variables that were unknown when the process was started, and the output of the imports.
     """
     with tempfile.TemporaryFile() as printed:
-        launchers = [os.dup(fd) for fd in (1, 2)]
+        launcher_fds = [os.dup(fd) for fd in (1, 2)]
         for fd in (1, 2):
             os.dup2(printed.fileno(), fd)
         try:
@@ -67,30 +56,26 @@ def wait_for_start(connection: SupervisorConnection, modules: list[str], import_
         except Exception as error:  # noqa: BLE001 (the script will raise the error again)
             with suppress(OSError):
                 connection.send({"ready": False, "why": f"{type(error).__name__}: {error}"})
-            _exit()
+            os._exit(0)
         try:
             connection.send({"ready": True})
             while (message := connection.receive()) is None or "go" not in message:
                 pass
         except (OSError, ValueError, Unauthenticated):
-            _exit()
+            os._exit(0)
         sys.stdout.flush()
         sys.stderr.flush()
-        for fd, launchers_own in zip((1, 2), launchers, strict=True):
-            os.dup2(launchers_own, fd)
-            os.close(launchers_own)
+        for fd, launcher_fd in zip((1, 2), launcher_fds, strict=True):
+            os.dup2(launcher_fd, fd)
+            os.close(launcher_fd)
         printed.seek(0)
-        return StartMessage(message["go"], printed.read())
+        return message["go"], printed.read()
 
 
 def _import(modules: list[str], import_folder: str) -> None:
-    places = list(sys.path)
+    search_path = list(sys.path)
     redirect_imports(os.environ)
     sys.path.insert(0, import_folder)
     for name in modules:
         importlib.import_module(name)
-    sys.path[:] = places
-
-
-def _exit() -> NoReturn:
-    os._exit(0)
+    sys.path[:] = search_path

@@ -1,7 +1,6 @@
-"""Connection of a rank to its supervisor, for heartbeats, requests and the start message.
+"""Connect a rank to its supervisor, for heartbeats, requests and the start message.
 
-One connection of JSON lines per rank. Training continues without a connection: the heartbeat thread raises no
-exception.
+Training continues without a connection: the heartbeat thread raises no exception.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """An open connection of JSON lines. Several threads may send.
-
-    Attributes:
-        heartbeat_interval_s: seconds between two heartbeats.
-    """
+    """An open connection of JSON lines. Several threads may send. A lost peer raises an OSError."""
 
     heartbeat_interval_s = _BEAT_INTERVAL_S
 
@@ -58,7 +53,6 @@ class Connection:
             self._socket.sendall(self._seal(message))
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Wait for a message; return None if no message arrives in time."""
         line = self._line(timeout_s)
         return None if line is None else self._open(line)
 
@@ -91,23 +85,23 @@ class Connection:
 
 
 class SupervisorConnection(Connection):
-    """An open connection to the supervisor, with an authentication code in each line."""
+    """A connection to the supervisor at ADDRESS:PORT:SECRET, with an authentication code in each line."""
 
-    def __init__(self, where: str, ranks: Ranks, attempt: int) -> None:
+    def __init__(self, supervisor: str, ranks: Ranks, attempt: int) -> None:
         """Connect, and introduce this rank."""
-        address, port, secret = where.rsplit(":", 2)
+        address, port, secret = supervisor.rsplit(":", 2)
         super().__init__(socket.create_connection((address, int(port)), timeout=_CONNECT_LIMIT_S))
         try:
-            theirs, own = self._line(_CONNECT_LIMIT_S), new_nonce()
-            if theirs is None:
+            server_nonce, nonce = self._line(_CONNECT_LIMIT_S), new_nonce()
+            if server_nonce is None:
                 raise TimeoutError(f"the supervisor did not respond within {_CONNECT_LIMIT_S:g} s")
             self._socket.settimeout(None)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._up, self._down = sign_connection(secret.encode(), theirs, own)
+            self._up, self._down = sign_connection(secret.encode(), server_nonce, nonce)
             self.heartbeat_interval_s = max(_BEAT_INTERVAL_S, ranks.world_size / _RANKS_PER_BEAT_S)
             introduction = self._up.seal({"attempt": attempt, "rank": ranks.rank})
-            self._socket.sendall(own + b"\n" + introduction)
+            self._socket.sendall(nonce + b"\n" + introduction)
         except BaseException:
             self._socket.close()
             raise
@@ -150,34 +144,33 @@ def start_heartbeat(
     on_message: Callable[[Connection, Message], None],
     on_sent: Callable[[Message], object] = bool,
 ) -> None:
-    """Start a thread that sends heartbeats and receives messages."""
+    """Start a thread that sends heartbeats, and passes each to `on_sent`, and receives messages."""
 
-    def use(opened: Connection) -> None:
+    def use(connection: Connection) -> None:
         # Otherwise, a child forked by the script would keep the connection open after the exit of this rank.
-        os.register_at_fork(after_in_child=opened.close)
-        report_stop_signal(lambda number: opened.send({"stop_signal": number.name}))
-        last: Message | None = None
+        os.register_at_fork(after_in_child=connection.close)
+        report_stop_signal(lambda number: connection.send({"stop_signal": number.name}))
+        previous: Message | None = None
         pause = None
         while True:
             message = heartbeat_message()
             if pause is not None:
                 message["paused"] = pause
             # Without changes, an empty message is sent, to show that this process is alive.
-            opened.send({} if message == last else message)
+            connection.send({} if message == previous else message)
             on_sent(message)
-            last = message
+            previous = message
             before = _times()
-            received = opened.receive(opened.heartbeat_interval_s)
-            pause = _find_pause(before, opened.heartbeat_interval_s)
+            received = connection.receive(connection.heartbeat_interval_s)
+            pause = _find_pause(before, connection.heartbeat_interval_s)
             if received is not None:
-                on_message(opened, received)
+                on_message(connection, received)
 
     def reconnect() -> None:
         for _ in range(_MAX_CONNECTIONS):
             try:
-                opened = connect()
-                with closing(opened):
-                    use(opened)
+                with closing(connect()) as connection:
+                    use(connection)
             except (OSError, ValueError, Unauthenticated) as error:
                 problem = error
             time.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""The torchrun agent of a node, which starts its ranks: `python -P -m hpctrain.runtime.torchrun_agent PLAN`.
+"""Start the ranks of this node with torchrun: `python -P -m hpctrain.runtime.torchrun_agent PLAN`.
 
 The supervisor starts and watches it. The agents rendezvous at the supervisor's store or at an etcd server. An
 agent ignores stop signals, which the ranks receive from Slurm. It exits with code 75 if its ranks stopped for
@@ -24,9 +24,9 @@ from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.host_name import host_name
 from hpctrain.cluster.parent_death import die_with_supervisor
 from hpctrain.cluster.processes import child_pids
-from hpctrain.crash_output import find_crash_output
 from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, own_file, write_atomic
+from hpctrain.records.crash_output import find_crash_output
 from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
@@ -39,10 +39,11 @@ _FOLLOW_S = 30
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Start the ranks of this node according to the plan `argv[0]`, in JSON."""
     plan = json.loads(argv[0])
-    # Only the local launcher passes a lifeline; its signals affect only the agent's process group.
-    _Stop(pass_on=LIFELINE_VARIABLE in os.environ).install_handlers()
+    for number in STOP_SIGNALS:
+        signal.signal(number, _forward_signal)
+    # Requests stacks of the ranks, and would end this process.
+    signal.signal(signal.SIGQUIT, lambda *_: None)
     die_with_supervisor(os.environ)
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
     log = run.agent_log(attempt, int(os.environ["SLURM_NODEID"]))
@@ -55,9 +56,9 @@ def main(argv: list[str]) -> NoReturn:
     try:
         torchrun(torchrun_options(plan, os.environ, register(plan["backend"], read_secret(os.environ))))
     except Unauthenticated as error:
-        first = int(os.environ["SLURM_NODEID"]) * int(plan["ranks_per_node"])
-        environ = {**os.environ, "RANK": str(first)}
-        write_failure(run.failure(attempt, first), failure_record(error, environ), log, environ)
+        rank = int(os.environ["SLURM_NODEID"]) * int(plan["ranks_per_node"])
+        environ = {**os.environ, "RANK": str(rank)}
+        write_failure(run.failure(attempt, rank), failure_record(error, environ), log, environ)
         _exit(1)
     except ChildFailedError as error:
         if all(_is_stop(failure.exitcode) for failure in error.failures.values()):
@@ -70,7 +71,6 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def torchrun_options(plan: Mapping[str, Any], environ: Mapping[str, str], backend: str) -> list[str]:
-    """Return the options of this node's torchrun, with the rendezvous backend `backend`."""
     host = environ["MASTER_ADDR"]
     endpoint = plan["endpoint"] or f"{host}:{environ['MASTER_PORT']}"
     conf = f"join_timeout={_JOIN_TIMEOUT_S}"
@@ -93,28 +93,18 @@ def torchrun_options(plan: Mapping[str, Any], environ: Mapping[str, str], backen
     ]
 
 
-class _Stop:
-    """Handling of stop signals in the agent, which must not exit because the ranks have to save."""
-
-    def __init__(self, *, pass_on: bool) -> None:
-        self._forward_to = pass_on
-
-    def install_handlers(self) -> None:
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._forward_signal)
-        # Requests stacks of the ranks, and would end this process.
-        signal.signal(signal.SIGQUIT, lambda *_: None)
-
-    def _forward_signal(self, number: int, _frame: FrameType | None) -> None:
-        ranks = child_pids(os.getpid())
-        if not ranks:
-            # No rank has started yet, so there is nothing to save.
-            os._exit(EXIT_CONTINUE)
-        if self._forward_to:
-            for pid in ranks:
-                # torchrun starts each rank in a separate session.
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, number)
+def _forward_signal(number: int, _frame: FrameType | None) -> None:
+    """Keep this process alive while the ranks save, and pass the signal on if they have not received it."""
+    ranks = child_pids(os.getpid())
+    if not ranks:
+        # No rank has started yet, so there is nothing to save.
+        os._exit(EXIT_CONTINUE)
+    # Only the local launcher passes a lifeline; its signals affect only the agent's process group.
+    if LIFELINE_VARIABLE in os.environ:
+        for pid in ranks:
+            # torchrun starts each rank in a separate session.
+            with suppress(ProcessLookupError):
+                os.killpg(pid, number)
 
 
 def _is_stop(exit_code: int) -> bool:

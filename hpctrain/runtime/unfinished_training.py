@@ -1,7 +1,7 @@
-"""Training calls that have not returned. A script that exits during such a call is not complete.
+"""Record training calls that have not returned: a script that exits during such a call is not complete.
 
-Each such call has a file in the run folder while it is in progress. A process that exits without running
-further Python code, such as with `os._exit`, does not remove the file, and the supervisor finds it.
+Each call has a file in the run folder while it is in progress. A process that exits without running further
+Python code, such as with `os._exit`, does not remove the file, and the supervisor finds it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, describe_unfinished
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, write_atomic
+from hpctrain.records.crash_output import UNFINISHED, UNFINISHED_ADVICE, describe_unfinished
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
 from hpctrain.runtime.rank_activity import activity
@@ -39,9 +39,8 @@ class TrainingMarker:
         last_step: last step of training; None if unknown.
     """
 
-    def __init__(self, what: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
-        """Prepare, without starting."""
-        self._what, self._environ = what, environ
+    def __init__(self, call: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
+        self._call, self._environ = call, environ
         self._folder = None if folder is None else str(Path(folder).absolute())
         self._file: Path | None = None
         if RUN_DIR_VARIABLE in environ and ATTEMPT_VARIABLE in environ:
@@ -53,7 +52,6 @@ class TrainingMarker:
         self._failure: dict[str, Any] | None = None
 
     def __enter__(self) -> Self:
-        """Start."""
         global _num_started
         if _has_stopped and self._file is not None:
             raise SystemExit(EXIT_CONTINUE)
@@ -87,13 +85,11 @@ class TrainingMarker:
 
     def failure(self) -> dict[str, Any]:
         """Return the record of a script that exited before the end of training."""
-        words = describe_unfinished(self._what, self.step, self.last_step)
+        problem = describe_unfinished(self._call, self.step, self.last_step)
         if self._failure is None:
-            return {"kind": UNFINISHED, "error": words, "message": UNFINISHED_ADVICE, "traceback": ""}
-        return {
-            **self._failure,
-            "message": f"{self._failure['message']} (the script caught this exception); {words}",
-        }
+            return {"kind": UNFINISHED, "error": problem, "message": UNFINISHED_ADVICE, "traceback": ""}
+        message = f"{self._failure['message']} (the script caught this exception); {problem}"
+        return {**self._failure, "message": message}
 
     def _write(self) -> None:
         """Write the file. Without the file, such as on a full disk, only `os._exit` is undetected."""
@@ -101,7 +97,7 @@ class TrainingMarker:
             return
         with suppress(OSError):
             make_folder(self._file.parent)
-            record = {"what": self._what, "last_step": self.last_step}
+            record = {"what": self._call, "last_step": self.last_step}
             write_atomic(self._file, json.dumps(record) + "\n", durable=False)
 
 
@@ -115,5 +111,4 @@ def has_stopped() -> bool:
 
 
 def find_unfinished_training() -> dict[str, Any] | None:
-    """Return the record of the newest training call that has not returned, or None."""
     return next(reversed(_unfinished.values())).failure() if _unfinished else None

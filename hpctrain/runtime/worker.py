@@ -1,10 +1,8 @@
-"""The process of each rank: `python -P -m hpctrain.runtime.worker [ENVIRONMENT] '[KIND, PROGRAM, ARG, ...]'`.
+"""Run a program as a rank: `python -P -m hpctrain.runtime.worker [ENVIRONMENT] '[KIND, PROGRAM, ARG, ...]'`.
 
 The process detects its rank, writes its output to the rank's log, and runs the user's program with the
-variables that `env://` and torchrun scripts expect. It does not import torch.
-
-The program and its arguments are passed as one JSON word, because srun interprets some words, such as a
-single `:`.
+variables that `env://` and torchrun scripts expect. It does not import torch. The program and its arguments
+are one JSON word, because srun interprets some words, such as a single `:`.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,9 +25,8 @@ from typing import Any, NoReturn
 from hpctrain.buffered_writer import make_stdio_lossy
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import gpus_per_task, own_gpu_variables
-from hpctrain.cluster.orphans import kill_orphans
 from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
-from hpctrain.cluster.processes import title_writer
+from hpctrain.cluster.processes import kill_orphans, title_writer
 from hpctrain.errors import EXIT_CONTINUE, DiskFull
 from hpctrain.files import make_folder, own_file
 from hpctrain.records.log_tail import read_last_lines
@@ -42,7 +41,6 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.log_index import start_log_index
 from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.program.heartbeat import (
     heartbeat_message,
@@ -53,7 +51,7 @@ from hpctrain.runtime.program.heartbeat import (
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
-from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
+from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.sidecar import NodeSampler
 from hpctrain.runtime.snapshot_imports import redirect_imports
@@ -85,15 +83,12 @@ from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 _LAST_LINES = 5
 #: Maximum seconds between the stop signals that Slurm sends to the processes of a step.
 _LATE_SIGNAL_TIMEOUT_S = 2.0
+_LOG_INDEX_INTERVAL_S = 1.0
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run the program in the last word of `argv`, with its arguments, as the rank of this process.
-
-    A preceding word selects the environment of the ranks: Slurm, or a torchrun agent.
-    """
     startup_times.end(StartupPart.INTERPRETER)
-    *environment, words = argv
+    *environment, program_json = argv
     ignore_signals_at_exit()
     exit_on_stop_signal()
     start_signal_recorder()
@@ -102,10 +97,11 @@ def main(argv: list[str]) -> NoReturn:
         # A killed agent cannot end its ranks.
         die_with_parent()
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
-    show_title, program_name = title_writer(words), Path(json.loads(words)[1]).name
+    show_title, program_name = title_writer(program_json), Path(json.loads(program_json)[1]).name
     if STANDBY_VARIABLE in os.environ:
         show_title(f"standby worker: {program_name}")
-    ranks, printed, connect = _join_attempt(environment[0] if environment else "slurm", attempt, words)
+    source = environment[0] if environment else "slurm"
+    ranks, printed, connect = _join_attempt(source, attempt, program_json)
     title = f"rank {ranks.rank} of {ranks.world_size}: {program_name}"
     show_title(title)
     os.register_at_fork(after_in_child=partial(show_title, f"child of {title}"))
@@ -122,13 +118,12 @@ def main(argv: list[str]) -> NoReturn:
     # For ranks that cannot respond to the supervisor because native code holds the GIL.
     faulthandler.register(signal.SIGQUIT)
     redirect_imports(os.environ)
-    program = _resolve_program(words)
+    program = _resolve_program(program_json)
     group_check = ProcessGroupCheck(os.environ)
     step_log = StepLog(run, attempt) if ranks.is_main else None
     if step_log is not None:
         step_log.write_at_exit()
-    if os.environ.get(STEP_HOOK_VARIABLE) != "0":
-        install_step_hook(partial(after_step, group_check), is_restart=attempt > 0)
+    install_step_hook(partial(after_step, group_check), is_restart=attempt > 0)
     relay = None if connect is None else _start_heartbeat(connect, program, run, attempt, ranks, step_log)
     # After the heartbeats, because a faulty driver may not answer.
     if (binding := bind_cpus(ranks, os.environ)) is not None:
@@ -142,8 +137,8 @@ def main(argv: list[str]) -> NoReturn:
         # Slurm may signal the command, or other ranks, before this process.
         wait_for_stop_signal(_LATE_SIGNAL_TIMEOUT_S)
         _exit_now(EXIT_CONTINUE if is_failure_part_of_stop(os.environ) else _exit_code(failed.code), sampler)
-    except SystemExit as leaving:
-        argument = leaving.code
+    except SystemExit as exit_request:
+        argument = exit_request.code
     except BaseException as error:  # noqa: BLE001 (the rank reports the error and exits)
         if is_exiting() or has_stopped():
             traceback.print_exception(error)
@@ -158,36 +153,36 @@ def main(argv: list[str]) -> NoReturn:
     _exit_with(argument, sampler, log, lambda failure: write_failure(failure_file, failure, log, os.environ))
 
 
-def _resolve_program(words: str) -> Program:
-    kind, entry, *args = json.loads(words)
+def _resolve_program(program_json: str) -> Program:
+    kind, entry, *args = json.loads(program_json)
     return Program.resolve(kind, entry, args)
 
 
 def _join_attempt(
-    source: str, attempt: int, words: str
+    source: str, attempt: int, program_json: str
 ) -> tuple[Ranks, bytes, Callable[[], SupervisorConnection] | None]:
-    """Return the ranks, the output so far, and a function that connects to the supervisor, if there is one.
-
-    A standby worker first waits for the start message.
-    """
+    """Return the ranks, the output so far, and a function that connects to the supervisor, if any."""
     # srun and the local launcher set Slurm's variables. Values from an outer torchrun or the user's shell
     # must not turn a rank into a single process.
     os.environ.pop(ENVIRONMENT_VARIABLE, None)
     ranks = _detect_ranks(source)
-    where, ahead = os.environ.pop(SUPERVISOR_ADDRESS_VARIABLE, None), os.environ.pop(STANDBY_VARIABLE, None)
-    if where is None:
+    address, modules = (
+        os.environ.pop(name, None) for name in (SUPERVISOR_ADDRESS_VARIABLE, STANDBY_VARIABLE)
+    )
+    if address is None:
         return ranks, b"", None
-    connect = partial(SupervisorConnection, where, ranks, attempt)
-    if ahead is None:
+    connect = partial(SupervisorConnection, address, ranks, attempt)
+    if modules is None:
         return ranks, b"", connect
     connection = connect()
-    message = wait_for_start(connection, json.loads(ahead), _resolve_program(words).import_folder)
+    import_folder = _resolve_program(program_json).import_folder
+    variables, printed = wait_for_start(connection, json.loads(modules), import_folder)
     for name in HISTORY_VARIABLES:  # they may no longer apply
         os.environ.pop(name, None)
-    os.environ.update(message.variables)
+    os.environ.update(variables)
     # The connection that is already open; a new connection if it is lost.
     connections = chain([connection], iter(connect, None))
-    return _detect_ranks(source), message.printed, partial(next, connections)
+    return _detect_ranks(source), printed, partial(next, connections)
 
 
 def _start_heartbeat(
@@ -239,35 +234,30 @@ def _exit_with(
         )
         _exit_normally(EXIT_CONTINUE, sampler)
     if code != 0:
-        said = f"the script called sys.exit({argument!r})"
+        cause = f"the script called sys.exit({argument!r})"
         lines = [line for line in read_last_lines(log, _LAST_LINES) if line.strip()]
         if lines and not isinstance(argument, str):
-            said += f" after the output {lines[-1].strip()!r}"
+            cause += f" after the output {lines[-1].strip()!r}"
         # Without a traceback, `logs --errors` shows the end of the log.
-        write({**failure_record(RuntimeError(said), os.environ), "traceback": ""})
+        write({**failure_record(RuntimeError(cause), os.environ), "traceback": ""})
         _exit_now(code, sampler)
     wait_until_group_is_reported()
     _exit_normally(0, sampler)
 
 
 def after_step(group_check: ProcessGroupCheck) -> None:
-    """Check the rank after an optimizer step of a script without the Trainer."""
     group_check.after_step()
     exit_after_step()
 
 
 def _detect_ranks(source: str) -> Ranks:
-    """Detect the ranks of this process, and set torch's variables for the script."""
     ranks = detect({**os.environ, ENVIRONMENT_VARIABLE: source})
     os.environ.update(ranks.torch_variables())
     return ranks
 
 
 def _redirect_output(log: Path, printed: bytes) -> None:
-    """Append stdout and stderr, also of native code, to `log` line by line, after `printed`.
-
-    If the log cannot be opened, such as on a full disk, the launcher's output is used.
-    """
+    """Append stdout and stderr, also of native code, to `log` line by line, after `printed`."""
     try:
         make_folder(log.parent)
         fd = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -286,6 +276,37 @@ def _redirect_output(log: Path, printed: bytes) -> None:
     make_stdio_lossy()
 
 
+def start_log_index(path: Path, rank: int) -> None:
+    """Record the length of this rank's log over time, for merging the logs of all ranks; ignore errors.
+
+    The ranks of a node share a record file that remains open: on a shared file system, opening and closing
+    are slower than writing a line.
+    """
+    try:
+        fd = own_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+    except OSError:
+        return
+    log = os.dup(1)
+    threading.Thread(
+        target=_record_lengths, args=(fd, log, rank), name="hpctrain-log-times", daemon=True
+    ).start()
+
+
+def _record_lengths(fd: int, log: int, rank: int) -> None:
+    recorded = 0
+    while True:
+        time.sleep(_LOG_INDEX_INTERVAL_S)
+        if (size := os.fstat(log).st_size) == recorded:
+            continue
+        record = {"time": round(time.time(), 2), "rank": rank, "bytes": size}
+        try:
+            # A single write, so that the ranks of a node do not mix lines.
+            os.write(fd, (json.dumps(record) + "\n").encode("ascii"))
+        except OSError:
+            return
+        recorded = size
+
+
 def _exit_code(code: object) -> int:
     """Return the exit code of `sys.exit(code)`; a string is printed, as in Python."""
     if code is None or isinstance(code, int):
@@ -295,7 +316,6 @@ def _exit_code(code: object) -> int:
 
 
 def _exit_normally(code: int, sampler: NodeSampler) -> NoReturn:
-    """Exit like any Python script."""
     sampler.stop()
     drain_gloo_threads()
     sys.exit(code)

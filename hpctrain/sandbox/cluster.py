@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import shutil
 import socket
 import stat
+import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,19 +18,26 @@ from typing import Any
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError, UserError
-from hpctrain.sandbox import etc_hosts
-from hpctrain.sandbox.daemons import MARIADB_USER, MUNGE_USER, Daemon, daemons, install_database
+from hpctrain.sandbox.daemons import (
+    MUNGE_USER,
+    Daemon,
+    belongs_to_sandbox,
+    daemons,
+    kill_all,
+    with_descendants,
+)
 from hpctrain.sandbox.layout import (
+    HOSTS,
     SEARCH_PATH,
     SandboxLayout,
     SandboxSize,
+    add_hosts,
     allocate,
     folder_of,
+    remove_hosts,
     sandbox_lock,
 )
-from hpctrain.sandbox.processes import belongs_to_sandbox, kill_all, with_descendants
-from hpctrain.sandbox.requirements import check_requirements
-from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf, slurmdbd_conf
+from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.slurm.command import run_slurm
 
 #: Major number for local use, without a driver. Slurm requires a character device per GPU, but never opens
@@ -38,69 +46,49 @@ _DEVICE_MAJOR = 120
 #: Maximum seconds for jobs to end before their processes are killed.
 _CANCEL_LIMIT_S = 8.0
 _COMMAND_LIMIT_S = 20.0
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 
 #: States in which a node accepts or runs jobs. A trailing `*` means that its slurmd does not respond.
 _READY = {"idle", "mixed", "allocated", "completing", "planned"}
 
 
 @dataclass(frozen=True)
-class Sandbox:
+class Sandbox(SandboxLayout):
     """A Slurm cluster on this machine."""
-
-    plan: SandboxLayout
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def shape(self) -> SandboxSize:
-        return self.plan.shape
-
-    @property
-    def nodes(self) -> list[str]:
-        return self.plan.nodes
-
-    @property
-    def conf(self) -> Path:
-        return self.plan.conf
 
     @property
     def env(self) -> dict[str, str]:
         """Environment variables that make Slurm's commands use this sandbox."""
         variables = {"SLURM_CONF": str(self.conf)}
-        if self.shape.slurm:
-            variables["PATH"] = f"{self.plan.commands}:{os.environ.get('PATH', SEARCH_PATH)}"
+        if self.commands.exists():
+            variables["PATH"] = f"{self.commands}:{os.environ.get('PATH', SEARCH_PATH)}"
         return variables
+
+    def prepare(self) -> None:
+        """Change the files of a new sandbox before its daemons start, in a subclass."""
+
+    def list_daemons(self) -> list[Daemon]:
+        return daemons(self)
 
     def daemons(self) -> dict[str, int | None]:
         """Return the pid of each daemon, or None if it is not running."""
         running = processes()
         return {
             daemon.label: next((process.pid for process in running if daemon.is_process(process)), None)
-            for daemon in daemons(self.plan)
+            for daemon in self.list_daemons()
         }
 
     def node_states(self) -> dict[str, str]:
-        """Return the state of each node as Slurm prints it, such as `idle`, `allocated` or `down*`.
-
-        Raises:
-            SchedulerError: the controller does not respond.
-        """
+        """Return the state of each node as Slurm prints it, such as `idle`, `allocated` or `down*`."""
         sinfo = ("sinfo", "--noheader", "--Node", "--partition=preemptible", "--format=%N %T")
         cells = self._run(*sinfo).split()
         return dict(zip(cells[::2], cells[1::2], strict=True))
 
     def start(self, limit_s: float = 60.0) -> None:
-        """Start the daemons that are not running, and wait until all nodes accept jobs.
-
-        Raises:
-            SchedulerError: a daemon exited, or `limit_s` seconds have passed; the message contains the end of
-                its log.
-        """
+        """Start the daemons that are not running, and wait until all nodes accept jobs."""
         deadline = time.monotonic() + limit_s
         pids = self.daemons()
-        for daemon in daemons(self.plan):
+        for daemon in self.list_daemons():
             if pids[daemon.label] is None:
                 daemon.start()
         while trouble := self._trouble():
@@ -120,7 +108,7 @@ class Sandbox:
         self._slurmd(node)
 
         def on_node(process: ProcessInfo) -> bool:
-            return belongs_to_sandbox(self.plan.folder, process, node)
+            return belongs_to_sandbox(self.folder, process, node)
 
         # Slurm 26.05 overwrites the environment of slurmstepd, the parent of a job's processes.
         parents = {process.parent for process in processes() if on_node(process)}
@@ -130,11 +118,7 @@ class Sandbox:
         )
 
     def start_node(self, node: str, limit_s: float = 30.0) -> None:
-        """Start the slurmd of a node that was killed, and wait until Slurm accepts the node.
-
-        Raises:
-            SchedulerError: the node was not accepted within `limit_s` seconds.
-        """
+        """Start the slurmd of a node that was killed, and wait until Slurm accepts the node."""
         slurmd = self._slurmd(node)
         if self.daemons()[slurmd.label] is not None:
             return
@@ -151,13 +135,9 @@ class Sandbox:
             time.sleep(0.1)
 
     def _trouble(self) -> str | None:
-        """Return the reason if a node does not accept jobs, otherwise None.
-
-        Raises:
-            SchedulerError: a daemon has exited, so that waiting is useless.
-        """
+        """Return the reason if a node does not accept jobs, otherwise None; raise if a daemon has exited."""
         pids = self.daemons()
-        all_daemons = daemons(self.plan)
+        all_daemons = self.list_daemons()
         for daemon in all_daemons:
             if pids[daemon.label] is None:
                 raise SchedulerError(f"Sandbox {self.name}: {daemon.label} exited{daemon.log_tail()}")
@@ -170,26 +150,17 @@ class Sandbox:
             state = states.get(daemon.node or "", "unknown")
             if daemon.node and state not in _READY:
                 return f"node {daemon.node} is {state}{daemon.log_tail()}"
-        if self.shape.accounting:
-            query = ("sacctmgr", "--noheader", "--parsable2", "list", "cluster", self.name)
-            if self._run(*query, "format=ControlPort").strip() != str(self.plan.port):
-                return "the controller has not registered with slurmdbd"
         return None
 
     def _run(self, *argv: str) -> str:
-        """Return the output of a Slurm command that uses the sandbox; its times are UTC.
-
-        Raises:
-            SchedulerError: it failed or timed out.
-        """
-        environ = {"PATH": self.plan.search_path, "LC_ALL": "C.UTF-8", "TZ": "UTC"}
+        """Return the output of a Slurm command that uses the sandbox; its times are UTC."""
+        environ = {"PATH": self.search_path, "LC_ALL": "C.UTF-8", "TZ": "UTC"}
         try:
             return run_slurm(argv, {**environ, "SLURM_CONF": str(self.conf)}, timeout_s=_COMMAND_LIMIT_S)
         except SchedulerError as error:
             raise SchedulerError(f"Sandbox {self.name}: {error}") from None
 
     def cancel_jobs(self) -> None:
-        """Cancel all jobs, and wait a few seconds for them to end."""
         list_jobs = ("squeue", "--noheader", "--all", "--format=%A")
         if jobs := self._run(*list_jobs).split():
             self._run("scancel", "--quiet", *jobs)
@@ -199,7 +170,7 @@ class Sandbox:
             jobs = self._run(*list_jobs).split()
 
     def _slurmd(self, node: str) -> Daemon:
-        for daemon in daemons(self.plan):
+        for daemon in daemons(self):
             if daemon.node == node:
                 return daemon
         raise SpecError(f"Sandbox {self.name} has no node {node!r}. Its nodes are {', '.join(self.nodes)}.")
@@ -213,14 +184,13 @@ class Sandbox:
 
 def find(name: str = "default") -> Sandbox | None:
     """Return the sandbox of that name, if it exists; its health is not checked."""
-    plan = SandboxLayout.load(folder_of(name))
-    return None if plan is None else Sandbox(plan)
+    return Sandbox.load(folder_of(name))
 
 
 def up(
     name: str = "default",
     *,
-    link_commands: Callable[[SandboxLayout], None] | None = None,
+    kind: type[Sandbox] = Sandbox,
     limit_s: float = 60.0,
     **size: Any,
 ) -> Sandbox:
@@ -230,7 +200,7 @@ def up(
 
     Args:
         name: name of the sandbox.
-        link_commands: creates the launcher and the folder of commands of another Slurm version, for tests.
+        kind: class of the sandbox.
         limit_s: seconds until the sandbox must be up.
         size: fields of `SandboxSize`.
 
@@ -239,34 +209,27 @@ def up(
         SchedulerError: a daemon did not start within `limit_s` seconds; a new sandbox is removed again.
     """
     shape, folder = SandboxSize(**size), folder_of(name)
-    check_requirements(accounting=shape.accounting, slurm=shape.slurm)
+    check_requirements()
     with sandbox_lock():
-        plan = SandboxLayout.load(folder)
-        if plan is not None:
-            if plan.shape != shape:
+        if (sandbox := kind.load(folder)) is not None:
+            if sandbox.shape != shape:
                 raise SpecError(
-                    f"Sandbox {name} already exists with {plan.shape}, but {shape} was requested. Remove "
+                    f"Sandbox {name} already exists with {sandbox.shape}, but {shape} was requested. Remove "
                     f"the existing sandbox (`hpctrain sandbox down --name {name}`), or use another --name."
                 )
-            return _start(plan, limit_s)
+            return _start(sandbox, limit_s)
         remove(folder)
         try:
-            return _start(create_folder(folder, shape, link_commands), limit_s)
+            return _start(create_folder(folder, shape, kind), limit_s)
         except BaseException:
             remove(folder, came_up=False)
             raise
 
 
-def create_folder(
-    folder: Path, shape: SandboxSize, link_commands: Callable[[SandboxLayout], None] | None = None
-) -> SandboxLayout:
-    """Create the files that the daemons of a new sandbox read.
-
-    Raises:
-        UserError: device files cannot be created.
-    """
+def create_folder(folder: Path, shape: SandboxSize, kind: type[Sandbox] = Sandbox) -> Sandbox:
+    """Create the files that the daemons of a new sandbox read."""
     folder.mkdir()
-    plan = allocate(folder, shape)
+    plan = kind(folder, shape, *allocate(folder, shape))
     for path in (plan.munge, plan.state, plan.spool, plan.logs, folder / "dev"):
         path.mkdir()
     host = socket.gethostname().partition(".")[0]
@@ -280,17 +243,7 @@ def create_folder(
     (plan.munge / "key").chmod(0o400)
     for path in (plan.munge, plan.munge / "key"):
         shutil.chown(path, MUNGE_USER, MUNGE_USER)
-    if link_commands is not None:
-        link_commands(plan)
-    if shape.accounting:
-        plan.accounting.mkdir()
-        plan.accounting.chmod(0o755)
-        shutil.chown(plan.accounting, MARIADB_USER, MARIADB_USER)
-        conf = plan.conf.with_name("slurmdbd.conf")
-        conf.write_text(slurmdbd_conf(plan), encoding="utf-8")
-        # Required by slurmdbd, because the file may contain a password.
-        conf.chmod(0o600)
-        install_database(plan)
+    plan.prepare()
     try:
         for number, device in enumerate(plan.devices):
             os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(_DEVICE_MAJOR, number))
@@ -304,15 +257,14 @@ def create_folder(
     return plan
 
 
-def _start(plan: SandboxLayout, limit_s: float) -> Sandbox:
+def _start(sandbox: Sandbox, limit_s: float) -> Sandbox:
     try:
-        etc_hosts.add_hosts(plan.name, plan.addresses)
+        add_hosts(sandbox.name, sandbox.addresses)
     except OSError as error:
         raise UserError(
-            f"Cannot add the node names to {etc_hosts.HOSTS}: {error.strerror}. Slurm must be able to "
+            f"Cannot add the node names to {HOSTS}: {error.strerror}. Slurm must be able to "
             "resolve these names. Make the file writable."
         ) from error
-    sandbox = Sandbox(plan)
     sandbox.start(limit_s)
     return sandbox
 
@@ -327,8 +279,7 @@ def down(name: str = "default") -> bool:
         SchedulerError: a process does not end.
     """
     folder = folder_of(name)
-    plan = SandboxLayout.load(folder)
-    check_requirements(slurm=plan.shape.slurm if plan else "")
+    check_requirements()
     with sandbox_lock():
         was_there = folder.exists()
         remove(folder)
@@ -336,10 +287,7 @@ def down(name: str = "default") -> bool:
 
 
 def remove(folder: Path, *, came_up: bool = True) -> None:
-    """Remove the sandbox in `folder`, even an incomplete one. The caller holds the lock.
-
-    A sandbox that was never up has no jobs to cancel, and its controller may not respond.
-    """
+    """Remove the sandbox in `folder`, even an incomplete one. The caller holds the lock."""
 
     def ours(process: ProcessInfo) -> bool:
         return belongs_to_sandbox(folder, process)
@@ -349,13 +297,46 @@ def remove(folder: Path, *, came_up: bool = True) -> None:
             f"This process runs in a job of sandbox {folder.name}, so it would be killed with the "
             "sandbox. Run this command outside the sandbox."
         )
-    plan = SandboxLayout.load(folder)
-    sandbox = Sandbox(plan) if came_up and plan is not None else None
+    sandbox = Sandbox.load(folder) if came_up else None
     if sandbox is not None and sandbox.daemons()["slurmctld"] is not None:
         # A hanging controller must not prevent the removal.
         with suppress(SchedulerError):
             sandbox.cancel_jobs()
     kill_all(ours, f"sandbox {folder.name}")
-    etc_hosts.remove_hosts(folder.name)
+    remove_hosts(folder.name)
     if folder.exists():
         shutil.rmtree(folder)
+
+
+def installed_version(search_path: str = SEARCH_PATH) -> str:
+    """Return the version of the installed Slurm, such as `22.05.8`; empty if there is none."""
+    program = shutil.which("slurmctld", path=search_path)
+    if program is None:
+        return ""
+    return subprocess.run([program, "-V"], capture_output=True, text=True, timeout=20).stdout.split()[-1]
+
+
+def check_requirements(
+    system: str = platform.system(), uid: int | None = None, search_path: str = SEARCH_PATH
+) -> None:
+    """Check that a sandbox can be started.
+
+    Raises:
+        UserError: not Linux, not root, or a program is missing; the message contains the remedy.
+    """
+    if system != "Linux":
+        raise UserError(
+            f"A sandbox requires Linux, but this machine runs {system}. Use a Linux container or virtual "
+            "machine. A sandbox is not needed for `hpctrain submit --backend local`."
+        )
+    if missing := [program for program in _PROGRAMS if not shutil.which(program, path=search_path)]:
+        raise UserError(
+            f"A sandbox requires Slurm, but these programs are missing: {', '.join(missing)}. On Debian and "
+            "Ubuntu, run `apt-get install slurm-wlm munge`."
+        )
+    uid = os.geteuid() if uid is None else uid
+    if uid != 0:
+        raise UserError(
+            f"A sandbox requires root, because it creates device files and adds its nodes to /etc/hosts. "
+            f"This process runs as user {uid}. Try again with sudo."
+        )

@@ -1,27 +1,25 @@
-"""Start the daemons of a sandbox: munged, slurmctld, one slurmd per node, and two for accounting."""
+"""Start the daemons of a sandbox (munged, slurmctld, and one slurmd per node), and kill its processes."""
 
 from __future__ import annotations
 
-import socket
+import signal
 import subprocess
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
-from hpctrain.sandbox.layout import SEARCH_PATH, SandboxLayout
-from hpctrain.sandbox.processes import NODE_VARIABLE, SANDBOX_VARIABLE
+from hpctrain.sandbox.layout import SandboxLayout, conf_path
 
 #: User created by the munge packages: munged does not require root.
 MUNGE_USER = "munge"
-#: User of MariaDB, which refuses to run as root. Created by Debian's Slurm packages.
-MARIADB_USER = "slurm"
 
-_INSTALL_LIMIT_S = 60.0
+#: Set for every daemon and its children: the sandbox's folder, and for a slurmd also the node.
+SANDBOX_VARIABLE = "HPCTRAIN_SANDBOX"
+NODE_VARIABLE = "HPCTRAIN_SANDBOX_NODE"
+
 _START_LIMIT_S = 30.0
 
 
@@ -35,56 +33,37 @@ class Daemon:
     environ: Mapping[str, str]
     user: str | None = None
     node: str | None = None
-    #: True if the program neither daemonizes nor opens its log itself.
-    stays_in_front: bool = False
-    #: Socket or port of the running daemon, if the next daemon depends on it.
-    address: Path | int | None = None
     #: Command that prepares the environment and then replaces itself with the program.
     launcher: tuple[str, ...] = ()
 
+    @property
+    def command(self) -> tuple[str, ...]:
+        if self.user is None:
+            return (*self.launcher, *self.argv)
+        # Only root can run a launcher, so the user changes afterwards.
+        user = ("setpriv", f"--reuid={self.user}", f"--regid={self.user}", "--clear-groups")
+        return (*self.launcher, *user, *self.argv)
+
     def start(self) -> None:
-        """Start the program in the background; with an address, wait until it accepts connections."""
-        pipe: AbstractContextManager[int | IO[bytes]] = nullcontext(subprocess.PIPE)
-        launcher = self.launcher
-        if self.user is not None:
-            # Only root can run a launcher, so the user changes afterwards.
-            launcher += ("setpriv", f"--reuid={self.user}", f"--regid={self.user}", "--clear-groups")
-        if self.stays_in_front:
-            pipe, launcher = open(self.log, "ab"), ("setsid", "--fork", *launcher)
         try:
-            with pipe as out:
-                done = subprocess.run(
-                    (*launcher, *self.argv),
-                    env=dict(self.environ),
-                    cwd="/",
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    text=True,
-                    errors="replace",
-                    timeout=_START_LIMIT_S,
-                )
+            done = subprocess.run(
+                self.command,
+                env=dict(self.environ),
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_START_LIMIT_S,
+            )
         except subprocess.TimeoutExpired:
-            raise SchedulerError(self._too_late()) from None
+            raise SchedulerError(
+                f"{self.label} did not start within {_START_LIMIT_S:.0f} s{self.log_tail()}"
+            ) from None
         if done.returncode:
-            output = " ".join((done.stderr or done.stdout or "").split())
+            output = " ".join((done.stderr or done.stdout).split())
             reason = f": {output}" if output else self.log_tail()
             raise SchedulerError(f"{self.label} did not start (exit code {done.returncode}){reason}")
-        if self.address is not None:
-            self._wait_for_answer(self.address)
-
-    def _wait_for_answer(self, address: Path | int) -> None:
-        deadline = time.monotonic() + _START_LIMIT_S
-        while not _answers(address):
-            # The command line of the launcher ends with the same words.
-            if not any(process.argv[-len(self.argv) :] == self.argv for process in processes()):
-                raise SchedulerError(f"{self.label} exited{self.log_tail()}")
-            if time.monotonic() > deadline:
-                raise SchedulerError(self._too_late())
-            time.sleep(0.02)
-
-    def _too_late(self) -> str:
-        return f"{self.label} did not start within {_START_LIMIT_S:.0f} s{self.log_tail()}"
 
     def is_process(self, process: ProcessInfo) -> bool:
         return process.argv == self.argv
@@ -99,21 +78,23 @@ class Daemon:
         return f"; last lines of {self.log}:\n  " + "\n  ".join((fatal or lines)[-3:])
 
 
-def daemons(plan: SandboxLayout) -> list[Daemon]:
-    """Return all daemons of a sandbox, in start order."""
-    environ = {
+def daemon_environ(plan: SandboxLayout) -> dict[str, str]:
+    return {
         "PATH": plan.search_path,
         "LC_ALL": "C.UTF-8",
         "SLURM_CONF": str(plan.conf),
         SANDBOX_VARIABLE: str(plan.folder),
     }
+
+
+def daemons(plan: SandboxLayout) -> list[Daemon]:
+    environ = daemon_environ(plan)
     files = (f"--{name}-file={plan.munge / name}" for name in ("key", "seed", "pid", "log"))
     munged = ("munged", f"--socket={plan.munge_socket}", *files)
     slurmctld = ("slurmctld", "-f", str(plan.conf))
-    launcher = (str(plan.launcher),) if plan.shape.slurm else ()
+    launcher = (str(plan.launcher),) if plan.launcher.exists() else ()
     return [
         Daemon("munged", munged, plan.munge / "log", environ, user=MUNGE_USER, launcher=launcher),
-        *(_accounting_daemons(plan, environ, launcher) if plan.shape.accounting else ()),
         Daemon("slurmctld", slurmctld, plan.logs / "slurmctld.log", environ, launcher=launcher),
         *(
             Daemon(
@@ -129,90 +110,45 @@ def daemons(plan: SandboxLayout) -> list[Daemon]:
     ]
 
 
-def _accounting_daemons(
-    plan: SandboxLayout, environ: Mapping[str, str], launcher: tuple[str, ...]
-) -> list[Daemon]:
-    database_log, slurmdbd_log = plan.accounting / "mariadbd.log", plan.accounting / "slurmdbd.log"
-    # The argument of slurmdbd only identifies the process: it reads its configuration from the folder of
-    # SLURM_CONF.
-    slurmdbd = ("slurmdbd", str(plan.conf.with_name("slurmdbd.conf")))
-    variables = {**environ, "MYSQL_UNIX_PORT": str(plan.database_socket)}
-    return [
-        Daemon(
-            "mariadbd",
-            mariadbd_argv(plan),
-            database_log,
-            environ,
-            user=MARIADB_USER,
-            stays_in_front=True,
-            address=plan.database_socket,
-        ),
-        Daemon("slurmdbd", slurmdbd, slurmdbd_log, variables, address=plan.slurmdbd_port, launcher=launcher),
-    ]
+def belongs_to_sandbox(folder: Path, process: ProcessInfo, node: str | None = None) -> bool:
+    """True if a process is a daemon of the sandbox in `folder`, or runs in a job; `node` selects one node."""
+    environ = process.environ
+    if environ.get(SANDBOX_VARIABLE) == str(folder):
+        return node is None or environ.get(NODE_VARIABLE) == node
+    if environ.get("SLURM_CONF") == str(conf_path(folder)):
+        # A user's shell with SLURM_CONF has no node.
+        host = environ.get("SLURMD_NODENAME", "")
+        return host == node if node else host.startswith(f"{folder.name}-")
+    return False
 
 
-def mariadbd_argv(plan: SandboxLayout) -> tuple[str, ...]:
-    """Return the command that starts the database, on a Unix socket only."""
-    return (
-        "mariadbd",
-        *_storage(plan),
-        f"--socket={plan.database_socket}",
-        f"--pid-file={plan.accounting}/mariadbd.pid",
-        "--skip-networking",
-        # Recommended for slurmdbd, whose roll-up holds locks for long.
-        "--innodb-lock-wait-timeout=900",
-    )
+def kill_all(is_target: Callable[[ProcessInfo], bool], scope: str, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while victims := with_descendants(is_target, processes()):
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(victim.pid) for victim in victims)
+            raise SchedulerError(
+                f"{scope}: these processes are still running {limit_s:.0f} s after SIGKILL: {pids}. Inspect "
+                "them with ps."
+            )
+        # All at the same time, as in a power failure: no parent sees and reports the end of a child.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for victim in victims:
+                victim.signal(number)
+        time.sleep(0.02)
 
 
-def _storage(plan: SandboxLayout) -> tuple[str, ...]:
-    return (
-        "--no-defaults",
-        f"--datadir={plan.accounting}/data",
-        # Small and fast: durability is not required for a sandbox.
-        "--innodb-log-file-size=8M",
-        "--innodb-buffer-pool-size=32M",
-        "--innodb-flush-log-at-trx-commit=2",
-        "--aria-sync-log-dir=NEVER",
-        "--sync-frm=0",
-        # Containers and many sandboxes soon exhaust the kernel's AIO slots.
-        "--innodb-use-native-aio=0",
-    )
-
-
-def install_database(plan: SandboxLayout) -> None:
-    """Create an empty database."""
-    command = [
-        "mariadb-install-db",
-        *_storage(plan),
-        "--auth-root-authentication-method=socket",
-        "--auth-root-socket-user=root",
-        "--skip-test-db",
-        "--skip-name-resolve",
-    ]
-    try:
-        done = subprocess.run(
-            command,
-            env={"PATH": SEARCH_PATH, "LC_ALL": "C.UTF-8"},
-            user=MARIADB_USER,
-            group=MARIADB_USER,
-            extra_groups=[],
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_INSTALL_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise SchedulerError(f"mariadb-install-db did not finish within {_INSTALL_LIMIT_S:.0f} s") from None
-    if done.returncode:
-        output = " ".join((done.stderr + done.stdout).split())
-        raise SchedulerError(f"mariadb-install-db failed with exit code {done.returncode}: {output}")
-
-
-def _answers(address: Path | int) -> bool:
-    """True if a Unix socket, or a port of this host, accepts connections."""
-    family = socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET
-    with socket.socket(family) as probe:
-        target = str(address) if isinstance(address, Path) else ("127.0.0.1", address)
-        return probe.connect_ex(target) == 0
+def with_descendants(
+    is_target: Callable[[ProcessInfo], bool], candidates: Iterable[ProcessInfo]
+) -> list[ProcessInfo]:
+    children: dict[int, list[ProcessInfo]] = {}
+    for process in candidates:
+        children.setdefault(process.parent, []).append(process)
+    chosen: dict[int, ProcessInfo] = {}
+    pending = [process for siblings in children.values() for process in siblings if is_target(process)]
+    while pending:
+        process = pending.pop()
+        if process.pid not in chosen:
+            chosen[process.pid] = process
+            pending.extend(children.get(process.pid, ()))
+    return list(chosen.values())

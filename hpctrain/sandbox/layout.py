@@ -1,4 +1,4 @@
-"""Lay out a sandbox: its size, names, ports, addresses and paths."""
+"""Lay out a sandbox: its size, names, ports, addresses, paths, and lines in /etc/hosts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import read_json, try_lock, write_atomic
@@ -19,6 +20,8 @@ from hpctrain.text import pluralize
 #: Parent of the sandbox folders, owned by root. The path is short, because the path of a Unix socket has at
 #: most 107 bytes. The folder survives a reboot, like the lines in /etc/hosts, so `down` finds both.
 ROOT = Path("/var/lib/hpctrain-sandbox")
+#: Slurm requires resolvable node names. Each line of a sandbox ends with a mark.
+HOSTS = Path("/etc/hosts")
 #: Search path for daemons and commands, because root's own PATH may lack the sbin folders.
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -38,21 +41,15 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class SandboxSize:
-    """Size and options of a sandbox."""
-
     nodes: int = 4
     gpus_per_node: int = 2
     cpus_per_node: int = 8
     #: Seconds between the SIGTERM of a preemption and the SIGKILL.
     preempt_grace_s: int = 30
-    #: Run slurmdbd and a database, so that `sacct` works.
-    accounting: bool = False
     #: GPU type in Slurm, such as `a100`; empty for none.
     gpu_type: str = ""
     #: Lines of `slurm.conf` that replace default lines with the same key or partition, or are added.
     settings: tuple[str, ...] = ()
-    #: Slurm version of a test, such as `26.05`; empty for the installed one.
-    slurm: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", tuple(self.settings))  # JSON only has lists
@@ -76,7 +73,6 @@ class SandboxSize:
         return (
             f"{pluralize(self.nodes, 'node')} × ({pluralize(self.cpus_per_node, 'CPU')},"
             f" {pluralize(self.gpus_per_node, f'{kind}GPU')}), {self.preempt_grace_s} s grace time"
-            f"{', accounting' if self.accounting else ''}{f', Slurm {self.slurm}' if self.slurm else ''}"
             f"{''.join(f', {line}' for line in self.settings)}"
         )
 
@@ -86,7 +82,7 @@ class SandboxLayout:
     """Layout of one sandbox. Only `save` and `load` access files.
 
     The controller listens on `port`. Node k, counted from 1, has the name `NAME-k` and the address
-    `127.26.<block>.k`; its slurmd listens on `port` + k. Slurmdbd has the port after the last node's.
+    `127.26.<block>.k`; its slurmd listens on `port` + k.
     """
 
     folder: Path
@@ -108,12 +104,8 @@ class SandboxLayout:
 
     @property
     def ports(self) -> range:
-        """All ports: of the controller, the nodes, and slurmdbd if there is accounting."""
+        """Ports of the controller and the nodes, and a spare one for slurmdbd."""
         return range(self.port, self.port + _num_ports(self.shape))
-
-    @property
-    def slurmdbd_port(self) -> int:
-        return self.port + self.shape.nodes + 1
 
     @property
     def conf(self) -> Path:
@@ -126,7 +118,6 @@ class SandboxLayout:
 
     @property
     def munge(self) -> Path:
-        """Folder of munged: key, socket, log."""
         return self.folder / "munge"
 
     @property
@@ -135,12 +126,10 @@ class SandboxLayout:
 
     @property
     def state(self) -> Path:
-        """State folder of the controller."""
         return self.folder / "state"
 
     @property
     def spool(self) -> Path:
-        """Parent of one folder per node with the scripts and sockets of its jobs."""
         return self.folder / "spool"
 
     @property
@@ -148,35 +137,24 @@ class SandboxLayout:
         return self.folder / "log"
 
     @property
-    def accounting(self) -> Path:
-        """Folder of MariaDB and slurmdbd: data, socket, logs."""
-        return self.folder / "accounting"
-
-    @property
-    def database_socket(self) -> Path:
-        return self.accounting / "socket"
-
-    @property
     def commands(self) -> Path:
-        """Folder of Slurm's commands, if the sandbox has another version than the installed one."""
+        """Folder of Slurm's commands, if a test uses another version than the installed one."""
         return self.folder / "bin"
 
     @property
     def launcher(self) -> Path:
-        """Script that runs a command with the sandbox's Slurm version, if that is not the installed one."""
         return self.folder / "run-with-slurm"
 
     @property
     def search_path(self) -> str:
-        """Search path with Slurm's commands."""
-        return f"{self.commands}:/usr/sbin:/usr/bin:/sbin:/bin" if self.shape.slurm else SEARCH_PATH
+        return f"{self.commands}:{SEARCH_PATH}"
 
     def save(self) -> None:
         record = {"shape": asdict(self.shape), "port": self.port, "block": self.block}
         write_atomic(self.folder / "sandbox.json", json.dumps(record))
 
     @classmethod
-    def load(cls, folder: Path) -> SandboxLayout | None:
+    def load(cls, folder: Path) -> Self | None:
         """Load the layout of the sandbox in `folder`; None if it is missing or incomplete."""
         try:
             record = read_json(folder / "sandbox.json")
@@ -186,25 +164,22 @@ class SandboxLayout:
 
 
 def _num_ports(shape: SandboxSize) -> int:
-    return 1 + shape.nodes + shape.accounting
+    return 2 + shape.nodes
 
 
-def allocate(folder: Path, shape: SandboxSize) -> SandboxLayout:
-    """Return the layout of a new sandbox in `folder`, whose ports and addresses are unused.
-
-    The caller holds the lock until it is saved.
-    """
-    others = [plan for other in list_folders(folder.parent) if (plan := SandboxLayout.load(other))]
-    blocks = set(range(1, 255)) - {plan.block for plan in others}
-    taken = {port for plan in others for port in plan.ports}
+def allocate(folder: Path, shape: SandboxSize) -> tuple[int, int]:
+    """Return an unused port and block for a new sandbox in `folder`. The caller holds the lock."""
+    plans = [plan for path in list_folders(folder.parent) if (plan := SandboxLayout.load(path))]
+    blocks = set(range(1, 255)) - {plan.block for plan in plans}
+    taken = {port for plan in plans for port in plan.ports}
     free_run: list[int] = []
     for port in _PORTS:
         free_run = [*free_run, port] if port not in taken and _is_free(port) else []
         if blocks and len(free_run) == _num_ports(shape):
-            return SandboxLayout(folder, shape, free_run[0], min(blocks))
+            return free_run[0], min(blocks)
     raise SchedulerError(
         f"Cannot find {_num_ports(shape)} consecutive free ports between {_PORTS[0]} and {_PORTS[-1]}, or a "
-        f"free address block in 127.26.0.0/16. Existing sandboxes on this machine: {len(others)}. Remove "
+        f"free address block in 127.26.0.0/16. Existing sandboxes on this machine: {len(plans)}. Remove "
         "sandboxes that are no longer needed (hpctrain sandbox down)."
     )
 
@@ -219,7 +194,6 @@ def _is_free(port: int) -> bool:
 
 
 def folder_of(name: str, root: Path = ROOT) -> Path:
-    """Return the folder of the sandbox `name`."""
     if not _NAME.fullmatch(name):
         raise SpecError(
             f"{name!r} is not a valid sandbox name. Node names are derived from it, so use 1 to 15 lower-case"
@@ -234,7 +208,6 @@ def conf_path(folder: Path) -> Path:
 
 
 def list_names(root: Path = ROOT) -> list[str]:
-    """Return the names of all sandboxes of this machine, complete or not."""
     return [folder.name for folder in list_folders(root)]
 
 
@@ -262,3 +235,37 @@ def sandbox_lock(root: Path = ROOT, limit_s: float = 180.0) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def add_hosts(sandbox: str, addresses: Mapping[str, str], path: Path = HOSTS) -> None:
+    lines = "".join(f"{address} {node}{_mark(sandbox)}\n" for node, address in addresses.items())
+    old = path.read_bytes()
+    # Prepended, because the last existing line may lack a newline.
+    _rewrite(path, old, lines.encode() + _without_lines(sandbox, old))
+
+
+def remove_hosts(sandbox: str, path: Path = HOSTS) -> None:
+    """Remove the lines of a sandbox; every other byte is unchanged."""
+    old = path.read_bytes()
+    _rewrite(path, old, _without_lines(sandbox, old))
+
+
+def _without_lines(sandbox: str, content: bytes) -> bytes:
+    end = f"{_mark(sandbox)}\n".encode()
+    return b"".join(line for line in content.splitlines(keepends=True) if not line.endswith(end))
+
+
+def _mark(sandbox: str) -> str:
+    return f" # hpctrain sandbox {sandbox}"
+
+
+def _rewrite(path: Path, old: bytes, new: bytes) -> None:
+    if new == old:
+        return
+    # Written in place, because containers mount this file, and a rename cannot replace a mounted file.
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(fd, new, 0)
+        os.ftruncate(fd, len(new))
+    finally:
+        os.close(fd)

@@ -1,4 +1,4 @@
-"""Write the configuration of a sandbox: `slurm.conf`, `gres.conf` and `slurmdbd.conf`."""
+"""Write the configuration of a sandbox: `slurm.conf` and `gres.conf`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
-{accounting}\
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
 
 # CPUs and GPUs are allocated individually; several jobs share a node. Jobs start within a second.
@@ -43,7 +44,7 @@ JobRequeue=1
 JobFileAppend=1
 
 # A lost node is detected within seconds, and returns to service with its slurmd.
-SlurmdTimeout={slurmd_timeout_s}
+SlurmdTimeout=3
 # Seconds from SIGTERM to SIGKILL when a job is cancelled or reaches its limit (Slurm's default).
 KillWait=30
 MessageTimeout=10
@@ -64,42 +65,10 @@ AutoDetect=off
 NodeName={name}-[{k}] Name=gpu {type}File={devices}
 """
 
-_ACCOUNTING = """\
-AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=localhost
-AccountingStoragePort={port}
-AccountingStoragePass={munge_socket}
-JobAcctGatherType=jobacct_gather/linux
-"""
-
-_NO_ACCOUNTING = """\
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
-"""
-
-_SLURMDBD_CONF = """\
-# Written by `hpctrain sandbox up`; `man slurmdbd.conf` explains each line.
-AuthType=auth/munge
-AuthInfo=socket={munge_socket}
-DbdHost=localhost
-DbdPort={port}
-SlurmUser=root
-LogFile={folder}/slurmdbd.log
-PidFile={folder}/slurmdbd.pid
-
-# The database authenticates us by the Unix socket; no password is needed. The controller, which runs as root,
-# accepts changes of associations and limits only from its own user.
-StorageType=accounting_storage/mysql
-StorageHost=localhost
-StorageUser=root
-StorageLoc=slurm
-"""
-
 
 def slurm_conf(plan: SandboxLayout, host: str, memory_mib: int) -> str:
     """Return the `slurm.conf` of a sandbox whose nodes have `memory_mib` each, on this `host`."""
     gpus, kind = plan.shape.gpus_per_node, plan.shape.gpu_type
-    accounting = _ACCOUNTING if plan.shape.accounting else _NO_ACCOUNTING
     text = _SLURM_CONF.format(
         name=plan.name,
         host=host,
@@ -108,7 +77,6 @@ def slurm_conf(plan: SandboxLayout, host: str, memory_mib: int) -> str:
         state=plan.state,
         spool=plan.spool,
         logs=plan.logs,
-        accounting=accounting.format(port=plan.slurmdbd_port, munge_socket=plan.munge_socket),
         gpus="GresTypes=gpu\n" if gpus else "",
         k=_span(1, plan.shape.nodes),
         block=plan.block,
@@ -117,16 +85,13 @@ def slurm_conf(plan: SandboxLayout, host: str, memory_mib: int) -> str:
         memory_mib=memory_mib,
         gres=f" Gres=gpu:{f'{kind}:' if kind else ''}{gpus}" if gpus else "",
         grace=plan.shape.preempt_grace_s,
-        # With 3 s, Slurm 24.11 regards healthy nodes as lost.
-        slurmd_timeout_s=5 if plan.shape.slurm else 3,
     )
     for line in plan.shape.settings:
-        text = _with(text, line)
+        text = with_setting(text, line)
     return text
 
 
 def gres_conf(plan: SandboxLayout) -> str:
-    """Return the `gres.conf` of a sandbox, which lists its device files. Empty without GPUs."""
     if not plan.devices:
         return ""
     files = plan.devices[0].with_name(f"nvidia[{_span(0, len(plan.devices) - 1)}]")
@@ -134,14 +99,7 @@ def gres_conf(plan: SandboxLayout) -> str:
     return _GRES_CONF.format(name=plan.name, k=_span(1, plan.shape.nodes), type=kind, devices=files)
 
 
-def slurmdbd_conf(plan: SandboxLayout) -> str:
-    """Return the `slurmdbd.conf` of a sandbox."""
-    return _SLURMDBD_CONF.format(
-        munge_socket=plan.munge_socket, port=plan.slurmdbd_port, folder=plan.accounting
-    )
-
-
-def _with(text: str, line: str) -> str:
+def with_setting(text: str, line: str) -> str:
     """Replace the line for the same key or partition, or append the line."""
     key = line.partition("=")[0]
     head = rf"{re.escape(line.split()[0])}\s" if key.lower() == "partitionname" else f"{key}="
@@ -150,5 +108,5 @@ def _with(text: str, line: str) -> str:
     return changed if number else f"{text}{line}\n"
 
 
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+def _span(start: int, end: int) -> str:
+    return str(start) if start == end else f"{start}-{end}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpctrain import system
@@ -89,10 +90,7 @@ class SlurmCall:
 
 
 def run_slurm(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    timeout_s: float = COMMAND_LIMIT_S,
+    command: Sequence[str], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
 ) -> str:
     """Return the stdout of a Slurm command. See `SlurmCall`."""
     return SlurmCall(command, environ, timeout_s=timeout_s).answer()[0]
@@ -125,49 +123,35 @@ def _start(command: Sequence[str], environ: Mapping[str, str], text: str) -> sys
         raise SchedulerError(
             f"SLURM_CONF is {conf!r}, but this file does not exist; correct or unset the variable"
         )
-    stdin = _file_of(text) if text else subprocess.DEVNULL
-    try:
-        return system.Popen(
-            command,
-            env=environ,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except FileNotFoundError as error:
-        raise SchedulerError(f"{command[0]} not found on PATH") from error
-    except OSError as error:
-        raise SchedulerError(f"cannot run {command[0]}: {error.strerror}") from error
-    finally:
+    # Unlike a pipe, a file cannot block the writer.
+    with tempfile.TemporaryFile() if text else open(os.devnull, "rb") as stdin:
         if text:
-            os.close(stdin)
-
-
-def _file_of(text: str) -> int:
-    """Return the descriptor of an unnamed file with the text. Unlike a pipe, it cannot block the writer."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("stdin")
-    else:  # Python was built for an old glibc, as by conda
-        import tempfile
-
-        with tempfile.TemporaryFile() as unnamed:
-            file = os.dup(unnamed.fileno())
-    with open(file, "wb", closefd=False) as stream:
-        stream.write(text.encode())
-    os.lseek(file, 0, os.SEEK_SET)
-    return file
+            stdin.write(text.encode())
+            stdin.seek(0)
+        try:
+            return system.Popen(
+                command,
+                env=environ,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+            )
+        except FileNotFoundError as error:
+            raise SchedulerError(f"{command[0]} not found on PATH") from error
+        except OSError as error:
+            raise SchedulerError(f"cannot run {command[0]}: {error.strerror}") from error
 
 
 def is_answer_lost(error: str) -> bool:
     """True if the request may have arrived despite this error."""
-    return any(words in error for words in _ANSWER_LOST)
+    return any(pattern in error for pattern in _ANSWER_LOST)
 
 
 def is_transient(error: str) -> bool:
     """True if the error means that the controller is unreachable or the command was killed."""
-    return is_answer_lost(error) or any(words in error for words in _UNREACHABLE_ERRORS)
+    return is_answer_lost(error) or any(pattern in error for pattern in _UNREACHABLE_ERRORS)
 
 
 def job_step_name(attempt: int, *, waits: bool = False) -> str:
@@ -189,7 +173,6 @@ def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[
 
 
 def find_step(job_id: str, name: str, environ: Mapping[str, str]) -> str | None:
-    """Return the job's step of that name, or None."""
     return next((step for step, called in _named_steps([job_id], environ) if called == name), None)
 
 

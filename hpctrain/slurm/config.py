@@ -29,8 +29,6 @@ _ENFORCING: Mapping[str, Literal["ANY", "ALL"]] = {"ANY": "ANY", "ALL": "ALL", "
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """The part of `scontrol show config` that is relevant to a training run."""
-
     cluster: str = ""
     version: str = ""
     accounting: bool = False
@@ -46,8 +44,6 @@ class SlurmConfig:
     """True if `--requeue=expedite` starts a requeued job without a delay (Slurm 25.11 and newer)."""
     kill_wait_s: float = 30.0
     """Seconds from SIGTERM to SIGKILL at the end of a job."""
-    slurmd_timeout_s: float = 300.0
-    """Seconds after which an unresponsive node is marked down."""
     max_array_size: int = 1001
     """Upper bound (exclusive) of the task indices of a job array."""
     max_mem_per_node_mib: int | None = None
@@ -65,8 +61,6 @@ class SlurmConfig:
     """
     chooses_partition: bool = False
     """True if a submit plugin may change jobs, including their partition."""
-    requeue_exit: str = ""
-    """Exit codes after which Slurm requeues a job."""
     min_job_age_s: float = 300.0
     """Seconds for which the controller remembers an ended job."""
     slurmd_port: int = 6818
@@ -86,20 +80,18 @@ def query_site(environ: Mapping[str, str]) -> list[SlurmCall]:
 
 
 def query_config(environ: Mapping[str, str]) -> SlurmConfig:
-    """Return the configuration of the cluster."""
     return parse_config(run_slurm(_CONFIG, environ))
 
 
-def parse_config(answer: str) -> SlurmConfig:
-    """Parse `scontrol show config`."""
-    values: dict[str, str] = {key: value.strip() for key, value in _LINE.findall(answer)}
+def parse_config(output: str) -> SlurmConfig:
+    values: dict[str, str] = {key: value.strip() for key, value in _LINE.findall(output)}
 
     def value(key: str, default: str = "") -> str:
         return values.get(key, default)
 
     def duration_s(key: str, default: float) -> float:
-        found = parse_number(value(key))
-        return default if found is None else float(found)
+        number = parse_number(value(key))
+        return default if number is None else float(number)
 
     plugins = [value("JobSubmitPlugins"), value("CliFilterPlugins")]
     return SlurmConfig(
@@ -112,7 +104,6 @@ def parse_config(answer: str) -> SlurmConfig:
         preempt_mode=value("PreemptMode", "OFF"),
         expedites_requeues="enable_expedited_requeue" in value("SlurmctldParameters"),
         kill_wait_s=duration_s("KillWait", SlurmConfig.kill_wait_s),
-        slurmd_timeout_s=duration_s("SlurmdTimeout", SlurmConfig.slurmd_timeout_s),
         max_array_size=parse_number(value("MaxArraySize")) or SlurmConfig.max_array_size,
         max_mem_per_node_mib=parse_number(value("MaxMemPerNode")),
         def_mem_per_node_mib=parse_number(value("DefMemPerNode")),
@@ -121,7 +112,6 @@ def parse_config(answer: str) -> SlurmConfig:
         hands_out_memory="MEMORY" in value("SelectTypeParameters").upper(),
         enforces_limits=_ENFORCING.get(value("EnforcePartLimits").upper(), "NO"),
         chooses_partition=not all(map(is_null, plugins)),
-        requeue_exit="" if is_null(value("RequeueExit")) else value("RequeueExit"),
         min_job_age_s=duration_s("MinJobAge", 0.0) or SlurmConfig.min_job_age_s,
         # It may be a range for several daemons on one host.
         slurmd_port=parse_number(value("SlurmdPort").partition("-")[0]) or SlurmConfig.slurmd_port,

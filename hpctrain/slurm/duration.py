@@ -27,10 +27,10 @@ def parse_duration(text: str) -> float | None:
     match = _DURATION.fullmatch(text)
     if match is None:
         raise SpecError(f"{text!r} is not a valid duration. Use {_FORMS}, or 'unlimited'.")
-    clock = [int(part) for part in match["clock"].split(":")]
+    clock = [int(digits) for digits in match["clock"].split(":")]
     weights = _WEIGHTS[match["days"] is not None, len(clock)]
     days = int(match["days"] or 0)
-    seconds = 86400 * days + sum(part * weight for part, weight in zip(clock, weights, strict=True))
+    seconds = 86400 * days + sum(digits * weight for digits, weight in zip(clock, weights, strict=True))
     if seconds == 0:
         raise SpecError(f"The duration {text!r} is zero. Use a longer duration or 'unlimited'.")
     return float(seconds)
@@ -40,8 +40,8 @@ def format_time_limit(seconds: float | None) -> str:
     """Return `D-HH:MM:SS`, or `HH:MM:SS` below a day, rounded up to whole seconds; None is `unlimited`."""
     if seconds is None:
         return "unlimited"
-    minutes, rest = divmod(-int(-seconds // 1), 60)
+    minutes, left_over = divmod(-int(-seconds // 1), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    clock = f"{hours:02d}:{minutes:02d}:{rest:02d}"
+    clock = f"{hours:02d}:{minutes:02d}:{left_over:02d}"
     return f"{days}-{clock}" if days else clock

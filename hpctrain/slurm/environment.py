@@ -36,30 +36,11 @@ _ANSWER_PREFIXES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
 #: Set for a rank of a surrounding run.
 _RANK_VARIABLES = frozenset(
     {
-        RUN_DIR_VARIABLE,
-        ATTEMPT_VARIABLE,
-        ARRAY_TASK_VARIABLE,
-        BATCH_PID_VARIABLE,
-        CODE_VARIABLE,
-        CODE_SOURCE_VARIABLE,
-        CHILD_VARIABLE,
-        GPUS_PER_TASK_VARIABLE,
-        INDEPENDENT_RANKS_VARIABLE,
-        LIFELINE_VARIABLE,
-        MICRO_BATCH_VARIABLE,
-        PREDECESSOR_VARIABLE,
-        "RANK",
-        "LOCAL_RANK",
-        "NODE_RANK",
-        "GROUP_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "ROLE_NAME",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
+        *(RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, ARRAY_TASK_VARIABLE, BATCH_PID_VARIABLE, CODE_VARIABLE),
+        *(CODE_SOURCE_VARIABLE, CHILD_VARIABLE, GPUS_PER_TASK_VARIABLE, INDEPENDENT_RANKS_VARIABLE),
+        *(LIFELINE_VARIABLE, MICRO_BATCH_VARIABLE, PREDECESSOR_VARIABLE),
+        *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        *("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
 _RANK_PREFIXES = ("TORCHELASTIC_", "SUBMITIT_", "HYDI_")
@@ -80,12 +61,8 @@ _LAUNCHER_PREFIXES = {
 #: Variables that expose a task's GPUs. Another job has other GPUs.
 _DEVICE_VARIABLES = frozenset(
     {
-        "CUDA_VISIBLE_DEVICES",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-        "GPU_DEVICE_ORDINAL",
-        "HIP_VISIBLE_DEVICES",
-        "ROCR_VISIBLE_DEVICES",
-        "ZE_AFFINITY_MASK",
+        *("CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "GPU_DEVICE_ORDINAL"),
+        *("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
     }
 )
 
@@ -96,19 +73,11 @@ _MEMORY = frozenset({"mem", "mem-per-cpu", "mem-per-gpu"})
 
 #: sbatch variables that would break assumptions of every run.
 _OVERRULED = frozenset(
-    {
-        "SBATCH_ARRAY_INX",
-        "SBATCH_CPUS_PER_GPU",
-        "SBATCH_ERROR",
-        "SBATCH_GPUS",
-        "SBATCH_GPUS_PER_NODE",
-        "SBATCH_GPUS_PER_SOCKET",
-        "SBATCH_GPUS_PER_TASK",
-        "SBATCH_INPUT",
-        "SBATCH_NO_KILL",
-        "SBATCH_NO_REQUEUE",
-        "SBATCH_WAIT",
-    }
+    f"SBATCH_{name}"
+    for name in (
+        *("ARRAY_INX", "CPUS_PER_GPU", "ERROR", "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK"),
+        *("INPUT", "NO_KILL", "NO_REQUEUE", "WAIT"),
+    )
 )
 
 

@@ -44,19 +44,19 @@ SIGNALS: dict[int, str] = {
 _CODE = re.compile(r"(\d{1,5})(?::(\d{1,2}))?", re.ASCII)
 
 
-def explain_exit(word: str) -> Iterator[tuple[str, str]]:
+def explain_exit(field: str) -> Iterator[tuple[str, str]]:
     """Yield kind and meaning of an exit code (137), Slurm's ExitCode (0:9) or a signal (SIGKILL)."""
     names = {name: number for number in signal.Signals for name in (number.name, number.name[3:])}
-    if number := names.get(word.upper()):
-        words = _explain_signal(number).partition(": ")[2]
-        yield "signal", f"{words}. Exit code {128 + number}, in Slurm 0:{number}"
-    elif found := _CODE.fullmatch(word):
-        code = int(found[1])
-        if found[2] is not None:
-            yield "ExitCode of Slurm", _explain_both(code, int(found[2]))
+    if number := names.get(field.upper()):
+        reason = _explain_signal(number).partition(": ")[2]
+        yield "signal", f"{reason}. Exit code {128 + number}, in Slurm 0:{number}"
+    elif match := _CODE.fullmatch(field):
+        code = int(match[1])
+        if match[2] is not None:
+            yield "ExitCode of Slurm", _explain_both(code, int(match[2]))
         elif code > 255:
-            words = _explain_both(code >> 8, code & 127)
-            yield "wait status", f"{words}. PBS also writes 256 + N if signal N ended the job"
+            reason = _explain_both(code >> 8, code & 127)
+            yield "wait status", f"{reason}. PBS also writes 256 + N if signal N ended the job"
         else:
             yield "exit code", _explain_code(code)
 
@@ -65,8 +65,8 @@ def _explain_both(code: int, number: int) -> str:
     """Explain an exit code with a signal, of which one is usually 0."""
     if (code, number) == (0, 53):
         return "Slurm could not open the output file or the folder of the job; check the path and the quota"
-    words = [f"exit code {code}: {_explain_code(code)}"] if code or not number else []
-    return ". ".join([*words, *([_explain_signal(number)] if number else [])])
+    reasons = [f"exit code {code}: {_explain_code(code)}"] if code or not number else []
+    return ". ".join([*reasons, *([_explain_signal(number)] if number else [])])
 
 
 def _explain_code(code: int) -> str:

@@ -18,8 +18,6 @@ _FORM = "Examples: 0-19; 1,3,5-7; 0-30:10; 0-19%4 (at most 4 concurrent tasks)"
 
 
 class JobArray(NamedTuple):
-    """The tasks of a job array."""
-
     indices: tuple[int, ...]
     """Task indices, ascending."""
     throttle: int = 0
@@ -34,27 +32,27 @@ class JobArray(NamedTuple):
                 f"--array {text!r} is invalid: {limit!r} after % is not a positive number. {_FORM}."
             )
         indices: set[int] = set()
-        for part in listed.split(","):
-            more = _indices(part, text)
-            if len(more) <= MAX_TASKS:
-                indices.update(more)
-            if max(len(indices), len(more)) > MAX_TASKS:
+        for item in listed.split(","):
+            added = _indices(item, text)
+            if len(added) <= MAX_TASKS:
+                indices.update(added)
+            if max(len(indices), len(added)) > MAX_TASKS:
                 raise SpecError(
                     f"--array {text!r} has more than {MAX_TASKS} tasks. Submit several smaller arrays."
                 )
         return cls(tuple(sorted(indices)), int(limit or 0))
 
 
-def _indices(part: str, text: str) -> range:
-    match = _PART.fullmatch(part)
+def _indices(item: str, text: str) -> range:
+    match = _PART.fullmatch(item)
     if match is None:
-        raise SpecError(f"--array {text!r} is invalid: {part!r} is neither a number nor a range. {_FORM}.")
-    first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
-    if last < first or step < 1:
+        raise SpecError(f"--array {text!r} is invalid: {item!r} is neither a number nor a range. {_FORM}.")
+    start, end, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+    if end < start or step < 1:
         problem = "is empty" if step else "has a step of 0"
-        raise SpecError(f"--array {text!r} is invalid: the range {part!r} {problem}. {_FORM}.")
-    if last > _MAX_INDEX:
+        raise SpecError(f"--array {text!r} is invalid: the range {item!r} {problem}. {_FORM}.")
+    if end > _MAX_INDEX:
         raise SpecError(
-            f"--array {text!r} contains task {last}, but Slurm's highest task number is {_MAX_INDEX}."
+            f"--array {text!r} contains task {end}, but Slurm's highest task number is {_MAX_INDEX}."
         )
-    return range(first, last + 1, step)
+    return range(start, end + 1, step)

@@ -103,30 +103,30 @@ def query_squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable
     layout = ",".join(f"{name}:0{_SEPARATOR}" for name in _QUEUE_COLUMNS)
     command = ["squeue", "--noheader", "--all", "--array", "--states=all", f"--Format={layout}"]
     try:
-        answer = run_slurm([*command, *_selection(job_ids)], environ)
+        output = run_slurm([*command, *_selection(job_ids)], environ)
     except SchedulerError as error:
         # Reported only for a query of a single unknown job; otherwise, squeue lists the known jobs.
         if "Invalid job id" not in str(error):
             raise
-        answer = ""
-    return JobTable(_queue_row(cells) for cells in _cells(answer, len(_QUEUE_COLUMNS) + 1))
+        output = ""
+    return JobTable(_queue_row(cells) for cells in _cells(output, len(_QUEUE_COLUMNS) + 1))
 
 
 def query_sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
     """Query sacct for the newest submission of each job. A requeue counts as another submission."""
     command = ["sacct", "--allocations", "--noheader", "--parsable2", f"--delimiter={_SEPARATOR}"]
     columns = f"--format={','.join(_ACCOUNTING_COLUMNS)}"
-    answer = run_slurm([*command, columns, *_selection(job_ids)], {**environ, **_FULL_TASK_LISTS})
+    output = run_slurm([*command, columns, *_selection(job_ids)], {**environ, **_FULL_TASK_LISTS})
     newest: dict[str, JobRow] = {}
     shared: dict[str, JobRow] = {}
-    for job_id, raw_id, state, submitted_at, workdir in _cells(answer, len(_ACCOUNTING_COLUMNS)):
-        found = newest
+    for job_id, raw_id, state, submitted_at, workdir in _cells(output, len(_ACCOUNTING_COLUMNS)):
+        rows_of_job = newest
         names = [job_id]
         if (match := _SHARED_ID.fullmatch(job_id)) is not None:
-            found, names = shared, _tasks(match[1], match[2])
+            rows_of_job, names = shared, _tasks(match[1], match[2])
         for name in names:
-            if name not in found or found[name].submitted_at <= submitted_at:
-                found[name] = JobRow(name, raw_id, state, workdir, submitted_at=submitted_at)
+            if name not in rows_of_job or rows_of_job[name].submitted_at <= submitted_at:
+                rows_of_job[name] = JobRow(name, raw_id, state, workdir, submitted_at=submitted_at)
     # The record of a task is newer than the shared record.
     return JobTable((shared | newest).values())
 
@@ -136,31 +136,31 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
     bases = {parent_job_id(job_id) for job_id in job_ids}
     command = ["scontrol", "--all", "show", "job", *(bases if len(bases) == 1 else ())]
     try:
-        answer = run_slurm(command, {**environ, **_FULL_TASK_LISTS})
+        output = run_slurm(command, {**environ, **_FULL_TASK_LISTS})
     except SchedulerError as error:
         if "Invalid job id" not in str(error):
             raise
         return JobTable(())
-    if not answer.strip():
+    if not output.strip():
         raise SchedulerError("scontrol returned no output")
-    return JobTable(_parse_records(answer))
+    return JobTable(_parse_records(output))
 
 
 def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
     """Return the controller's record of one job, or of one task of an array."""
-    answer = run_slurm(["scontrol", "--all", "show", "job", job_id], environ)
-    for row in _parse_records(answer):
+    output = run_slurm(["scontrol", "--all", "show", "job", job_id], environ)
+    for row in _parse_records(output):
         return row
     raise SchedulerError(f"scontrol returned no record of job {job_id}")
 
 
 def _selection(job_ids: Sequence[str]) -> list[str]:
-    word = f"--jobs={','.join(sorted({parent_job_id(job_id) for job_id in job_ids}))}"
-    return [word] if len(word) <= _MAX_WORD else []
+    option = f"--jobs={','.join(sorted({parent_job_id(job_id) for job_id in job_ids}))}"
+    return [option] if len(option) <= _MAX_WORD else []
 
 
-def _cells(answer: str, number: int) -> Iterable[list[str]]:
-    for line in answer.split("\n"):
+def _cells(output: str, number: int) -> Iterable[list[str]]:
+    for line in output.split("\n"):
         if len(cells := line.split(_SEPARATOR)) == number:
             yield cells
 
@@ -177,28 +177,29 @@ def _queue_row(cells: list[str]) -> JobRow:
     return JobRow(job_id, raw_id, state, workdir, reason, parse_number(restarts) or 0, eligible_at)
 
 
-def _parse_records(answer: str) -> Iterable[JobRow]:
-    """Parse the output of `scontrol show job`."""
-    for record in answer.split("\n\n"):
+def _parse_records(output: str) -> Iterable[JobRow]:
+    for record in output.split("\n\n"):
         yield from _controller_rows(record)
 
 
 def _controller_rows(record: str) -> Iterable[JobRow]:
     if (head := _RECORD.match(record.lstrip("\n"))) is None:
         return
-    found = {name: match[1] if (match := pattern.search(record)) else "" for name, pattern in _FIELDS.items()}
+    values = {
+        name: match[1] if (match := pattern.search(record)) else "" for name, pattern in _FIELDS.items()
+    }
     for job_id in _names(head):
         yield JobRow(
             job_id,
             head["raw"],
-            found["state"],
-            found["workdir"],
-            "" if found["reason"] == "None" else found["reason"],
-            parse_number(found["restarts"]) or 0,
-            found["eligible_at"],
-            found["submitted_at"],
-            found["requeue"] != "0",
-            bool(found["expedited"]),
+            values["state"],
+            values["workdir"],
+            "" if values["reason"] == "None" else values["reason"],
+            parse_number(values["restarts"]) or 0,
+            values["eligible_at"],
+            values["submitted_at"],
+            values["requeue"] != "0",
+            bool(values["expedited"]),
         )
 
 

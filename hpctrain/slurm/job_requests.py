@@ -25,16 +25,15 @@ _UNTIL_KILLED = ("/bin/sh", "-c", 'trap "" TERM; exec "$@"', "sh")
 
 def submit_job(options: Sequence[str], environ: Mapping[str, str]) -> str:
     """Submit a job with these arguments of `sbatch`, and return its id."""
-    answer = run_slurm(["sbatch", "--parsable", *options], environ)
+    output = run_slurm(["sbatch", "--parsable", *options], environ)
     # In a multi-cluster setup the answer is `job;cluster`.
-    job_id = answer.strip().rpartition("\n")[2].partition(";")[0]
+    job_id = output.strip().rpartition("\n")[2].partition(";")[0]
     if not is_count(job_id):
-        raise SchedulerError(f"sbatch {NO_JOB_ID_MESSAGE}, but {answer.strip()[-200:]!r}")
+        raise SchedulerError(f"sbatch {NO_JOB_ID_MESSAGE}, but {output.strip()[-200:]!r}")
     return job_id
 
 
 def cancel_jobs(job_ids: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Cancel jobs."""
     run_slurm(["scancel", *job_ids], environ)
 
 
@@ -46,14 +45,12 @@ def requeue_job(job_id: str, environ: Mapping[str, str]) -> None:
 def update_job(
     job_ids: Sequence[str], environ: Mapping[str, str], *, until_killed: bool = False, **fields: str
 ) -> None:
-    """Change fields of jobs."""
     command = ["scontrol", "update", f"JobId={','.join(job_ids)}"]
     command += [f"{name}={value}" for name, value in fields.items()]
     run_slurm([*(_UNTIL_KILLED if until_killed else ()), *command], environ)
 
 
 def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Release all nodes of a running job except these."""
     # scontrol writes a shell script with the new size into its working directory.
     with tempfile.TemporaryDirectory() as folder:
         update = ["scontrol", "update", f"JobId={job_id}", f"NodeList={compress_hostlist(list(hosts))}"]
@@ -61,7 +58,6 @@ def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def signal_steps(steps: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
-    """Send a signal to all tasks of job steps."""
     command = ["scancel", f"--signal={number.name.removeprefix('SIG')}", *steps]
     run_slurm(command, environ, timeout_s=_SIGNAL_LIMIT_S)
 
@@ -70,18 +66,18 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
     """Send a signal to the ranks of running jobs."""
     # To steps: while other tasks of an array are pending, Slurm 22.05 reports an error for a signal to a job
     # after sending it, and scancel repeats the signal for a minute.
-    left = set(job_ids)
+    remaining = set(job_ids)
     tried: dict[str, str] = {}
     unconfirmed: SchedulerError | None = None
     deadline = system.monotonic() + _STEP_LIMIT_S
-    while left and system.monotonic() < deadline:
-        steps = {step.rpartition(".")[0]: step for step in list_rank_steps(sorted(left), environ)}
-        left -= {job for job, step in tried.items() if steps.get(job) != step}
-        steps = {job: step for job, step in steps.items() if job in left}
+    while remaining and system.monotonic() < deadline:
+        steps = {step.rpartition(".")[0]: step for step in list_rank_steps(sorted(remaining), environ)}
+        remaining -= {job for job, step in tried.items() if steps.get(job) != step}
+        steps = {job: step for job, step in steps.items() if job in remaining}
         try:
             if steps and unconfirmed is None:
                 signal_steps(list(steps.values()), number, environ)
-                left -= steps.keys()
+                remaining -= steps.keys()
         except SchedulerError as error:
             if is_answer_lost(str(error)):
                 # The signal may have arrived: wait for the steps to end instead of sending it again.
@@ -90,13 +86,13 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
             elif "Invalid job id" not in str(error):
                 raise
             tried = steps
-        if left:
+        if remaining:
             system.sleep(0.2)
-    if left and unconfirmed is not None:
+    if remaining and unconfirmed is not None:
         raise unconfirmed
-    if left:
-        others = " The other jobs received the signal." if len(left) < len(job_ids) else ""
+    if remaining:
+        addition = " The other jobs received the signal." if len(remaining) < len(job_ids) else ""
         raise SchedulerError(
-            f"No rank of job {', '.join(sorted(left))} is running. The ranks may be starting, or may have "
-            f"just exited. Try again in a few seconds.{others}"
+            f"No rank of job {', '.join(sorted(remaining))} is running. The ranks may be starting, or may "
+            f"have just exited. Try again in a few seconds.{addition}"
         )

@@ -19,8 +19,6 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A node as reported by the controller."""
-
     name: str
     address: str
     port: int | None
@@ -33,20 +31,18 @@ class NodeRecord:
 
 
 def query_nodes(hosts: Sequence[str], environ: Mapping[str, str]) -> list[NodeRecord]:
-    """Return the records of these nodes."""
     return parse_nodes(run_slurm(["scontrol", "show", "node", compress_hostlist(list(hosts))], environ))
 
 
-def parse_nodes(answer: str) -> list[NodeRecord]:
-    """Parse the output of `scontrol show node`."""
+def parse_nodes(output: str) -> list[NodeRecord]:
     nodes = []
-    for record in answer.split("\n\n"):
-        found = {name: match[1] for name, pattern in _FIELDS.items() if (match := pattern.search(record))}
-        if "NodeName" in found:
-            address = found.get("NodeAddr") or found.get("NodeHostName") or found["NodeName"]
-            port = int(found["Port"]) if "Port" in found else None
+    for record in output.split("\n\n"):
+        values = {name: match[1] for name, pattern in _FIELDS.items() if (match := pattern.search(record))}
+        if "NodeName" in values:
+            address = values.get("NodeAddr") or values.get("NodeHostName") or values["NodeName"]
+            port = int(values["Port"]) if "Port" in values else None
             port = None if port is None or port >= 2**16 else port
-            memory = int(found.get("RealMemory", 0)) - int(found.get("MemSpecLimit", 0))
-            state, reason = found.get("State", ""), found.get("Reason", "")
-            nodes.append(NodeRecord(found["NodeName"], address, port, state, memory, reason))
+            memory = int(values.get("RealMemory", 0)) - int(values.get("MemSpecLimit", 0))
+            state, reason = values.get("State", ""), values.get("Reason", "")
+            nodes.append(NodeRecord(values["NodeName"], address, port, state, memory, reason))
     return nodes

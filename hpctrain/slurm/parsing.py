@@ -28,50 +28,50 @@ def parse_pairs(line: str) -> dict[str, str]:
     return dict(_PAIR.findall(line))
 
 
-def is_null(word: str) -> bool:
+def is_null(text: str) -> bool:
     """True if the word means no value or no limit."""
-    return word.strip().lower() in _NOTHING
+    return text.strip().lower() in _NOTHING
 
 
-def parse_number(word: str) -> int | None:
+def parse_number(text: str) -> int | None:
     """Return the first number of a word such as `30 sec`; None without a number (no limit)."""
-    match = _NUMBER.search(word)
+    match = _NUMBER.search(text)
     return int(match[0]) if match else None
 
 
-def parse_time_limit(word: str) -> float | None:
+def parse_time_limit(text: str) -> float | None:
     """Return the seconds of a time limit in `--time` notation; None means no limit."""
-    if is_null(word):
+    if is_null(text):
         return None
     try:
-        return parse_duration(word)
+        return parse_duration(text)
     except SpecError:
         return None
 
 
-def parse_size_mib(word: str) -> int | None:
+def parse_size_mib(text: str) -> int | None:
     """Return a memory size in MiB (the default unit), rounded up; None if it is not a size."""
-    match = _SIZE.fullmatch(word.strip())
+    match = _SIZE.fullmatch(text.strip())
     return -int(-float(match[1]) * _MIB_OF[match[2].upper()] // 1) if match else None
 
 
-def parse_names(word: str) -> tuple[str, ...]:
+def parse_names(text: str) -> tuple[str, ...]:
     """Return the names of a comma-separated list; empty if it has no value."""
-    return () if is_null(word) else tuple(name for name in word.split(",") if name)
+    return () if is_null(text) else tuple(name for name in text.split(",") if name)
 
 
-def parse_names_or_all(word: str) -> tuple[str, ...] | None:
+def parse_names_or_all(text: str) -> tuple[str, ...] | None:
     """Return the names of a comma-separated list; None means all."""
-    return None if is_null(word) or word.upper() == "ALL" else parse_names(word)
+    return None if is_null(text) or text.upper() == "ALL" else parse_names(text)
 
 
 def parse_gpus(gres: str) -> dict[str, int]:
     """Return the number of GPUs by type in a list of generic resources. Untyped GPUs have the key ""."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for match in _GPU.finditer(gres):
         kind = match["type"] or ""
-        found[kind] = found.get(kind, 0) + int(match["number"] or 1)
-    return found
+        counts[kind] = counts.get(kind, 0) + int(match["number"] or 1)
+    return counts
 
 
 def parse_timestamp(text: str) -> float | None:

@@ -81,37 +81,37 @@ _LIMIT = re.compile(
 def explain_reason(reason: str, job_id: str) -> str:
     """Return the reason, followed by an explanation, if any."""
     name = reason.partition(",")[0]
-    words = PENDING_REASONS.get(name) or _explain_limit(name)
-    return reason if words is None else f"{reason}: {words.format(job_id=job_id)}"
+    explanation = PENDING_REASONS.get(name) or _explain_limit(name)
+    return reason if explanation is None else f"{reason}: {explanation.format(job_id=job_id)}"
 
 
 def suggest_remedy(refusal: str) -> str:
     """Return sentences on the remedy for a job that Slurm rejects."""
-    for word in re.findall(r"\w+", refusal):
-        if words := _explain_limit(word):
-            wait = "Wait until other jobs have ended" if "SubmitJob" in word else "Request less"
-            return f"{words[0].upper()}{words[1:]}. {wait}, or use another --qos or --account."
+    for name in re.findall(r"\w+", refusal):
+        if explanation := _explain_limit(name):
+            wait = "Wait until other jobs have ended" if "SubmitJob" in name else "Request less"
+            return f"{explanation[0].upper()}{explanation[1:]}. {wait}, or use another --qos or --account."
     return "Correct the options, then try again."
 
 
 def _explain_limit(name: str) -> str | None:
     """Explain the limit of a QOS, an association or an account; None if the reason is not such a limit."""
-    found = _LIMIT.fullmatch(name)
-    if found is None or not (found["owner"] or found["kind"]):
+    match = _LIMIT.fullmatch(name)
+    if match is None or not (match["owner"] or match["kind"]):
         return None
-    is_qos = not found["owner"].startswith("Assoc")
+    is_qos = not match["owner"].startswith("Assoc")
     owner, table = ("the QOS", "qos") if is_qos else ("your association", "assoc user=$USER")
-    what, per = _RESOURCES[found["resource"]], found["per"] or ""
-    if found["kind"] == "Min":
-        words = f"the job requests less than the minimum of {owner} for {what}"
+    resource, per = _RESOURCES[match["resource"]], match["per"] or ""
+    if match["kind"] == "Min":
+        explanation = f"the job requests less than the minimum of {owner} for {resource}"
     elif per in ("PerJob", "PerNode"):
-        words = f"the job requests more {what} per {per[3:].lower()} than {owner} allows"
-    elif found["budget"]:
-        words = f"the budget of {owner} for {what} is used up"
-    elif found["resource"] == "SubmitJob":
-        words = f"there are as many submitted jobs as {owner} allows (each array task counts as a job)"
+        explanation = f"the job requests more {resource} per {per[3:].lower()} than {owner} allows"
+    elif match["budget"]:
+        explanation = f"the budget of {owner} for {resource} is used up"
+    elif match["resource"] == "SubmitJob":
+        explanation = f"there are as many submitted jobs as {owner} allows (each array task counts as a job)"
     else:
-        whose = {"PerUser": "your running jobs", "PerAccount": "the running jobs of the account"}
-        running = whose.get(per, "the running jobs")
-        words = f"together with {running}, the job exceeds the limit of {owner} for {what}"
-    return f"{words}; `sacctmgr show {table}` lists the limits"
+        owners = {"PerUser": "your running jobs", "PerAccount": "the running jobs of the account"}
+        running = owners.get(per, "the running jobs")
+        explanation = f"together with {running}, the job exceeds the limit of {owner} for {resource}"
+    return f"{explanation}; `sacctmgr show {table}` lists the limits"

@@ -41,8 +41,6 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A partition: limits and nodes. None means no limit."""
-
     name: str
     default: bool = False
     state: str = "UP"
@@ -141,18 +139,17 @@ class Site:
 
 
 def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[Site, list[str]]:
-    """Query Slurm for the site. See `parse_site`."""
     return parse_site(run_all(query_site(environ)), habits)
 
 
 def parse_site(answers: SiteAnswers, habits: SiteConventions) -> tuple[Site, list[str]]:
     """Return the site according to Slurm, with a note on each failed query."""
-    nodes, config, partitions = (answer if isinstance(answer, str) else "" for answer in answers)
+    nodes, config, partitions = (reply if isinstance(reply, str) else "" for reply in answers)
     subjects = ("the nodes", "Slurm's configuration", "the partitions")
     gaps = [
-        f"Cannot query {subject} ({answer})"
-        for subject, answer in zip(subjects, answers, strict=True)
-        if isinstance(answer, SchedulerError)
+        f"Cannot query {subject} ({reply})"
+        for subject, reply in zip(subjects, answers, strict=True)
+        if isinstance(reply, SchedulerError)
     ]
     groups = _parse_nodes(nodes)
     site = Site(
@@ -201,9 +198,9 @@ def parse_partition(line: str) -> Partition:
     )
 
 
-def _parse_nodes(answer: str) -> dict[str, tuple[NodeGroup, ...]]:
+def _parse_nodes(output: str) -> dict[str, tuple[NodeGroup, ...]]:
     groups: dict[str, tuple[NodeGroup, ...]] = {}
-    for line in answer.splitlines():
+    for line in output.splitlines():
         cells = line.split("|", 6)
         if len(cells) < 7:
             continue

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 
 class RunState(StrEnum):
-    """State of a run."""
-
     PENDING = "PENDING"
     RUNNING = "RUNNING"
     COMPLETED = "COMPLETED"
@@ -44,8 +42,6 @@ RUN_STATES = {
 
 @dataclass(frozen=True)
 class JobStateView:
-    """The scheduler's view of a job."""
-
     state: RunState
     #: Details beyond the state: the pending reason, or why the scheduler cannot be queried.
     words: str = ""
@@ -56,8 +52,6 @@ class JobStateView:
 
 
 class SlurmState(NamedTuple):
-    """A job state of Slurm."""
-
     state: RunState
     """State of the run."""
     code: str
@@ -115,9 +109,7 @@ SLURM_STATES = {
     ),
     "NODE_FAIL": SlurmState(RunState.FAILED, "NF", "A node of the job failed, and the job was not requeued."),
     "OUT_OF_MEMORY": SlurmState(
-        RunState.FAILED,
-        "OOM",
-        "The job needed more memory than it requested. Request more with --mem.",
+        RunState.FAILED, "OOM", "The job needed more memory than it requested. Request more with --mem."
     ),
     "PREEMPTED": SlurmState(
         RunState.FAILED, "PR", "A job with a higher priority took the nodes, and this job was not requeued."
@@ -137,21 +129,21 @@ _PRECEDENCE = (
 )
 
 
-def base_state(words: str) -> str:
+def base_state(text: str) -> str:
     """Return the state from Slurm's output, such as `CANCELLED by 1000` or `CANCELLED+`."""
-    return words.split()[0].rstrip("+") if words.strip() else ""
+    return text.split()[0].rstrip("+") if text.strip() else ""
 
 
-def parse_job_state(words: str) -> RunState:
+def parse_job_state(text: str) -> RunState:
     """Return the run state for a job state such as `RUNNING` or `CANCELLED by 1000`."""
-    known = SLURM_STATES.get(base_state(words))
-    return known.state if known else RunState.UNKNOWN
+    state = SLURM_STATES.get(base_state(text))
+    return state.state if state else RunState.UNKNOWN
 
 
 def combine_states(states: Iterable[RunState]) -> RunState:
     """Return the combined state of several parts: active while any part is, failed if any part failed."""
-    found = set(states)
-    return next((state for state in _PRECEDENCE if state in found), RunState.UNKNOWN)
+    distinct = set(states)
+    return next((state for state in _PRECEDENCE if state in distinct), RunState.UNKNOWN)
 
 
 def count_states(states: Iterable[RunState]) -> dict[str, int]:
@@ -171,10 +163,10 @@ def combine_views(views: Sequence[JobStateView]) -> JobStateView:
         return views[0]
     states = [view.state for view in views]
     state = combine_states(states)
-    words = sorted({view.words for view in views if view.words})
+    explanations = sorted({view.words for view in views if view.words})
     return JobStateView(
         state,
-        "; ".join([f"{len(views)} parts: {describe_counts(count_states(states))}", *words]),
+        "; ".join([f"{len(views)} parts: {describe_counts(count_states(states))}", *explanations]),
         held=any(view.held for view in views),
         job_state=next(view.job_state for view in views if view.state is state),
     )

@@ -28,8 +28,6 @@ _APPTAINER_SOURCES = ("library://", "oras://", "shub://")
 _DOCKER = "docker://"
 _MOUNT = re.compile("([^:]+):([^:]+)(?::(?:ro|rw)?)?", re.DOTALL)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-#: System folders of an image, which must not be hidden by folders of the host.
-_SYSTEM = {"/", "/bin", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/sbin", "/sys", "/usr"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,6 @@ class Container:
     """The Python interpreter in the container."""
 
     def check(self, folders: Mapping[str, str]) -> None:
-        """Check that the container can be started with the run's own folders mounted."""
         required = required_runtime(self.image)
         if required is not None and required != self.runtime:
             raise SpecError(
@@ -70,11 +67,6 @@ class Container:
                     "letters, digits and _, and do not start with a digit."
                 )
         for description, path in folders.items():
-            if path in _SYSTEM:
-                raise SpecError(
-                    f"The {description} is {path}. In a container, this folder would hide {path} in the "
-                    "image. Use another folder."
-                )
             if match := re.search("[:,]", path):
                 raise SpecError(
                     f"The {description} {path!r} contains {match[0]!r}, so it cannot be mounted in a "
@@ -82,7 +74,6 @@ class Container:
                 )
 
     def check_files(self) -> None:
-        """Check that the image exists if it is a file."""
         if is_image_file(self.image) and not Path(self.image).exists():
             raise SpecError(f"Image {self.image!r} (--container-image) not found. Check its path.")
 
@@ -94,11 +85,11 @@ class Container:
         if self.runtime == "apptainer":
             return self.image if "://" in self.image else _DOCKER + self.image.replace("#", "/", 1)
         name = self.image.removeprefix(_DOCKER)
-        registry, slash, rest = name.partition("/")
+        registry, slash, path = name.partition("/")
         is_registry = (
             slash and "#" not in name and ("." in registry or ":" in registry or registry == "localhost")
         )
-        return f"{registry}#{rest}" if is_registry else name
+        return f"{registry}#{path}" if is_registry else name
 
 
 def is_image_file(value: str) -> bool:
@@ -115,4 +106,4 @@ def required_runtime(image: str) -> ContainerRuntime | None:
 
 def split_list_values(values: Iterable[str]) -> tuple[str, ...]:
     """Split comma-separated values into one flat list."""
-    return tuple(part for value in values for part in value.split(",") if part)
+    return tuple(item for value in values for item in value.split(",") if item)

@@ -64,10 +64,10 @@ def _gpus(spec: JobSpec) -> dict[str, str]:
 
 def directives_after_start(directives: Mapping[str, str]) -> dict[str, str]:
     """Return the directives of a job that continues a run, without those that delayed the first job."""
-    kept = {key: value for key, value in directives.items() if key not in ("begin", "dependency", "hold")}
+    lasting = {key: value for key, value in directives.items() if key not in ("begin", "dependency", "hold")}
     if "singleton" in re.split("[,?]", directives.get("dependency", "")):
-        kept["dependency"] = "singleton"
-    return kept
+        lasting["dependency"] = "singleton"
+    return lasting
 
 
 def directive_lines(directives: Mapping[str, str]) -> list[str]:

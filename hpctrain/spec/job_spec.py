@@ -147,7 +147,6 @@ class JobSpec:
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy of the run."""
         return RestartPolicy.with_changes(self.restart_policy, self.max_failures)
 
     @property
@@ -164,8 +163,8 @@ class JobSpec:
     def folders(self) -> dict[str, str]:
         """Folders that the ranks need, by description."""
         run = RunDir(Path(self.run_dir))
-        own = os.path.dirname(self.script) if self.program == "script" else self.workdir
-        code = own if self.code is None else self.code.source
+        script_folder = os.path.dirname(self.script) if self.program == "script" else self.workdir
+        code = script_folder if self.code is None else self.code.source
         return {
             "run folder": str((run.array or run).path),
             "working directory": self.workdir,
@@ -186,16 +185,13 @@ class JobSpec:
             object.__setattr__(self, "stop_before_limit_s", default_stop_before_limit_s(self.time_limit_s))
 
     def task(self, index: int) -> JobSpec:
-        """Return the specification of one task of this array."""
         run = RunDir(Path(self.run_dir)).task(index)
         return replace(self, array=None, array_task=index, run_dir=str(run.path), run_id=run.run_id)
 
     def tasks(self) -> list[JobSpec]:
-        """Return the specifications of all array tasks; none for a single run."""
         return [self.task(index) for index in JobArray.parse(self.array).indices] if self.array else []
 
     def text(self) -> str:
-        """Return the specification as YAML."""
         import yaml
 
         # libyaml, if PyYAML was built with it: an array may have thousands of tasks.

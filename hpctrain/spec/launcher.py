@@ -22,8 +22,6 @@ _ENDPOINT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunConfig:
-    """Rendezvous of the torchrun agents."""
-
     rdzv_backend: RendezvousBackend = "c10d"
     rdzv_endpoint: str | None = None
     """Address and port of an etcd server. With c10d, the endpoint is the supervisor."""

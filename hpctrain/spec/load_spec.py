@@ -36,8 +36,8 @@ def load_spec(path: Path) -> JobSpec:
         values: Any = parse_yaml(read_regular(path).decode("utf-8"))
         if not isinstance(values, dict):
             raise ValueError("it is not a mapping of fields")
-        known = {entry.name for entry in fields(JobSpec)}
-        if unknown := sorted(str(name) for name in values.keys() - known):
+        field_names = {entry.name for entry in fields(JobSpec)}
+        if unknown := sorted(str(name) for name in values.keys() - field_names):
             raise ValueError(f"it has unknown fields: {', '.join(unknown)}")
         sections = {
             name: kind(**_with_tuples(values[name])) for name, kind in _SECTIONS.items() if values.get(name)

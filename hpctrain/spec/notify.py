@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from hpctrain.errors import SpecError
-from hpctrain.redaction import strip_url_paths
+from hpctrain.spec.redaction import strip_url_paths
 
 #: Events that can cause a notification.
 NOTIFICATION_KINDS = ("finish", "failure", "stall")
@@ -20,8 +20,6 @@ _NO_COMMAND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*|[A-Za-z0-9-]+(\.[A-Za-z
 
 @dataclass(frozen=True)
 class NotifyConfig:
-    """Notification settings of a run."""
-
     targets: tuple[str, ...] = ()
     """URLs that receive a POST, and shell commands to run."""
     on: tuple[str, ...] = NOTIFICATION_KINDS
@@ -29,7 +27,6 @@ class NotifyConfig:
     """Seconds without a logged step that count as a stall."""
 
     def check(self) -> None:
-        """Check the events and targets."""
         for occasion in self.on:
             if occasion not in NOTIFICATION_KINDS:
                 raise SpecError(
@@ -53,13 +50,13 @@ def _fault(address: str) -> str | None:
     if not address.isascii() or not address.isprintable() or " " in address:
         return "it contains a character that is not allowed in a URL. Encode the character as %XX"
     try:
-        parts = urlsplit(address)
-        parts.port  # noqa: B018 (raises if it is not a number)
+        url = urlsplit(address)
+        url.port  # noqa: B018 (raises if it is not a number)
     except ValueError:
         return "the host or port is invalid"
-    if "@" in parts.netloc:
+    if "@" in url.netloc:
         return "its user name or password would not be sent. Use a command such as `curl` instead"
-    return None if parts.hostname else "it has no host"
+    return None if url.hostname else "it has no host"
 
 
 def is_address(target: str) -> bool:

@@ -29,8 +29,6 @@ _MACHINES = 10
 
 
 class EndKind(StrEnum):
-    """The end of an attempt, by kind and cause."""
-
     DONE = "done"
     PREEMPTED = "preempted"
     TIME_LIMIT = "time-limit"
@@ -57,7 +55,6 @@ class EndKind(StrEnum):
 
     @property
     def is_stop(self) -> bool:
-        """True if the ranks exited on request."""
         return self.releases_nodes or self is EndKind.NODE_DRAIN
 
     @property
@@ -87,8 +84,6 @@ class RestartRule:
 
 
 class EndKindInfo(NamedTuple):
-    """Description of a kind of end."""
-
     cause: str
     action: str
     """Action of the policy; `–` if ends of this kind are only counted."""
@@ -233,8 +228,6 @@ _FORM = f"Use KIND.FIELD=NUMBER, as in oom.retries=0. FIELD is one of {', '.join
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The complete restart policy of a run."""
-
     rules: Mapping[EndKind, RestartRule]
     max_failures: int
     """Consecutive failures without a new checkpoint that end the run, for all kinds that share the limit."""
@@ -267,9 +260,9 @@ def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
             raise SpecError(
                 f"--restart-policy {key} is {text!r}, but must be an integer of at least 0. {_FORM}"
             )
-        known = str(_kind(kind))
+        kind_name = str(_kind(kind))
         _check(kind, field, int(text))
-        changes.setdefault(known, {})[field] = int(text)
+        changes.setdefault(kind_name, {})[field] = int(text)
     return changes
 
 

@@ -31,7 +31,6 @@ class ShellSetup:
     """Shell lines to run after the supervisor, verbatim."""
 
     def check(self) -> None:
-        """Check that the steps do not contradict each other."""
         if self.conda is not None and self.venv is not None:
             raise SpecError(
                 f"The ranks can use only one Python environment, but both {self.conda!r} (--conda) and "
@@ -53,7 +52,6 @@ class ShellSetup:
         return "python" if self.conda else None
 
     def check_files(self, environ: Mapping[str, str]) -> None:
-        """Check that the environment exists."""
         # Modules and shell lines may provide conda in the job only.
         if self.conda and self.environment is None and not (self.modules or self.setup):
             _check_conda(self.conda, environ)
@@ -67,7 +65,6 @@ class ShellSetup:
 
 
 def _check_conda(name: str, environ: Mapping[str, str]) -> None:
-    """Check that conda and the environment exist for the batch script."""
     conda = shutil.which(environ.get("CONDA_EXE") or "conda", path=environ.get("PATH"))
     if conda is None:
         raise SpecError(
@@ -83,13 +80,13 @@ def _check_conda(name: str, environ: Mapping[str, str]) -> None:
             timeout=_CONDA_LIMIT_S,
             check=True,
         )
-        known = {"base", *(Path(path).name for path in json.loads(listed.stdout)["envs"])}
+        environments = {"base", *(Path(path).name for path in json.loads(listed.stdout)["envs"])}
     except (OSError, subprocess.SubprocessError, ValueError, KeyError):
         return  # conda may still work on the nodes.
-    if name not in known:
+    if name not in environments:
         raise SpecError(
             f"{conda} has no environment {name!r} (--conda). Available environments: "
-            f"{', '.join(sorted(known))}."
+            f"{', '.join(sorted(environments))}."
         )
 
 

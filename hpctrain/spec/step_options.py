@@ -40,7 +40,6 @@ def srun_options(spec: JobSpec, num_nodes: int) -> list[str]:
 
 
 def program_words(spec: JobSpec) -> list[str]:
-    """Return the command of each rank, as the user would start it."""
     python = spec.python if spec.container is None else spec.container.python
     match spec.program:
         case "command":
@@ -54,20 +53,11 @@ def program_words(spec: JobSpec) -> list[str]:
 #: Options of srun(1) that change what the supervisor relies on.
 _RESERVED = (
     *("attach", "begin", "chdir", "cpus-per-task", "disable-status", "error", "exact", "exclude"),
-    *(
-        "exclusive",
-        "export",
-        "export-file",
-        "get-user-env",
-        "help",
-        "immediate",
-        "input",
-        "job-name",
-        "jobid",
-    ),
-    *("kill-on-bad-exit", "label", "mpi", "multi-prog", "no-allocate", "no-kill", "nodefile", "nodelist"),
-    *("nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "overlap", "pty", "quit-on-interrupt"),
-    *("relative", "signal", "tasks-per-node", "test-only", "time", "time-min", "usage", "version", "wait"),
+    *("exclusive", "export", "export-file", "get-user-env", "help", "immediate", "input", "job-name"),
+    *("jobid", "kill-on-bad-exit", "label", "mpi", "multi-prog", "no-allocate", "no-kill", "nodefile"),
+    *("nodelist", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "overlap", "pty"),
+    *("quit-on-interrupt", "relative", "signal", "tasks-per-node", "test-only", "time", "time-min"),
+    *("usage", "version", "wait"),
 )
 #: Short names that sbatch does not have, or with another meaning.
 _SRUN_NAMES = {

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import get_args
 
 from hpctrain.errors import SpecError
-from hpctrain.rundir import ENV_PREFIX
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.spec.container import VARIABLE_NAME
 from hpctrain.spec.job_spec import (
@@ -53,14 +50,6 @@ _GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*", re.ASCII)
 #: Characters not allowed in a line of a batch script.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 
-#: Linux accepts 128 KiB per argument, with its terminating NUL (MAX_ARG_STRLEN, execve(2)).
-_MAX_WORD_BYTES = 128 * 1024 - 1
-#: Bytes that a torchrun agent receives in addition to the arguments.
-_PLAN_BYTES = 4096
-#: Linux allows 2 MiB for all arguments and variables of a process; this part is reserved for the job's own
-#: variables.
-_ALL_BYTES = 1024 * 1024
-
 
 def check_spec(spec: JobSpec) -> None:
     """Check that a job with this specification can run, and that every word is passed on unchanged.
@@ -74,10 +63,10 @@ def check_spec(spec: JobSpec) -> None:
             raise SpecError(
                 f"Unknown {option} {choice!r} (--{option}). Choose from {', '.join(get_args(choices))}."
             )
-    for field, least in _LEAST.items():
-        if (value := getattr(spec, field)) is not None and value < least:
+    for field, minimum in _LEAST.items():
+        if (value := getattr(spec, field)) is not None and value < minimum:
             option = field.removesuffix("_s").replace("_", "-")
-            raise SpecError(f"--{option} is {value}, but must be at least {least}.")
+            raise SpecError(f"--{option} is {value}, but must be at least {minimum}.")
     if spec.array is not None:
         JobArray.parse(spec.array)
     if spec.backend == "slurm" and "\\" in spec.run_dir:
@@ -107,7 +96,6 @@ def check_spec(spec: JobSpec) -> None:
     if not spec.supervised:
         _check_unsupervised(spec)
     _check_words(spec)
-    _check_lengths(spec)
 
 
 def _check_shape(spec: JobSpec) -> None:
@@ -164,7 +152,6 @@ def _check_stage(spec: JobSpec) -> None:
 
 
 def _check_unsupervised(spec: JobSpec) -> None:
-    """Reject what only the supervisor can do."""
     if spec.backend == "local":
         raise SpecError(
             "--template plain starts the ranks with srun, but the backend is local (--backend). Submit to "
@@ -189,13 +176,6 @@ def _check_unsupervised(spec: JobSpec) -> None:
 
 
 def _check_words(spec: JobSpec) -> None:
-    for description, path in (
-        *([("script", spec.script)] if spec.program == "script" else []),
-        ("run folder", spec.run_dir),
-        ("working directory", spec.workdir),
-    ):
-        if not Path(path).is_absolute():
-            raise SpecError(f"The path of the {description} is {path!r}, but must be absolute.")
     for name in spec.env:
         if not VARIABLE_NAME.fullmatch(name):
             raise SpecError(
@@ -265,29 +245,3 @@ def _process_texts(spec: JobSpec) -> list[tuple[str, str]]:
         *((f"source of {name} (--stage)", source) for name, source in spec.stage.items()),
         *((f"value of the variable {name}", value) for name, value in spec.env.items()),
     ]
-
-
-def _check_lengths(spec: JobSpec) -> None:
-    # The rank receives all arguments as one JSON string; through an agent, that string is nested in another.
-    words = json.dumps([spec.entry, *spec.args])
-    length, limit = len(words), _MAX_WORD_BYTES
-    if spec.torchrun is not None:
-        length, limit = len(json.dumps(words)), limit - _PLAN_BYTES
-    if length > limit:
-        raise SpecError(
-            f"The program and its arguments are {length} bytes long as JSON, but at most {limit} bytes "
-            "can be passed to a rank. Write the arguments to a file, and pass its path instead."
-        )
-    longest = _MAX_WORD_BYTES - len(ENV_PREFIX)
-    variables = {name: len(f"{name}={value}".encode()) for name, value in spec.env.items()}
-    for name, length in variables.items():
-        if length > longest:
-            raise SpecError(
-                f"The variable {name} (--env) is {length} bytes long, but at most {longest} bytes can be "
-                "passed to a rank. Write the value to a file, and pass its path instead."
-            )
-    if (total := sum(variables.values())) > _ALL_BYTES:
-        raise SpecError(
-            f"The variables (--env) are {total} bytes long in total, but at most {_ALL_BYTES} bytes can be "
-            "passed to a rank. Write the values to files, and pass their paths instead."
-        )

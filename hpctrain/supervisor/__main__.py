@@ -10,7 +10,7 @@ from hpctrain.supervisor.watchdog import run_under_watchdog
 make_stdio_lossy()
 deaths = run_under_watchdog(os.environ)
 
-from hpctrain.supervisor.job_control.slurm import prepare_job_end  # noqa: E402
+from hpctrain.supervisor.job_control import prepare_job_end  # noqa: E402
 from hpctrain.supervisor.launch.local import kill_session  # noqa: E402 (the waiting parent process does not need this)
 from hpctrain.supervisor.main import main  # noqa: E402
 

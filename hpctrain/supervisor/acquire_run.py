@@ -1,4 +1,4 @@
-"""Check of the run's record before the supervisor starts: origin of this job, and state of the run."""
+"""Decide from the run's record whether this job must train, and record it as the run's newest job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from hpctrain.records.run_record import RunRecord, read_run_record, summarize_ev
 from hpctrain.records.successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.job_control import JobControl
-from hpctrain.supervisor.job_control.slurm import SlurmSuccessors
+from hpctrain.supervisor.job_control import JobControl, SlurmSuccessors
 from hpctrain.supervisor.policy.job_intent import (
     Continue,
     Exit,
@@ -56,11 +55,7 @@ def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
 
 
 def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
-    """Decide whether this job must train. If so, record this job as the newest job of the run.
-
-    Raises:
-        NotInJob: hpctrain did not start this job, or another job trains in the folder.
-    """
+    """Decide whether this job must train; if so, acquire the lease, and record this job as the newest."""
     state = _ownership_state(run, job_control)
     decision = decide_ownership(state)
     facts = ", ".join(f"{name}: {value}" for name, value in vars(state).items() if value)
@@ -86,7 +81,6 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
 
 
 def _over(run: RunDir, end: Mapping[str, Any]) -> Exit:
-    """Return the exit of a job of an ended run."""
     if end.get("state") == "FAILED":
         resume = f"hpctrain resume {shlex.quote(str(run.path))}"
         print(f"The run has failed, so this job exits. To continue the run, use {resume}")
@@ -124,30 +118,25 @@ def recorded_end(events: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _acquire_lease(run: RunDir, jobs: SlurmSuccessors, deaths: int) -> None:
-    """Acquire the lease of the run folder, so that no other process trains in this folder.
-
-    A full disk does not prevent training.
-    """
+    """Acquire the lease of the run folder; a full disk does not prevent training."""
     try:
         jobs.lease.acquire(jobs.predecessor, deaths)
-    except LeaseHeld as taken:
-        holder = taken.holder
+    except LeaseHeld as error:
+        holder = error.holder
         raise NotInJob(
             f"The run in {str(run.path)!r} is still active as job {holder.job_id}: its supervisor (process "
             f"{holder.pid} on {holder.host}) holds the lease on the folder. Wait for the run to end, or "
             "cancel it."
         ) from None
     except OSError as error:
-        log.warning(
-            "cannot acquire the lease on the run folder, so a second job could train in it: %s", error
-        )
+        log.warning("cannot acquire the lease on the run folder, so another job could train in it: %s", error)
 
 
 def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str | None:
     """Return the successor of this job, if Slurm requeued this job after submitting it."""
     job_id = job_control.job_id
-    if (recorded := recorded_successor(run.read_events(), job_id)) is not None:
-        return recorded
+    if (successor := recorded_successor(run.read_events(), job_id)) is not None:
+        return successor
     if record.job_id != job_id or record.handover is None or job_control.successors is None:
         return None
     try:
@@ -162,9 +151,8 @@ def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str |
 
 
 def recorded_successor(events: Iterable[Mapping[str, Any]], job_id: str) -> str | None:
-    """Return the first recorded successor of a job."""
-    found = (each["job_id"] for each in events if each["kind"] == "submitted" and each.get("after") == job_id)
-    return next(map(str, found), None)
+    jobs_after = (event for event in events if event["kind"] == "submitted" and event.get("after") == job_id)
+    return next((str(event["job_id"]) for event in jobs_after), None)
 
 
 def register_job(run: RunDir, spec: JobSpec, job_id: str) -> None:
@@ -172,9 +160,6 @@ def register_job(run: RunDir, spec: JobSpec, job_id: str) -> None:
 
     The job may start before `hpctrain submit` records it. If `submit` was killed in between, this function
     records the first job of the run.
-
-    Raises:
-        NotInJob: hpctrain did not submit this job, or has submitted another since.
     """
     deadline, pause_s = system.monotonic() + _RECORD_LIMIT_S, 0.02
     while (newest := summarize_events(run, reversed([*run.read_events()])).job_id) != job_id:

@@ -33,7 +33,6 @@ _AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.
 
 
 def describe_disk_error(error: OSError, path: Path) -> str | None:
-    """Describe a disk error at `path`; None for any other error."""
     if error.errno not in (*_FULL, *_AWAY):
         return None
     problem = "full" if error.errno in _FULL else "error"
@@ -73,7 +72,6 @@ class BufferedStorage(RunStorage):
         self._start_retrying()
 
     def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
-        """Yield the JSON lines of a file, including buffered lines."""
         if (lines := self._lines.get(path)) is None or not lines.has_pending:
             return iter(_retry(lambda: list(super(BufferedStorage, self).read(path, is_valid)), _AWAY))
         with lines.pending() as pending:

@@ -1,4 +1,4 @@
-"""Job arrays without Slurm: the tasks run as local processes, with limited concurrency."""
+"""Run the tasks of a job array without Slurm, as local processes with limited concurrency."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class LocalArray:
         self._cancelled = False
 
     def run(self) -> int:
-        """Run all tasks until they end. Returns the exit code of the job."""
         for number in (*_CANCELS, signal.SIGUSR2):
             system.handle_signal(number, self._on_signal)
         register_job(self._run, self._spec, self._job_id)
@@ -55,17 +54,16 @@ class LocalArray:
                 self._start(waiting.popleft())
             if not self._running:
                 continue
-            match self._events.get():
-                case signal.Signals() as number:
-                    self._forward_signal(number, waiting)
-                case index:
-                    self._has_ended(index)
+            event = self._events.get()
+            if isinstance(event, signal.Signals):
+                self._forward_signal(event, waiting)
+            else:
+                self._has_ended(event)
         states = [self._state(index) for index in self._array.indices]
         log.info("all tasks have ended: %s", ", ".join(map(str, states)))
         return 0 if set(states) <= {"COMPLETED", STOPPED_EARLY} else RunFailed.exit_code
 
     def _start(self, index: int) -> None:
-        """Start a task, unless it is cancelled or already running."""
         task = self._run.task(index)
         if self._cancelled or task.cancel_request.exists():
             finish_run(task, "CANCELLED")
@@ -74,13 +72,13 @@ class LocalArray:
         if lock is None:
             log.warning("task %d is already running under an earlier supervisor", index)
             return
-        place = self._free_slots.popleft()
+        slot = self._free_slots.popleft()
         try:
             with open(task.slurm_log, "ab", opener=own_file) as output:
                 process = system.Popen(
                     [self._spec.python, "-m", "hpctrain.supervisor", str(task.path)],
                     cwd=task.path,
-                    env={**self._environ, **self._gpus_of(place)},
+                    env={**self._environ, **self._gpus_of(slot)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -92,14 +90,13 @@ class LocalArray:
                 os.pwrite(lock, f"{process.pid}\n".encode(), 0)
         finally:
             os.close(lock)
-        self._running[index], self._slot_of[index] = process, place
+        self._running[index], self._slot_of[index] = process, slot
         system.Thread(target=self._wait_for_task, args=(index, process), daemon=True).start()
         log.info("task %d: started process %d", index, process.pid)
 
-    def _gpus_of(self, place: int) -> dict[str, str]:
-        """Assign separate GPUs to each task that runs at the same time."""
+    def _gpus_of(self, slot: int) -> dict[str, str]:
         count = self._spec.nodes * self._spec.gpus_per_node
-        return gpu_variables(visible_gpus(self._environ)[place * count : (place + 1) * count])
+        return gpu_variables(visible_gpus(self._environ)[slot * count : (slot + 1) * count])
 
     def _wait_for_task(self, index: int, process: system.Popen[bytes]) -> None:
         process.wait()

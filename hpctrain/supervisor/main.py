@@ -1,4 +1,4 @@
-"""Entry point of a job's script on the batch host: from the run folder to the supervisor."""
+"""Supervise the run of a job's script on the batch host."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from hpctrain.supervisor.buffered_storage import (
     BufferedStorage,
     describe_disk_error,
 )
-from hpctrain.supervisor.job_control.job_control import LocalJobControl
-from hpctrain.supervisor.job_control.slurm import SlurmJobControl
+from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.job_step import Launcher
 from hpctrain.supervisor.launch.local import LocalLauncher
 from hpctrain.supervisor.launch.srun import SrunLauncher
@@ -97,48 +96,48 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         staging = None if plan is None else (plan, launch(plan.host_spec, environ))
         launcher = launch(plan.ranks_spec, {**environ, **plan.variables}) if plan else launch(spec, environ)
         if spec.backend == "local":
-            return Supervisor(
-                run, spec, launcher, LocalJobControl(spec, environ), grace, staging=staging
-            ).run()
-        job = SlurmJobControl(run, spec, environ)
+            job = LocalJobControl(spec, environ)
+            return Supervisor(run, spec, launcher, job, grace, staging=staging).run()
+        slurm_job = SlurmJobControl(run, spec, environ)
         try:
             # Slurm 22.05 does not set the variable. A restarted supervisor continues the job later.
             started = environ.get("SLURM_JOB_START_TIME", "") if not deaths else ""
             job_started_at = float(started) if started.isdecimal() else None
-            supervisor = Supervisor(run, spec, launcher, job, grace, job_started_at, staging)
+            supervisor = Supervisor(run, spec, launcher, slurm_job, grace, job_started_at, staging)
             system.handle_signal(ORPHANED_SIGNAL, supervisor.on_watchdog_death)
             code = supervisor.run(deaths)
             _ignore_watchdog_death()
             return code
         finally:
-            job.successors.lease.release()
+            slurm_job.successors.lease.release()
     except NotInJob as error:
         # Other jobs record the outcome of the run.
         log.error("%s", error)
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
-    except HpctrainError as error:
-        log.error("%s", error)
-        return _fail(run, spec, environ, str(error))
     except Exception as error:
-        if isinstance(error, OSError) and (words := describe_disk_error(error, run.path)):
-            log.error("%s", words)
-            return _fail(run, spec, environ, words)
+        cause = None
+        if isinstance(error, HpctrainError):
+            cause = str(error)
+        elif isinstance(error, OSError):
+            cause = describe_disk_error(error, run.path)
+        if cause is not None:
+            log.error("%s", cause)
+            return _fail(run, spec, environ, cause)
         log.exception("the supervisor failed")
-        words = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
-        return _fail(run, spec, environ, words)
+        cause = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
+        return _fail(run, spec, environ, cause)
 
 
 def _fail(run: RunDir, spec: JobSpec, environ: Mapping[str, str], cause: str) -> int:
-    """Report the failure of this job, and record it unless another job now owns the run."""
     print(f"Error: {cause}", file=sys.stderr)
-    own_id = LocalJobControl(spec, environ).job_id if spec.backend == "local" else own_job_id(environ)
+    job_id = LocalJobControl(spec, environ).job_id if spec.backend == "local" else own_job_id(environ)
     try:
         record = read_run_record(run)
     except OSError as error:
         log.error("cannot read the run's record, so the failure is not recorded: %s", error)
         return RunFailed.exit_code
-    if record.job_id in (None, own_id) or record.finished is not None:
+    if record.job_id in (None, job_id) or record.finished is not None:
         _ignore_watchdog_death()
         finish_run(run, "FAILED", cause)
     return RunFailed.exit_code
@@ -150,20 +149,16 @@ def _ignore_watchdog_death() -> None:
 
 
 def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with the grace times of the ranks: `SIGTERM=30,SIGUSR2=120`.
-
-    Empty if the user sets the variable. A requeue at the user's request has no limit under Slurm; without
-    Slurm, the supervisor sets a limit.
-    """
+    """Return the variable with the grace times of the ranks, unless the user sets it."""
     if STOP_GRACE_VARIABLE in spec.env:
         return {}
     in_slurm = spec.backend == "slurm"
-    known = {
+    limits = {
         "SIGTERM": _slurm_term_s(environ) if in_slurm else CANCEL_GRACE_S,
         "SIGUSR2": float(spec.stop_before_limit_s),
         REQUEUE_GRACE_KEY: None if in_slurm else STOP_GRACE_S,
     }
-    return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in known.items() if s is not None)}
+    return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in limits.items() if s is not None)}
 
 
 def _slurm_term_s(environ: Mapping[str, str]) -> float | None:

@@ -127,12 +127,9 @@ def _node_folders(run: RunDir) -> tuple[Path | None, Path | None]:
 
 @dataclass(frozen=True)
 class NodeCheckResult:
-    """Result of a node check."""
-
     bad_nodes: dict[str, str] = field(default_factory=dict)
     """Nodes on which a rank failed its check, with the reason."""
     stopped: bool = False
-    """True if the processes received a stop signal."""
 
 
 def node_check_is_due(spec: JobSpec, last_end: EndKind | None) -> bool:
@@ -141,7 +138,6 @@ def node_check_is_due(spec: JobSpec, last_end: EndKind | None) -> bool:
 
 
 def check_nodes(run: RunDir, spec: JobSpec, launcher: Launcher, attempt: int) -> NodeCheckResult:
-    """Check the nodes before an attempt, with one process per rank."""
     begun = system.monotonic()
     command = module_command(spec, "node_check")
     end = run_node_step(run, launcher, command, attempt, _CHECK_LIMIT_S, "the node check", uses_store=True)

@@ -10,13 +10,13 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from hpctrain import system
-from hpctrain.crash_output import file_size
 from hpctrain.errors import SpecError
+from hpctrain.files import file_size
 from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
 from hpctrain.rundir import RunDir, is_event
@@ -26,14 +26,11 @@ from hpctrain.spec.notify import NotifyConfig, is_address
 log = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 1.0
-#: Time to deliver pending messages when the job ends: the maximum time per target and message.
+#: Time to deliver pending messages when the job ends.
 _LAST_LIMIT_S = 35.0
 _MAX_CAUSE = 500
-_KILL_LIMIT_S = 3.0
 #: Time limits in seconds for a command and for a request, attempts to connect, and seconds between attempts.
 _TARGET_LIMIT_S, _ANSWER_LIMIT_S, _TRIES, _PAUSE_S = 30.0, 8.0, 3, 2.0
-#: Maximum number of messages queued for a target; further messages are dropped.
-_MAX_WAITING = 50
 
 
 @contextmanager
@@ -53,7 +50,10 @@ def send_notifications(run: RunDir, environ: Mapping[str, str]) -> Iterator[None
         yield
     finally:
         notifier.ended.set()
-        thread.join(_LAST_LIMIT_S + _KILL_LIMIT_S)
+        thread.join(_LAST_LIMIT_S)
+        if thread.is_alive():
+            log.warning("a notification was not delivered before the supervisor exited: slow target")
+            notifier.kill_command()
 
 
 class Notifier:
@@ -61,7 +61,9 @@ class Notifier:
 
     def __init__(self, run: RunDir, notify: NotifyConfig, environ: Mapping[str, str]) -> None:
         self._run, self._notify = run, notify
-        self._targets = [NotificationTarget(target, environ) for target in notify.targets]
+        self._environ = environ
+        #: The running command.
+        self.process: system.Popen[bytes] | None = None
         self._events, self._logged_bytes = RecordTail(run.events, is_event), file_size(run.metrics)
         self._last_error: str | None = None
         self._disk_reported = False
@@ -75,15 +77,10 @@ class Notifier:
         self._stall = StallDetector(notify.stall_s)
 
     def run(self) -> None:
-        """Send notifications until the block has ended and all are delivered, or until the time limit."""
+        """Send notifications until the block has ended and all are delivered."""
         while not self.ended.wait(_POLL_INTERVAL_S):
             self._check_with_retries()
         self._check_with_retries()
-        deadline = system.monotonic() + _LAST_LIMIT_S
-        for target in self._targets:
-            target.close()
-        for target in self._targets:
-            target.wait(deadline)
 
     def _check_with_retries(self) -> None:
         """Check the records; if a file cannot be read, for example on a disk error, retry later."""
@@ -115,14 +112,59 @@ class Notifier:
             self._send("stall", {"cause": f"no step has been logged for {seconds:.0f} s"})
 
     def _newest_attempt(self) -> object:
-        """Return the attempt that logged the last step."""
         return next(read_last_records(self._run.metrics), {}).get("attempt")
 
     def _send(self, occasion: str, event: Mapping[str, Any]) -> None:
         if occasion in self._notify.on:
             message = notification_message(self._run, occasion, event)
-            for target in self._targets:
-                target.enqueue(message)
+            for target in self._notify.targets:
+                self._deliver(target, message)
+
+    def _deliver(self, target: str, message: Mapping[str, Any]) -> None:
+        occasion = message["occasion"]
+        try:
+            if is_address(target):
+                post_json(target, message)
+            else:
+                self._run_command(target, message)
+        except Exception as error:  # noqa: BLE001 (a target must not end the supervisor)
+            problem = f"{type(error).__name__}: {error}"
+            log.warning("a notification (event: %s) was not delivered: %s", occasion, problem)
+        else:
+            log.info("sent a notification (event: %s)", occasion)
+
+    def _run_command(self, line: str, message: Mapping[str, Any]) -> None:
+        """Run a shell command in the run folder, with the message on standard input."""
+        variables = {
+            "HPCTRAIN_OCCASION": str(message["occasion"]),
+            "HPCTRAIN_TEXT": str(message["text"]).replace("\0", ""),
+        }
+        with system.Popen(
+            ["/bin/sh", "-c", line],
+            cwd=message["folder"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**self._environ, **variables},
+            start_new_session=True,
+        ) as process:
+            self.process = process
+            try:
+                _, errors = process.communicate(json.dumps(message).encode(), timeout=_TARGET_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.kill_command()
+                raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
+            finally:
+                self.process = None
+        if process.returncode:
+            output = errors.decode(errors="replace")[-300:].rstrip()
+            raise OSError(f"the command exited with code {process.returncode}" + (output and f": {output}"))
+
+    def kill_command(self) -> None:
+        """Kill the running command, if any, and its child processes."""
+        if (process := self.process) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def notification_kind(event: Mapping[str, Any]) -> str | None:
@@ -168,10 +210,7 @@ class StallDetector:
                 self._since = now
 
     def find_stall(self, now: float, logged_by: object) -> float | None:
-        """Return the seconds since the last step if this is an unreported stall.
-
-        `logged_by` is the attempt that has logged steps since the last call; None without steps.
-        """
+        """Return the duration of an unreported stall; `logged_by` is the attempt with new steps, if any."""
         is_current = self._attempt is None or logged_by == self._attempt
         if logged_by is not None and is_current and not self._ended:
             self._since, self._reported = now, False
@@ -179,61 +218,6 @@ class StallDetector:
             return None
         self._reported = True
         return now - self._since
-
-
-class NotificationTarget:
-    """A URL or a shell command with a separate thread, so that a hanging target does not delay others."""
-
-    def __init__(self, target: str, environ: Mapping[str, str]) -> None:
-        self._target, self._environ = target, environ
-        self._process: system.Popen[bytes] | None = None
-        self._messages: system.SimpleQueue[Mapping[str, Any] | None] = system.SimpleQueue()
-        self._thread = system.Thread(target=self._deliver_all, name="hpctrain-notification", daemon=True)
-        self._thread.start()
-
-    def enqueue(self, message: Mapping[str, Any]) -> None:
-        if self._messages.qsize() < _MAX_WAITING:
-            self._messages.put(message)
-        else:
-            log.warning(
-                "dropped a notification (event: %s), because the target was too slow", message["occasion"]
-            )
-
-    def close(self) -> None:
-        """Accept no further messages."""
-        self._messages.put(None)
-
-    def wait(self, deadline: float) -> None:
-        """Wait until all messages are sent, or until `deadline` on the monotonic clock."""
-        self._thread.join(max(0.05, deadline - system.monotonic()))
-        if self._thread.is_alive():
-            log.warning(
-                "a notification was not delivered before the supervisor exited, because the target was too "
-                "slow"
-            )
-            if (process := self._process) is not None:
-                _kill(process)
-                self._thread.join(0.2)
-
-    def _set_process(self, process: system.Popen[bytes]) -> None:
-        self._process = process
-
-    def _deliver_all(self) -> None:
-        while (message := self._messages.get()) is not None:
-            try:
-                if is_address(self._target):
-                    post_json(self._target, message)
-                else:
-                    run_notification_command(self._target, message, self._environ, self._set_process)
-            except Exception as error:  # noqa: BLE001 (a target must not end the supervisor)
-                log.warning(
-                    "a notification (event: %s) was not delivered: %s: %s",
-                    message["occasion"],
-                    type(error).__name__,
-                    error,
-                )
-            else:
-                log.info("sent a notification (event: %s)", message["occasion"])
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -244,10 +228,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def post_json(address: str, message: Mapping[str, Any]) -> None:
-    """POST a message as JSON, at most once: only a failed connection is tried again.
-
-    Errors contain neither the URL nor output of the server.
-    """
+    """POST a message as JSON; only a failed connection is tried again, and errors hide URL and response."""
     opener = urllib.request.build_opener(_NoRedirects)
     data = json.dumps(message).encode()
     for tries_left in reversed(range(_TRIES)):
@@ -265,45 +246,3 @@ def post_json(address: str, message: Mapping[str, Any]) -> None:
             if not tries_left:
                 raise
         system.sleep(_PAUSE_S)
-
-
-def run_notification_command(
-    line: str,
-    message: Mapping[str, Any],
-    environ: Mapping[str, str],
-    set_process: Callable[[system.Popen[bytes]], None] | None = None,
-) -> None:
-    """Run a shell command in the run folder.
-
-    The command receives the message on standard input, and the main fields also in environment variables.
-    `set_process` is called with the process immediately after the start.
-    """
-    variables = {
-        "HPCTRAIN_OCCASION": str(message["occasion"]),
-        "HPCTRAIN_TEXT": str(message["text"]).replace("\0", ""),
-    }
-    with system.Popen(
-        ["/bin/sh", "-c", line],
-        cwd=message["folder"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env={**environ, **variables},
-        start_new_session=True,
-    ) as process:
-        if set_process is not None:
-            set_process(process)
-        try:
-            _, errors = process.communicate(json.dumps(message).encode(), timeout=_TARGET_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            raise OSError(f"the command took longer than {_TARGET_LIMIT_S:.0f} s") from None
-    if process.returncode:
-        output = errors.decode(errors="replace")[-300:].rstrip()
-        raise OSError(f"the command exited with code {process.returncode}" + (output and f": {output}"))
-
-
-def _kill(process: system.Popen[bytes]) -> None:
-    """Kill a command and its child processes."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Release of an allocation and request for a new allocation: a requeue, or a successor job."""
+"""Release an allocation and request a new one, by a requeue or in a successor job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_transient
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.job_control.job_control import JobControl
+from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import StepEvent
 from hpctrain.supervisor.policy.job_intent import (
     ContinuationMethod,
@@ -41,8 +41,6 @@ _UNREACHABLE_TIMEOUT_S, _PAUSE_S = 3600.0, 5.0
 
 @dataclass(frozen=True)
 class RequeueRefused:
-    """No other allocation is available."""
-
     cause: str
     is_transient: bool
     """True if the only problem is an unreachable controller."""
@@ -50,8 +48,6 @@ class RequeueRefused:
 
 @dataclass(frozen=True)
 class Requeuer:
-    """Continues a run in another allocation."""
-
     run: RunDir
     spec: JobSpec
     job_control: JobControl
@@ -60,12 +56,11 @@ class Requeuer:
     def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, changes: JobChanges
     ) -> Continue | Exit | RequeueRefused:
-        """Release the allocation and request a new allocation."""
+        """Release the allocation after an attempt of `seconds`, and request a new one."""
         methods = self._methods(intent)
-        memory = {"memory": changes.memory} if changes.memory else {}
-        self.run.log_event(
-            "requeue", attempt, seconds=seconds, by=methods[0].value, **memory, **{"class": kind}
-        )
+        fields = {"memory": changes.memory} if changes.memory else {}
+        fields |= {"by": methods[0].value, "class": kind}
+        self.run.log_event("requeue", attempt, seconds=seconds, **fields)
         deadline = system.monotonic() + _UNREACHABLE_TIMEOUT_S
         while True:
             moved = self._try_methods(methods, attempt, changes)
@@ -86,12 +81,12 @@ class Requeuer:
     def _try_methods(
         self, methods: Sequence[ContinuationMethod], attempt: int, changes: JobChanges
     ) -> Continue | Exit | RequeueRefused:
-        """Try each method once. See `relocate`."""
         refusals, may_pass = [], False
         for method in methods:
             try:
                 if method is ContinuationMethod.REQUEUE:
-                    return self._requeue(changes)
+                    is_ending = self.job_control.requeue()
+                    return self._leave_requeued_job(changes) if is_ending else Continue()
                 assert self.job_control.successors is not None
                 log.info("job %s will continue the run", self.job_control.successors.submit(attempt, changes))
                 return Exit(EXIT_CONTINUE)
@@ -106,21 +101,20 @@ class Requeuer:
                 if is_requeue and _ALREADY_ENDING in str(error) and intent is not JobIntent.RELOCATE:
                     # Slurm accepted an earlier request whose answer was lost, or ends the job by itself.
                     return self._leave_requeued_job(changes)
-                what = "the requeue" if is_requeue else "the submission of a successor job"
-                log.warning("%s failed: %s", what, error)
-                refusals.append(f"{what} failed: {error}")
+                request = "the requeue" if is_requeue else "the submission of a successor job"
+                log.warning("%s failed: %s", request, error)
+                refusals.append(f"{request} failed: {error}")
                 may_pass = may_pass or is_transient(str(error))
         return RequeueRefused("; ".join(refusals), may_pass)
 
-    def _requeue(self, changes: JobChanges) -> Continue | Exit:
-        """Requeue the job."""
-        if not self.job_control.requeue():
-            return Continue()
-        return self._leave_requeued_job(changes)
-
     def _leave_requeued_job(self, changes: JobChanges) -> Exit:
+        """Wait for Slurm to end this process, as it does to requeue the job."""
         self._change(changes)
-        self._wait_for_the_end()
+        log.info("requeued; waiting for Slurm to end this job")
+        try:
+            self.events.get(timeout=_REQUEUE_LIMIT_S)
+        except queue.Empty:
+            log.warning("Slurm did not end this job within %.0f s of the requeue; exiting", _REQUEUE_LIMIT_S)
         return Exit(EXIT_CONTINUE)
 
     def requeue_orphaned(self) -> None:
@@ -157,13 +151,10 @@ class Requeuer:
         try:
             return self.job_control.can_requeue()
         except SchedulerError as error:
-            log.warning(
-                "cannot determine whether Slurm can requeue this job (%s); trying to requeue the job", error
-            )
+            log.warning("cannot determine whether Slurm can requeue this job (%s); trying it", error)
             return True
 
     def _change(self, changes: JobChanges) -> None:
-        """Change the requeued job; on failure, it starts as before."""
         if changes and self.job_control.nodes is not None:
             try:
                 self.job_control.nodes.change_job(changes)
@@ -173,11 +164,3 @@ class Requeuer:
                     "previous memory request",
                     error,
                 )
-
-    def _wait_for_the_end(self) -> None:
-        """Wait for Slurm to end this process, as it does to requeue the job."""
-        log.info("requeued; waiting for Slurm to end this job")
-        try:
-            self.events.get(timeout=_REQUEUE_LIMIT_S)
-        except queue.Empty:
-            log.warning("Slurm did not end this job within %.0f s of the requeue; exiting", _REQUEUE_LIMIT_S)

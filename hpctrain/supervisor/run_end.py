@@ -1,4 +1,4 @@
-"""Record of the end of a run for the user."""
+"""Record the end of a run for the user."""
 
 from __future__ import annotations
 
@@ -28,26 +28,22 @@ def finish_run(
     cause: str | None = None,
     note: str | None = None,
 ) -> Exit:
-    """Record the end of a run, with its last attempt. The cause of a failure includes disk problems.
-
-    A run that early stopping cancelled is recorded as stopped early.
-    """
+    """Record the end of a run, with its last attempt, disk problems, and the reason for early stopping."""
     final: str = state
     if state == "CANCELLED" and (reason := run.early_stop_reason()):
         final, note = STOPPED_EARLY, reason
     if state == "FAILED":
         cause = "; ".join(filter(None, [cause, run.storage.pending_reason])) or None
     exit_code = RunFailed.exit_code if state == "FAILED" else 0
-    more = {"note": note} if note else {}
+    fields = {"note": note} if note else {}
     attempt = max(run.attempts(), default=0)
-    run.log_event("finished", attempt, state=final, exit_code=exit_code, cause=cause, **more)
-    words = "; ".join(filter(None, [cause, note]))
-    log.info("run %s%s", final, words and f": {words}")
+    run.log_event("finished", attempt, state=final, exit_code=exit_code, cause=cause, **fields)
+    reasons = "; ".join(filter(None, [cause, note]))
+    log.info("run %s%s", final, reasons and f": {reasons}")
     return Exit(exit_code)
 
 
 def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) -> str | None:
-    """Return a note on anomalies in a completed run; None without anomalies."""
     return " ".join(filter(None, [_ranks_never_met(run, spec, result), _loss_not_finite(run)])) or None
 
 
@@ -71,7 +67,7 @@ def _loss_not_finite(run: RunDir) -> str | None:
         for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
             with suppress(KeyError, TypeError, ValueError, OverflowError):
                 loss = float(record["loss"])
-                step = record.get("step")
-                words = f"The last loss is {format_number(loss)} (step {step})."
-                return None if math.isfinite(loss) else words
+                if math.isfinite(loss):
+                    return None
+                return f"The last loss is {format_number(loss)} (step {record.get('step')})."
     return None

@@ -1,4 +1,4 @@
-"""The supervisor: starts the workers, diagnoses their end, and decides on the next action."""
+"""Start the workers, diagnose their end, and carry out the next action."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from hpctrain import system
-from hpctrain.cluster.orphans import kill_orphans
+from hpctrain.cluster.processes import kill_orphans
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
-from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
-from hpctrain.supervisor.failures.diagnosis import Diagnosis, FailureAnalyzer
-from hpctrain.supervisor.job_control.job_control import JobControl, known_seconds_left
+from hpctrain.supervisor.failures.diagnosis import FailureAnalyzer
+from hpctrain.supervisor.job_control import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
-from hpctrain.supervisor.node_monitors import NodeDrainMonitor, ScaleUpMonitor
+from hpctrain.supervisor.monitors import EarlyStoppingMonitor, NodeDrainMonitor, ScaleUpMonitor
 from hpctrain.supervisor.node_steps import check_nodes, drain_local_tier, node_check_is_due, remove_copies
 from hpctrain.supervisor.policy.decide import (
     Action,
@@ -51,16 +50,15 @@ class FinishedAttempt:
     """An ended attempt, and the reason."""
 
     number: int
-    diagnosis: Diagnosis
+    end: AttemptEnd
     intent: JobIntent
-    """Intent of the user and the scheduler for the job."""
     result: AttemptResult | None = None
     """None if the workers were not started, or were started by another supervisor."""
     seconds: float = 0.0
 
     @property
     def kind(self) -> EndKind:
-        return self.diagnosis.end.kind
+        return self.end.kind
 
     @property
     def must_release(self) -> bool:
@@ -78,8 +76,6 @@ class FinishedAttempt:
 
 
 class Supervisor:
-    """Supervises one job of a run."""
-
     def __init__(
         self,
         run: RunDir,
@@ -109,10 +105,7 @@ class Supervisor:
         self._requeuer = Requeuer(run, spec, job_control, self._events)
 
     def run(self, deaths: int = 0) -> int:
-        """Start the workers as many times as needed, and return the exit code of the job.
-
-        `deaths` is the number of earlier supervisors of this job that were killed.
-        """
+        """Start the workers as often as needed, after `deaths` killed supervisors; return the exit code."""
         for number in self._job_control.on_signal:
             system.handle_signal(number, self._on_signal)
         next_step = acquire_run(self._run, self._spec, self._job_control, deaths)
@@ -151,10 +144,9 @@ class Supervisor:
             end = self._failure_analyzer.record_bad_nodes(attempt, check.bad_nodes, self._launcher.hosts)
         else:
             return None
-        return FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
+        return FinishedAttempt(attempt, end, self._requeuer.intent())
 
     def _train(self, attempt: int) -> FinishedAttempt:
-        """Start the workers, monitor them until they exit, and find the cause."""
         try:
             with (
                 ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)),
@@ -167,8 +159,8 @@ class Supervisor:
         finally:
             # The ranks of the next attempt kill orphaned processes on the other hosts.
             kill_orphans(str(self._run.path), attempt + 1)
-        diagnosis = self._failure_analyzer.analyze(result, self._launcher.hosts)
-        return FinishedAttempt(attempt, diagnosis, self._requeuer.intent(result.monitor.signals), result)
+        end = self._failure_analyzer.analyze(result, self._launcher.hosts)
+        return FinishedAttempt(attempt, end, self._requeuer.intent(result.monitor.signals), result)
 
     def _take_over(self) -> Continue | Exit:
         """Continue after the previous supervisor was killed; its ranks may still be running."""
@@ -184,11 +176,11 @@ class Supervisor:
         end = self._failure_analyzer.record_supervisor_death(attempt)
         # If the supervisor was killed after the ranks had exited, complete its record.
         end = end if stop is None else AttemptEnd(stop)
-        ended = FinishedAttempt(attempt, Diagnosis(end), self._requeuer.intent())
+        ended = FinishedAttempt(attempt, end, self._requeuer.intent())
         return self._carry_out(self._decide(ended), ended)
 
     def _decide(self, ended: FinishedAttempt) -> Decision:
-        decision = decide(self._situation(ended), ended.diagnosis.end, system.monotonic())
+        decision = decide(self._situation(ended), ended.end, system.monotonic())
         log.info("attempt %d ended (%s): %s", ended.number, ended.kind, decision)
         return decision
 
@@ -205,7 +197,7 @@ class Supervisor:
         )
         if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.kind is EndKind.DONE:
             return situation
-        nodes = self._allocation(history, ended.diagnosis.lost)
+        nodes = self._allocation(history, ended.end.lost)
         if ended.kind is EndKind.OOM and self._job_control.nodes is not None:
             memory = self._job_control.nodes.larger_memory(self._launcher.hosts, history.excluded)
             situation = replace(situation, larger_memory=memory)
@@ -214,7 +206,7 @@ class Supervisor:
         return replace(situation, nodes=nodes, ends_at=ends_at)
 
     def _carry_out(self, decision: Decision, ended: FinishedAttempt) -> Continue | Exit:
-        end, lost = ended.diagnosis.end, ended.diagnosis.lost
+        end, lost = ended.end, ended.end.lost
         if decision.exclude:
             hosts, reason = list(decision.exclude), describe_nodes(decision.exclude)
             self._run.log_event("excluded", ended.number, hosts=hosts, reason=reason)
@@ -234,10 +226,10 @@ class Supervisor:
                 return Continue()
             case Action.SHRINK | Action.REPLACE:
                 # The other nodes may not respond.
-                others = [host for host in self._launcher.hosts if host not in decision.hosts]
-                if not end.kind.is_stop and any(host not in lost for host in others):
+                unused = [host for host in self._launcher.hosts if host not in decision.hosts]
+                if not end.kind.is_stop and any(host not in lost for host in unused):
                     drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
-                self._remove_staged(ended.number, others, lost, is_short=True)
+                self._remove_staged(ended.number, unused, lost, is_short=True)
                 self._change_nodes(ended.number, decision, lost)
                 return Continue()
             case Action.REQUEUE:
@@ -277,9 +269,8 @@ class Supervisor:
         )
 
     def _change_nodes(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
-        """Continue on the chosen nodes of the allocation, and release lost nodes."""
         before, hosts = self._launcher.hosts, list(decision.hosts)
-        gone = {**lost, **decision.exclude}
+        released = {**lost, **decision.exclude}
         self._run.log_event(
             "shrink" if decision.action is Action.SHRINK else "replace",
             attempt,
@@ -287,9 +278,9 @@ class Supervisor:
             nodes_before=len(before),
             hosts=hosts,
             lost=[host for host in before if host not in hosts],
-            cause=describe_nodes(gone),
+            cause=describe_nodes(released),
         )
-        spares = [host for host in self._launcher.spares if host not in hosts and host not in gone]
+        spares = [host for host in self._launcher.spares if host not in hosts and host not in released]
         if lost and self._job_control.nodes is not None:
             try:
                 self._job_control.nodes.shrink_to([*hosts, *spares])
@@ -304,18 +295,17 @@ class Supervisor:
             self._stager.remove(attempt, hosts, lost, is_short=is_short)
 
     def _requeue(self, ended: FinishedAttempt, memory: str | None) -> Continue | Exit:
-        """Continue in another allocation, by a requeue or in a successor job."""
         history, nodes = History.from_events(self._run.read_events()), self._job_control.nodes
         excluded = history.excluded
         if excluded and nodes is not None and not nodes.can_reallocate(excluded):
             log.warning(
-                "not excluding %s: the job could not start without these nodes", ", ".join(sorted(excluded))
+                "not excluding %s, without which the job could not start", ", ".join(sorted(excluded))
             )
             excluded = frozenset()
         changes = JobChanges(excluded, memory or history.memory)
         moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, changes)
         if isinstance(moved, RequeueRefused):
-            if cause := ended.diagnosis.end.cause:
+            if cause := ended.end.cause:
                 return finish_run(self._run, "FAILED", cause, moved.cause)
             return finish_run(self._run, "FAILED", f"the ranks have stopped, but {moved.cause}")
         return moved

@@ -1,4 +1,4 @@
-"""Parent process of the supervisor in a Slurm job, which restarts a killed supervisor.
+"""Restart a killed supervisor of a Slurm job from its parent process.
 
 If the supervisor were the main process, killing it (such as by the OOM killer) would end the job. The
 supervisor therefore runs as the child of a process that only waits. If that parent is killed instead, the job
@@ -24,11 +24,7 @@ ORPHANED_SIGNAL = signal.SIGHUP
 
 
 def run_under_watchdog(environ: Mapping[str, str]) -> int:
-    """Fork and continue in the child as the supervisor. Returns the number of killed earlier supervisors.
-
-    Under Slurm, the calling process never returns: it waits, forwards signals, and exits with the status of
-    the last supervisor. Without Slurm, nothing is forked.
-    """
+    """Fork, and continue in the child as the supervisor; returns the number of killed earlier supervisors."""
     if "SLURM_JOB_ID" not in environ or sys.platform != "linux":
         return 0
     for deaths in range(_MAX_DEATHS + 1):
@@ -39,24 +35,23 @@ def run_under_watchdog(environ: Mapping[str, str]) -> int:
             if os.getppid() != guardian:
                 os.kill(system.getpid(), ORPHANED_SIGNAL)
             return deaths
-        told = _SignalForwarder(child)
+        signals = _forward_signals(child)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code >= 0 or told.signals:
+        if code >= 0 or signals:
             break
-        then = "restarting it" if deaths < _MAX_DEATHS else "this job exits"
-        print(f"hpctrain: the supervisor was killed by {signal_name(-code)}; {then}.", flush=True)
+        consequence = "restarting it" if deaths < _MAX_DEATHS else "this job exits"
+        print(f"hpctrain: the supervisor was killed by {signal_name(-code)}; {consequence}.", flush=True)
     sys.exit(code if code >= 0 else 128 - code)
 
 
-class _SignalForwarder:
-    """Forwards signals to a child and records them."""
+def _forward_signals(child: int) -> list[int]:
+    """Forward signals to a child from now on; returns a list that records them."""
+    signals: list[int] = []
 
-    def __init__(self, child: int) -> None:
-        self._child = child
-        self.signals: list[int] = []
-        for number in (signal.SIGTERM, signal.SIGINT):
-            system.handle_signal(number, self._forward)
+    def forward(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+        os.kill(child, number)
 
-    def _forward(self, number: int, _frame: FrameType | None) -> None:
-        self.signals.append(number)
-        os.kill(self._child, number)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        system.handle_signal(number, forward)
+    return signals

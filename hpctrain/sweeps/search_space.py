@@ -45,10 +45,9 @@ Values = Sequence[str] | ValueRange
 SearchSpace = Mapping[str, Values]
 
 
-def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[str, Values]:
-    """Parse the values of each hyper-parameter; a list contains the values themselves."""
+def parse_space(texts: Mapping[str, str | Sequence[str]], folder: Path) -> dict[str, Values]:
     space: dict[str, Values] = {}
-    for name, text in given.items():
+    for name, text in texts.items():
         if not _NAME.fullmatch(name):
             raise UserError(f"{name!r} is not a valid hyper-parameter name (--over). {_FORMS}.")
         values = _parse(name, text, folder) if isinstance(text, str) else list(map(str, text))
@@ -60,10 +59,10 @@ def parse_space(given: Mapping[str, str | Sequence[str]], folder: Path) -> dict[
     return space
 
 
-def inline_files(given: Mapping[str, str | list[str]], folder: Path) -> dict[str, str | list[str]]:
+def inline_files(texts: Mapping[str, str | list[str]], folder: Path) -> dict[str, str | list[str]]:
     """Replace each `@FILE` by the file's values, because the file may change during the sweep."""
-    named = {name: text for name, text in given.items() if isinstance(text, str) and text.startswith("@")}
-    return {**given, **{name: list(values) for name, values in parse_space(named, folder).items()}}  # type: ignore[arg-type]
+    named = {name: text for name, text in texts.items() if isinstance(text, str) and text.startswith("@")}
+    return {**texts, **{name: list(values) for name, values in parse_space(named, folder).items()}}  # type: ignore[arg-type]
 
 
 def _parse(name: str, text: str, folder: Path) -> Values:
@@ -72,9 +71,9 @@ def _parse(name: str, text: str, folder: Path) -> Values:
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, ValueError) as error:  # A path with a NUL is a ValueError.
-            words = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"Cannot read the values of {name} from {str(path)!r} (--over): {words}."
+                f"Cannot read the values of {name} from {str(path)!r} (--over): {reason}."
             ) from error
         return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
     if match := _RANGE.fullmatch(text):
@@ -93,8 +92,8 @@ def _parse(name: str, text: str, folder: Path) -> Values:
     except ValueError:
         raise UserError(f"--over {name}={text}: the bounds must be numbers. {_FORMS}.") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high) or (is_log and low <= 0):
-        least = "positive, and " if is_log else ""
-        raise UserError(f"--over {name}={text}: the bounds must be {least}in ascending order. {_FORMS}.")
+        prefix = "positive, and " if is_log else ""
+        raise UserError(f"--over {name}={text}: the bounds must be {prefix}in ascending order. {_FORMS}.")
     is_integer = all(re.fullmatch(r"-?\d+", bound) for bound in (match[2], match[3]))
     return ValueRange(low, high, is_log, is_integer)
 

@@ -26,13 +26,11 @@ class TrialReport:
     mean: float
 
     def record(self) -> dict[str, Any]:
-        """Return the report as a line of `early_stopping.jsonl`."""
         values = {"best": self.best, "mean": self.mean}
         return {"step": self.step} | {name: v if math.isfinite(v) else None for name, v in values.items()}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> TrialReport:
-        """Read a line of `early_stopping.jsonl`."""
         best, mean = (math.inf if record[name] is None else float(record[name]) for name in ("best", "mean"))
         return cls(int(record["step"]), best, mean)
 
@@ -87,26 +85,25 @@ class StoppingRule:
             decision *= self.factor
         return decision
 
-    def reason_to_stop(self, own: TrialReport, others: Sequence[TrialReport]) -> str | None:
-        """Return the reason to stop a trial; None if it continues."""
+    def reason_to_stop(self, report: TrialReport, others: Sequence[TrialReport]) -> str | None:
         if self.name == "median":
             if len(others) < _MIN_OTHERS:
                 return None
             limit = statistics.median(other.mean for other in others)
-            if own.best <= limit:
+            if report.best <= limit:
                 return None
             return (
-                f"stopped early at step {own.step} by the median rule: the best {self.metric} so far is "
-                f"{self._text(own.best)}, worse than {self._text(limit)}, the median of {len(others)} other "
-                "trials"
+                f"stopped early at step {report.step} by the median rule: the best {self.metric} so far is "
+                f"{self._text(report.best)}, worse than {self._text(limit)}, the median of {len(others)} "
+                "other trials"
             )
-        kept = max(1, (len(others) + 1) // self.factor)
-        better = sum(other.best < own.best for other in others)
-        if len(others) + 1 < self.factor or better < kept:
+        num_kept = max(1, (len(others) + 1) // self.factor)
+        better = sum(other.best < report.best for other in others)
+        if len(others) + 1 < self.factor or better < num_kept:
             return None
         return (
-            f"stopped early at step {own.step} by ASHA: {pluralize(better, 'trial')} of {len(others) + 1} "
-            f"had a better {self.metric} than {self._text(own.best)}, and the best {kept} continue"
+            f"stopped early at step {report.step} by ASHA: {pluralize(better, 'trial')} of {len(others) + 1} "
+            f"had a better {self.metric} than {self._text(report.best)}, and the best {num_kept} continue"
         )
 
     def _text(self, value: float) -> str:

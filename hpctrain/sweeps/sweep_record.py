@@ -65,9 +65,9 @@ class SweepRecord:
     def parsed_space(self) -> SearchSpace:
         return parse_space(self.space, Path(self.folder))
 
-    def with_values(self, given: Mapping[str, str], folder: Path) -> SweepRecord:
+    def with_values(self, texts: Mapping[str, str], folder: Path) -> SweepRecord:
         """Add values to a grid, or replace the values that a sampler draws. See `parse_space`."""
-        new = inline_files(given, folder)
+        new = inline_files(texts, folder)
         if self.sampler == "grid":
             old, added = self.parsed_space, parse_space(new, folder)
             for name, values in added.items():
@@ -85,24 +85,21 @@ class SweepRecord:
         if self.sampler == "grid":
             new = [trial for trial in grid(self.parsed_space) if trial not in self.trials]
         else:
-            first = len(self.trials)
-            new = draw_trials(self.parsed_space, range(first, first + number), self.seed)
+            start = len(self.trials)
+            new = draw_trials(self.parsed_space, range(start, start + number), self.seed)
         return replace(self, trials=[*self.trials, *new])
 
     def trial_args(self, index: int) -> tuple[str, ...]:
-        """Return the arguments of the script in a trial."""
         formats = self.format.split()
         values = self.trials[index].items()
         return (*self.args, *(form.format(name=name, value=v) for name, v in values for form in formats))
 
     def array(self, indices: Sequence[int]) -> str:
-        """Return the job array of these trials, in sbatch's notation."""
         is_range = len(indices) > 1 and list(indices) == list(range(indices[0], indices[-1] + 1))
         listed = f"{indices[0]}-{indices[-1]}" if is_range else ",".join(map(str, indices))
         return listed + (f"%{self.concurrent}" if self.concurrent else "")
 
     def text(self) -> str:
-        """Return the record as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from hpctrain.redaction import REDACTED_TEXT, redact, redact_args
+from hpctrain.spec.redaction import REDACTED_TEXT, redact, redact_args
 
 HparamValue = str | int | float | bool | None
 
@@ -28,15 +28,15 @@ def parse_hparams(args: Sequence[str]) -> dict[str, HparamValue]:
     Dashes in names become underscores, as in argparse. Numbers are converted.
     """
     hparams: dict[str, HparamValue] = {}
-    rest = list(args)
-    while rest:
-        arg = rest.pop(0)
+    remaining = list(args)
+    while remaining:
+        arg = remaining.pop(0)
         if match := _OPTION.fullmatch(arg):
             value: HparamValue = True
             if match[2] is not None:
                 value = as_value(match[2])
-            elif rest and (_NUMBER.fullmatch(rest[0]) or not rest[0].startswith("-")):
-                value = as_value(rest.pop(0))
+            elif remaining and (_NUMBER.fullmatch(remaining[0]) or not remaining[0].startswith("-")):
+                value = as_value(remaining.pop(0))
             hparams[match[1].replace("-", "_")] = value
         elif match := _OVERRIDE.fullmatch(arg):
             hparams[match[1].replace("-", "_")] = as_value(match[2])
@@ -53,20 +53,20 @@ def as_value(text: str) -> HparamValue:
     return int(text) if text.lstrip("-").isdecimal() else number
 
 
-def plain_hparams(given: object) -> dict[str, HparamValue]:
+def plain_hparams(source: object) -> dict[str, HparamValue]:
     """Return the values of a mapping, an argparse Namespace or a dataclass; nested names are joined by dots.
 
     Raises:
-        TypeError: `given` has another type.
+        TypeError: `source` has another type.
     """
-    if isinstance(given, Namespace):
-        given = vars(given)
-    elif is_dataclass(given) and not isinstance(given, type):
-        given = asdict(given)
-    if not isinstance(given, Mapping):
-        raise TypeError(f"hparams is {given!r}, but must be a mapping, an argparse Namespace or a dataclass")
+    if isinstance(source, Namespace):
+        source = vars(source)
+    elif is_dataclass(source) and not isinstance(source, type):
+        source = asdict(source)
+    if not isinstance(source, Mapping):
+        raise TypeError(f"hparams is {source!r}, but must be a mapping, an argparse Namespace or a dataclass")
     hparams: dict[str, HparamValue] = {}
-    for name, value in given.items():
+    for name, value in source.items():
         if isinstance(value, Mapping):
             hparams |= {f"{name}.{inner}": inner_value for inner, inner_value in plain_hparams(value).items()}
         else:
@@ -75,15 +75,14 @@ def plain_hparams(given: object) -> dict[str, HparamValue]:
     return hparams
 
 
-def collect_hparams(*given: object, args: Sequence[str]) -> dict[str, HparamValue]:
+def collect_hparams(*sources: object, args: Sequence[str]) -> dict[str, HparamValue]:
     """Return the hyper-parameters of this process, without secrets.
 
-    The `given` ones override the arguments and the overrides of Hydra.
+    The `sources` override the arguments and the overrides of Hydra.
     """
     hparams = parse_hparams(redact_args([*args, *_hydra_overrides()]))
-    for each in given:
-        if each:
-            hparams |= plain_hparams(each)
+    for source in filter(None, sources):
+        hparams |= plain_hparams(source)
     return _without_secrets(hparams)
 
 
@@ -105,9 +104,9 @@ def ignored_hparams(environment: Mapping[str, Any]) -> list[tuple[str, Any, Any]
     """Return the values of the script that a resumed training ignores; see `applied_hparams`."""
     ignored = environment.get("ignored")
     return [
-        (each[0], each[1], each[2])
-        for each in (ignored if isinstance(ignored, list) else ())
-        if isinstance(each, list) and len(each) == 3 and isinstance(each[0], str)
+        (entry[0], entry[1], entry[2])
+        for entry in (ignored if isinstance(ignored, list) else ())
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[0], str)
     ]
 
 
@@ -119,20 +118,22 @@ def applied_hparams(
     `ignored` contains names, with the value in the checkpoint, which applies, and the value in the script.
     """
     result = dict(hparams)
-    for name, applied, asked in ignored:
+    for name, applied, script_value in ignored:
         aliases = (name.lower(), "learning_rate") if name == "lr" else (name.lower(),)
-        same = [
-            key for key, value in hparams.items() if value == asked and any(a in key.lower() for a in aliases)
+        matches = [
+            key
+            for key, value in hparams.items()
+            if value == script_value and any(alias in key.lower() for alias in aliases)
         ]
-        for key in same or [f"applied_{name}" if name in hparams else name]:
+        for key in matches or [f"applied_{name}" if name in hparams else name]:
             result |= plain_hparams({key: applied})
     return result
 
 
 def varying_hparams(runs: Sequence[Mapping[str, HparamValue]]) -> list[str]:
     """Return the names of the hyper-parameters that differ between runs."""
-    names = dict.fromkeys(name for each in runs for name in each)
-    return [name for name in names if len({repr(each.get(name)) for each in runs}) > 1]
+    names = dict.fromkeys(name for hparams in runs for name in hparams)
+    return [name for name in names if len({repr(hparams.get(name)) for hparams in runs}) > 1]
 
 
 def _without_secrets(hparams: Mapping[str, HparamValue]) -> dict[str, HparamValue]:
@@ -147,4 +148,4 @@ def _hydra_overrides() -> list[str]:
     config: Any = getattr(sys.modules.get("hydra.core.hydra_config"), "HydraConfig", None)
     if config is None or not config.initialized():
         return []
-    return [str(each) for each in config.get().overrides.task]
+    return list(map(str, config.get().overrides.task))

@@ -54,8 +54,6 @@ class PartDuration:
 
 @dataclass(frozen=True)
 class StartupDurations:
-    """The start of an attempt."""
-
     seconds: float
     """Time from the start of the attempt to the end of the first step, on the slowest rank."""
     parts: dict[str, PartDuration]
@@ -66,22 +64,21 @@ class StartupDurations:
     @classmethod
     def from_event(cls, event: Mapping[str, Any]) -> Self | None:
         """Return the durations in a `startup` event; None if it is damaged."""
-        seconds, parts, nodes = (event.get(name) for name in ("seconds", "parts", "slowest_nodes"))
-        if not (is_finite(seconds) and isinstance(parts, dict) and isinstance(nodes, dict)):
+        seconds, records, nodes = (event.get(name) for name in ("seconds", "parts", "slowest_nodes"))
+        if not (is_finite(seconds) and isinstance(records, dict) and isinstance(nodes, dict)):
             return None
         durations: dict[str, PartDuration] = {}
-        for name in filter(parts.__contains__, StartupPart):
-            part = parts[name] if isinstance(parts[name], dict) else {}
-            if not (is_finite(part.get("median")) and is_finite(part.get("max"))):
+        for name in filter(records.__contains__, StartupPart):
+            record = records[name] if isinstance(records[name], dict) else {}
+            if not (is_finite(record.get("median")) and is_finite(record.get("max"))):
                 return None
-            durations[name.value] = PartDuration(part["median"], part["max"], part.get("host"))
+            durations[name.value] = PartDuration(record["median"], record["max"], record.get("host"))
         rows = {str(host): row for host, row in nodes.items() if isinstance(row, dict)}
         if not all(is_finite(value) for row in rows.values() for value in row.values()):
             return None
         return cls(float(seconds), durations, rows)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the event."""
         return asdict(self)
 
     def describe(self) -> str:
@@ -131,7 +128,7 @@ class StartupTimes:
             return None
         created = _creation_time()
         launch = {} if created is None else {StartupPart.LAUNCH.value: created}
-        return launch | {part.value: round(end, 3) for part, end in self._ends.items()}
+        return launch | {name.value: round(end, 3) for name, end in self._ends.items()}
 
 
 def _creation_time() -> float | None:

@@ -1,32 +1,17 @@
-"""Callbacks at fixed points of training, and early stopping."""
+"""Call back at fixed points of training, and stop early."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.errors import UserError
 from hpctrain.text import format_number, pluralize
 
 if TYPE_CHECKING:
-    import torch
-
     from hpctrain.training.module import Module
-
-
-class TrainerHandle(Protocol):
-    """The part of a `Trainer` that callbacks use."""
-
-    step: int
-    metrics: dict[str, float]
-    optimizers: list[torch.optim.Optimizer]
-    schedulers: list[Any]
-
-    @property
-    def is_main(self) -> bool: ...
-
-    def end(self, reason: str = ...) -> None: ...
 
 
 class Callback:
@@ -37,19 +22,16 @@ class Callback:
     `state_dict`.
     """
 
-    def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:
-        """Called after the newest checkpoint, if any, is loaded; `trainer.step` steps are completed.
+    def on_fit_start(self, trainer: Any, module: Module) -> None:
+        """Called after the newest checkpoint, if any, is loaded; `trainer.step` steps are completed."""
 
-        To change a value of a resumed run, set it in `trainer.optimizers` or `trainer.schedulers`.
-        """
-
-    def on_step_end(self, trainer: TrainerHandle, module: Module, metrics: Mapping[str, float]) -> None:
+    def on_step_end(self, trainer: Any, module: Module, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of step `trainer.step`, one step later, to avoid delays."""
 
-    def on_validation_end(self, trainer: TrainerHandle, module: Module, metrics: Mapping[str, float]) -> None:
+    def on_validation_end(self, trainer: Any, module: Module, metrics: Mapping[str, float]) -> None:
         """Called after the validation that follows step `trainer.step`."""
 
-    def on_fit_end(self, trainer: TrainerHandle, module: Module) -> None:
+    def on_fit_end(self, trainer: Any, module: Module) -> None:
         """Called at the end of training, but not when the run stops to be continued by another job."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,18 +62,10 @@ class EarlyStopping(Callback):
 
         Args:
             metric: name of a value that `validation_step` returns.
-            patience: number of consecutive validations without a better value, at least 1.
+            patience: number of validations, at least 1.
             mode: "min" if lower values are better, "max" if higher values are better.
             min_delta: minimum improvement that counts.
-
-        Raises:
-            UserError: an argument is out of range.
         """
-        if not isinstance(metric, str) or not metric:
-            raise UserError(
-                f"EarlyStopping received metric={metric!r}, but metric must be the name of a value returned "
-                "by validation_step."
-            )
         if type(patience) is not int or patience < 1 or mode not in ("min", "max") or not min_delta >= 0:
             raise UserError(
                 f"EarlyStopping received patience={patience!r}, mode={mode!r} and min_delta={min_delta!r}, "
@@ -102,18 +76,13 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0
 
-    def on_fit_start(self, trainer: TrainerHandle, module: Module) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: Any, _module: Module) -> None:
         """End a resumed run immediately if training had already ended, unless the patience was increased."""
         if trainer.step == 0:  # the callback may have been used in another training
             self.best, self.waited = None, 0
         self._end_if_due(trainer)
 
-    def on_validation_end(
-        self,
-        trainer: TrainerHandle,
-        module: Module,  # noqa: ARG002
-        metrics: Mapping[str, float],
-    ) -> None:
+    def on_validation_end(self, trainer: Any, _module: Module, metrics: Mapping[str, float]) -> None:
         if self.metric not in metrics:
             raise self.missing_metric_error(metrics.keys())
         value = metrics[self.metric]
@@ -129,10 +98,10 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]
 
-    def missing_metric_error(self, given: Set[str]) -> UserError:
-        names = ", ".join(sorted(given))
+    def missing_metric_error(self, names: Set[str]) -> UserError:
         return UserError(
-            f"EarlyStopping monitors {self.metric!r}, but validation returned only these metrics: {names}."
+            f"EarlyStopping monitors {self.metric!r}, but validation returned only these metrics: "
+            f"{', '.join(sorted(names))}."
         )
 
     def _is_better(self, value: float) -> bool:
@@ -143,17 +112,16 @@ class EarlyStopping(Callback):
         gain = self.best - value if self.mode == "min" else value - self.best
         return gain > self.min_delta
 
-    def _end_if_due(self, trainer: TrainerHandle) -> None:
+    def _end_if_due(self, trainer: Any) -> None:
         if self.waited >= self.patience:
             reached = "was NaN" if self.best is None else f"did not improve on {format_number(self.best)}"
             trainer.end(f"{self.metric} {reached} in {pluralize(self.waited, 'validation run')}")
 
 
 class CallbackList:
-    """All callbacks of a training run, in order."""
+    """All callbacks of a training run, in order; `trainer` is a `Session` in a custom loop."""
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Any, module: Module) -> None:
-        # The trainer is a `Session` in a custom loop, without callbacks.
         self._callbacks, self._trainer, self._module = callbacks, trainer, module
 
     def __bool__(self) -> bool:
@@ -164,26 +132,23 @@ class CallbackList:
         return any(map(_wants_steps, self._callbacks))
 
     def check(self, *, validates: bool) -> None:
-        for each in self._callbacks:
-            if isinstance(each, EarlyStopping) and not (validates or _wants_steps(each)):
+        for callback in self._callbacks:
+            if isinstance(callback, EarlyStopping) and not (validates or _wants_steps(callback)):
                 raise UserError(
-                    f"EarlyStopping monitors {each.metric!r}, but this run has no validation. Define "
+                    f"EarlyStopping monitors {callback.metric!r}, but this run has no validation. Define "
                     "validation_step, pass a validation set and set validate_every, or remove "
                     "EarlyStopping."
                 )
 
-    def check_names(self, given: Set[str], accepted: Set[str]) -> None:
-        for each in self._callbacks:
-            if type(each) is EarlyStopping and each.metric not in accepted:
-                raise each.missing_metric_error(given)
+    def check_names(self, names: Set[str], accepted: Set[str]) -> None:
+        for callback in self._callbacks:
+            if type(callback) is EarlyStopping and callback.metric not in accepted:
+                raise callback.missing_metric_error(names)
 
     @property
     def ending(self) -> str | None:
         ending: str | None = self._trainer.ending
         return ending
-
-    def end(self, reason: str) -> None:
-        self._trainer.ending = reason
 
     def fit_start(self, step: int) -> None:
         self._call("on_fit_start", step)
@@ -207,25 +172,20 @@ class CallbackList:
             getattr(callback, method)(self._trainer, self._module, *arguments)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states by class name, with a number for repeated classes."""
-        return {
-            name: callback.state_dict() for name, callback in zip(self._names(), self._callbacks, strict=True)
-        }
+        return {name: callback.state_dict() for name, callback in self._named()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Restore the state of each callback; new callbacks have no state."""
-        for name, callback in zip(self._names(), self._callbacks, strict=True):
-            if name in states:
+        for name, callback in self._named():
+            if name in states:  # new callbacks have no state
                 callback.load_state_dict(states[name])
 
-    def _names(self) -> list[str]:
-        seen: dict[str, int] = {}
-        names = []
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        """Yield the callbacks with the names of their classes, with a number for repeated classes."""
+        counts: Counter[str] = Counter()
         for callback in self._callbacks:
             kind = type(callback).__qualname__
-            seen[kind] = seen.get(kind, 0) + 1
-            names.append(kind if seen[kind] == 1 else f"{kind}-{seen[kind]}")
-        return names
+            counts[kind] += 1
+            yield kind if counts[kind] == 1 else f"{kind}-{counts[kind]}", callback
 
 
 def _wants_steps(callback: Callback) -> bool:

@@ -9,8 +9,7 @@ from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.step_source import StepSource
 from hpctrain.training.module import Module
-from hpctrain.training.observe.progress import Progress
-from hpctrain.training.observe.run_writer import RunWriter
+from hpctrain.training.observe.run_writer import Progress, RunWriter
 from hpctrain.training.observe.step_timers import ComputeTimer, StepTimer
 from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.strategies import Strategy
@@ -38,7 +37,6 @@ class Components:
     replica_check: ReplicaCheck | None = None
 
     def end_if_requested(self) -> None:
-        """Finish training if a callback of any rank requests the end."""
         if self.state.finished or not self.callbacks:
             return
         reason = next(filter(None, self.context.all_gather(self.callbacks.ending)), None)

@@ -88,7 +88,6 @@ def overrides(host: Any, method: str) -> bool:
 
 
 def _check_hooks(host: Any, stage: str) -> None:
-    """Check that hpctrain calls all hooks that a module or LightningDataModule overrides."""
     name, base = type(host).__name__, lightning_base(host, "LightningModule", "LightningDataModule")
     called = {*dir(Module)} if base is None else {*dir(nn.Module), *_SUPPORTED}
     refused = [
@@ -136,19 +135,14 @@ class _Provided:
 
 
 class TrainerProxy(_Provided):
-    """The `trainer` of a module or LightningDataModule."""
-
     def __init__(self, run: ModuleRun, trainer: Any, context: DistributedContext, datamodule: Any) -> None:
         ranks = context.ranks
         folder = output_folder(trainer.run_dir, os.environ) or os.getcwd()
         super().__init__(
             "self.trainer",
             global_rank=ranks.rank,
-            local_rank=ranks.local_rank,
-            node_rank=ranks.node_rank,
-            world_size=ranks.world_size,
-            num_nodes=ranks.num_nodes,
             num_devices=ranks.local_world_size,
+            **{name: getattr(ranks, name) for name in ("local_rank", "node_rank", "world_size", "num_nodes")},
             is_global_zero=ranks.is_main,
             max_epochs=trainer.max_epochs,
             max_steps=trainer.max_steps or -1,
@@ -159,7 +153,7 @@ class TrainerProxy(_Provided):
                 "self.trainer.strategy",
                 barrier=lambda _name=None: context.barrier(),
                 root_device=context.device,
-                backward=lambda loss, _optimizer, *rest, **options: run.backward(loss, *rest, **options),
+                backward=lambda loss, _optimizer, *args, **options: run.backward(loss, *args, **options),
             ),
             # LightningModule's own methods use these.
             progress_bar_callback=None,
@@ -175,7 +169,6 @@ class TrainerProxy(_Provided):
 
     @property
     def is_last_batch(self) -> bool:
-        """True in the last training step of an epoch."""
         source = self._run.source
         if source is None or source.exchanges_ends:
             raise UserError(
@@ -249,7 +242,6 @@ class ModuleRun:
             self._module.on_fit_start()
 
     def find_data(self, data: Any, name: str) -> Any:
-        """Return the user's data, otherwise that of the DataModule or the module, or None."""
         host, method = self._datamodule or self._module, f"{name.removesuffix('idate')}_dataloader"
         if name == "val" and not self.validates and (self.has_hooks or data is None):
             return None
@@ -283,7 +275,6 @@ class ModuleRun:
         self._logged |= values
 
     def log(self, module: nn.Module, name: str, value: Any, options: Mapping[str, Any]) -> None:
-        """Record a value of `self.log`, called on the module or on its copy on another device."""
         is_metric, reduce_fx = isinstance(value, nn.Module), options.get("reduce_fx", "mean")
         size = options.get("batch_size")
         paths = [path for path, layer in self._module.named_modules() if layer is value] if is_metric else []
@@ -370,13 +361,11 @@ class ModuleRun:
         return {} if loss is None else {"loss": loss}
 
     def reset_metrics(self) -> None:
-        """Reset the torchmetrics metrics that were logged."""
         for path in self._metrics.values():
             self._module.get_submodule(path).reset()
         self._metrics = {}
 
     def begin_evaluation(self, method: str, *, is_sanity: bool) -> None:
-        """Call the hooks before a validation or test."""
         self.start_fit()
         kind = method.removesuffix("_step")
         self.proxy.training, self.proxy.validating = False, kind == "validation"
@@ -450,7 +439,6 @@ class LightningSteps:
     predict_step, predict_step_end = _step("predict"), _step_end("predict")
 
     def configure_optimizers(self) -> tuple[list[Any], list[Any]]:
-        """Return optimizers and schedules in hpctrain's form."""
         users: Any = super()
         run, name = self._hpctrain, type(self).__name__
         optimizers, schedules = _unpack_optimizers(users.configure_optimizers())
@@ -508,7 +496,6 @@ class LightningSchedule:
             )
 
     def step(self) -> None:
-        """Handle the end of an optimizer step."""
         run = self._run
         assert run.source is not None
         if self._monitor is not None or (self.is_per_epoch and not run.source.at_epoch_end):
@@ -608,16 +595,12 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
         "elastic_determinism": trainer.elastic_determinism,
     }
     if manual:  # the module decides these in `training_step`
-        wrong |= {
-            "micro_batch_size": trainer.micro_batch_size is not None,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches > 1,
-            "gradient_clip_norm": trainer.gradient_clip_norm is not None,
-            "gradient_clip_value": trainer.gradient_clip_value is not None,
-            "lr_reference_batch_size": trainer.lr_reference_batch_size is not None,
-            "warmup_steps": trainer.warmup_steps > 0,
-            "algorithm": trainer.algorithm != "allreduce",
-            "on_bad_loss": trainer.on_bad_loss == "skip",
-        }
+        names = (
+            *("micro_batch_size", "accumulate_grad_batches", "gradient_clip_norm", "gradient_clip_value"),
+            *("lr_reference_batch_size", "warmup_steps", "algorithm"),
+        )
+        wrong |= {name: getattr(trainer, name) != getattr(type(trainer), name) for name in names}
+        wrong["on_bad_loss"] = trainer.on_bad_loss == "skip"
     for setting, is_wrong in wrong.items():
         if is_wrong:
             kind = f"{type(module).__name__}{', which uses manual optimization' * manual}"
@@ -627,20 +610,20 @@ def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> N
             )
 
 
-def _unpack_optimizers(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+def _unpack_optimizers(returned: Any) -> tuple[list[Any], list[dict[str, Any]]]:
     schedules: list[Any] = []
-    monitor = answer.get("monitor") if isinstance(answer, Mapping) else None
-    match answer:
+    monitor = returned.get("monitor") if isinstance(returned, Mapping) else None
+    match returned:
         case [[*optimizers], [*schedules]]:
             pass
         case Mapping() | [Mapping(), *_]:
-            configs = [answer] if isinstance(answer, Mapping) else answer
+            configs = [returned] if isinstance(returned, Mapping) else returned
             optimizers = [config.get("optimizer") for config in configs]
             schedules = [config.get("lr_scheduler") for config in configs]
         case [*optimizers]:
             pass
         case _:
-            optimizers = [answer]
+            optimizers = [returned]
     return optimizers, [
         dict(schedule) if isinstance(schedule, Mapping) else {"scheduler": schedule, "monitor": monitor}
         for schedule in schedules
@@ -650,7 +633,6 @@ def _unpack_optimizers(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
 
 @contextmanager
 def _toggle_model(module: Any, optimizer: torch.optim.Optimizer, sync_grad: bool = True) -> Iterator[None]:
-    """Exclude the parameters of other optimizers from the passes within the block."""
     del sync_grad  # gradients are averaged in every `manual_backward`
     module.toggle_optimizer(optimizer)
     try:

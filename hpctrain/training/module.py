@@ -1,4 +1,4 @@
-"""Base class of a model with a training step."""
+"""Define the base class of a model with a training step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Module(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "device":
-            return next((each.device for each in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+            return next((t.device for t in (*self.parameters(), *self.buffers())), torch.device("cpu"))
         if name == "trainer":
             run = find_run(self)
             if run is None:
@@ -47,16 +47,8 @@ class Module(nn.Module):
     def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:  # noqa: ARG002
         """Log a mean over the samples of the batch. For use in the steps and their `_end` methods.
 
-        Every logged value appears in the progress line and is averaged over all ranks.
-
-        Args:
-            name: name of the metric.
-            value: a number or a tensor with one element.
-            prog_bar: without effect.
-            **options: further arguments of Lightning's method.
-
-        Raises:
-            UserError: an option is not supported, or the module is not in use by a Trainer.
+        The value, a number or a tensor with one element, appears in the progress line, and is averaged over
+        all ranks. `options` are further arguments of Lightning's method.
         """
         run = find_run(self)
         if run is None:
@@ -71,12 +63,7 @@ class Module(nn.Module):
             self.log(name, value, prog_bar, **options)
 
     def save_hyperparameters(self, *names: str, ignore: str | Iterable[str] = ()) -> None:
-        """Record the arguments of the calling `__init__` in `hparams`, for `environment.json` and loggers.
-
-        Args:
-            *names: arguments to record; all by default.
-            ignore: arguments to omit.
-        """
+        """Record the arguments of the calling `__init__` in `hparams`: `names`, or all except `ignore`."""
         frame = inspect.currentframe()
         assert frame is not None
         assert frame.f_back is not None
@@ -111,9 +98,7 @@ class Module(nn.Module):
         """Convert the result of `training_step` to the loss, or to a mapping with it; unchanged by default.
 
         With the strategies `dp` and `ddp2`, `outputs` are the outputs of all devices, or of all ranks of the
-        node, as one batch: tensors joined along their first dimension, which counts samples. With other
-        strategies, `outputs` is the output of this rank. With `elastic_determinism`, it is the output of a
-        grain.
+        node, as one batch: tensors joined along their first dimension, which counts samples.
         """
         loss: torch.Tensor | Mapping[str, torch.Tensor] = outputs
         return loss
@@ -140,7 +125,7 @@ class Module(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not define test_step(self, batch, batch_idx).")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002
-        """Return the output for `Trainer.predict`; the module's output by default."""
+        """Return the output for `Trainer.predict`; that of `forward` by default."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
@@ -155,24 +140,19 @@ class Module(nn.Module):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add values that the module's `state_dict` lacks to the empty dict `checkpoint`.
 
-        Supported values are tensors, numbers, strings, None, and lists, tuples and dicts of these. Every rank
-        calls this at the saved step; the values must be the same on all ranks.
+        Supported values are tensors, numbers, strings, None, and lists, tuples and dicts of these, which must
+        be the same on all ranks.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the values that `on_save_checkpoint` put into `checkpoint`.
-
-        Called on every rank after the states of module and optimizers are loaded, if there are any values.
-        """
+        """Restore the values that `on_save_checkpoint` put into `checkpoint`, if there are any."""
 
 
 def find_run(module: nn.Module) -> Any:
-    """Return the `ModuleRun` that uses the module; None outside of a Trainer."""
     return vars(module).get("_hpctrain")
 
 
 def has_step_end(module: nn.Module, step: str) -> bool:
-    """Return true if the user's class converts the outputs of a step, such as `training_step`."""
     kind, name = getattr(module, "_user_class", type(module)), f"{step}_end"
     return getattr(kind, name, None) not in (None, getattr(Module, name, None))
 
@@ -214,7 +194,6 @@ def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str)
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Check that all parameters and buffers have a size."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise UserError(
@@ -241,7 +220,6 @@ def is_manual(module: Any) -> bool:
 
 
 def check_frozen(frozen: Iterable[tuple[str, nn.Parameter]], effect: str) -> None:
-    """Check that parameters are still frozen."""
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Comparison of the replicas of a training run: one slice of parameters and optimizer state per step.
+"""Compare the replicas of a training run: one slice of parameters and optimizer state per step.
 
 Each rank hashes the same slice. The hash travels in the message that the ranks exchange after each step, so
 the check needs no communication of its own. The sum over all ranks of an integer x and of its square shows if
@@ -23,6 +23,7 @@ from hpctrain.errors import SilentCorruption, Suspect, describe_suspects
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.text import pluralize
 from hpctrain.training.base.device_selection import describe_hardware
+from hpctrain.training.optim.optimizer_setup import parameters_of
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.training_state import TrainingState
 
@@ -42,8 +43,8 @@ _LAYOUTS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d
 _Hash = int | torch.Tensor
 
 
-class _Part(NamedTuple):
-    """A part of a tensor."""
+class _Piece(NamedTuple):
+    """A piece of a tensor, which is looked up again each time, because optimizers may replace it."""
 
     name: str
     holder: Mapping[Any, torch.Tensor]
@@ -52,7 +53,6 @@ class _Part(NamedTuple):
     stop: int
 
     def numbers(self) -> torch.Tensor:
-        """Return the bits of the part as integers of 1, 2 or 4 bytes."""
         flat = _flatten(self.holder[self.key].detach())
         view = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
         return view[self.start // view.element_size() : self.stop // view.element_size()]
@@ -60,23 +60,19 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Slice:
-    """A slice of the state."""
-
-    parts: list[_Part]
+    pieces: list[_Piece]
     verified_step: int
     """Last step after which the slice was equal on all ranks."""
 
 
 class _SliceHash(NamedTuple):
-    """The hash of a slice after a step."""
-
     step: int
     slice: _Slice
     value: _Hash
 
 
 class ReplicaCheck:
-    """Comparison of the replicas."""
+    """Comparison of the replicas. All ranks call each method at the same steps."""
 
     def __init__(self, context: DistributedContext, state: TrainingState, every: int) -> None:
         self._context, self._state, self._every = context, state, every
@@ -92,34 +88,33 @@ class ReplicaCheck:
     def for_training(
         cls, context: DistributedContext, state: TrainingState, strategy: Strategy, every: int | None
     ) -> tuple[ReplicaCheck | None, str | None]:
-        """Return the check; None if it is off, or if the strategy has no complete replicas."""
+        """Return the check and a remark; no check if it is off, or if the ranks' results may differ."""
         if every is None or not context.is_distributed or not strategy.has_equal_replicas:
             return None, None
         kind = describe_hardware(context.device)
         if context.device.type == "cpu":
             kind += f" and {pluralize(torch.get_num_threads(), 'thread')}"
-        kinds = context.all_gather(kind)
-        if len(names := sorted(set(kinds))) > 1:
+        kinds = sorted(set(context.all_gather(kind)))
+        if len(kinds) > 1:
             return None, (
                 f"the replicas are not compared (replica_check_every={every}), because the ranks compute on "
-                f"different hardware, which may round differently: {'; '.join(names)}"
+                f"different hardware, which may round differently: {'; '.join(kinds)}"
             )
         return cls(context, state, every), None
 
     def reset(self) -> None:
-        """Discard all hashes, before the first step and after a checkpoint was loaded."""
         self._slices, self._sizes = [], []
         self._recorded, self._sent = [], []
 
     def add(self, step: int, *, whole: bool) -> None:
-        """Hash the slice that is due after `step`."""
+        """Hash the slice that is due after `step`, or the whole state."""
         if not self._slices:
             self._make_slices()
         count = len(self._slices)
         due = range((step - 1) * count // self._every, step * count // self._every)
         for index in range(count) if whole else due:
-            one = self._slices[index % count]
-            self._recorded.append(_SliceHash(step, one, self._hash(one.parts)))
+            state_slice = self._slices[index % count]
+            self._recorded.append(_SliceHash(step, state_slice, self._hash(state_slice.pieces)))
         # Optimizers create and replace tensors, mostly in the first step.
         if whole or (due and due[-1] % count == count - 1):
             self._make_slices()
@@ -129,113 +124,115 @@ class ReplicaCheck:
         self._sent, self._recorded = self._recorded, []
         if not self._sent:
             return [0.0] * NUMBERS_PER_MESSAGE
-        total = _combine([each.value for each in self._sent])
+        total = _combine([record.value for record in self._sent])
         if isinstance(total, int):
             low, high = float(total >> 32 & 0xFFFF), float(total >> 48 & 0xFFFF)
             return [low, high, low * low, high * high]
-        pieces = torch.stack([total >> 32, total >> 48]).bitwise_and_(0xFFFF).double()
-        return [torch.cat([pieces, pieces * pieces])]
+        halves = torch.stack([total >> 32, total >> 48]).bitwise_and_(0xFFFF).double()
+        return [torch.cat([halves, halves * halves])]
 
     def verify(self, sums: Sequence[float]) -> None:
-        """Compare the replicas, from the sums of `message` over all ranks."""
+        """Compare the replicas, from the sums of `message` over all ranks.
+
+        Raises:
+            SilentCorruption: on all ranks: the replicas differ.
+        """
         low, high, low_squares, high_squares = map(int, sums)
         num_ranks = self._context.ranks.world_size
         if num_ranks * low_squares != low**2 or num_ranks * high_squares != high**2:
             raise self._find_difference()
-        for each in self._sent:
-            each.slice.verified_step = each.step
+        for record in self._sent:
+            record.slice.verified_step = record.step
         if self._sent:
-            self._state.compared_step = min(one.verified_step for one in self._slices)
+            self._state.compared_step = min(state_slice.verified_step for state_slice in self._slices)
 
     def _make_slices(self) -> None:
         tensors = list(self._tensors())
         sizes = [-(-holder[key].nbytes // _ALIGNMENT) * _ALIGNMENT for _, holder, key in tensors]
-        least = _MIN_SLICE_BYTES.get(self._context.device.type, 4 << 20)
-        count = max(1, min(self._every, sum(sizes) // least))
+        min_bytes = _MIN_SLICE_BYTES.get(self._context.device.type, 4 << 20)
+        count = max(1, min(self._every, sum(sizes) // min_bytes))
         slice_bytes = -(-sum(sizes) // (count * _ALIGNMENT)) * _ALIGNMENT
-        slices: list[list[_Part]] = [[] for _ in range(count)]
+        slices: list[list[_Piece]] = [[] for _ in range(count)]
         offset = 0
         for (name, holder, key), size in zip(tensors, sizes, strict=True):
             start, num_bytes = 0, holder[key].nbytes
-            most = _BLOCK_SIZE * min(4, holder[key].element_size())
+            max_bytes = _BLOCK_SIZE * min(4, holder[key].element_size())
             while start < num_bytes:
                 index = (offset + start) // slice_bytes
-                stop = min(num_bytes, (index + 1) * slice_bytes - offset, start + most)
-                slices[index].append(_Part(name, holder, key, start, stop))
+                stop = min(num_bytes, (index + 1) * slice_bytes - offset, start + max_bytes)
+                slices[index].append(_Piece(name, holder, key, start, stop))
                 start = stop
             offset += size
         if sizes != self._sizes:
             self._sizes = sizes
             self._slices = [_Slice([], self._state.compared_step or 0) for _ in slices]
-        for one, parts in zip(self._slices, slices, strict=True):
-            one.parts = parts
+        for state_slice, pieces in zip(self._slices, slices, strict=True):
+            state_slice.pieces = pieces
 
     def _tensors(self) -> Iterator[tuple[str, Mapping[Any, torch.Tensor], Any]]:
-        """Yield the name and the place of each tensor that all ranks have completely."""
-        names = {}
         parameters = dict(self._state.module.named_parameters())
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
-            names[parameter] = name
             if _is_complete(parameter):
                 yield name, parameters, name
         for optimizer in self._state.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = optimizer.state.get(parameter, {})
-                    for key in sorted(state, key=str):
-                        if _is_complete(state[key]):
-                            yield f"{key} of {names.get(parameter, 'a parameter')}", state, key
+            for tensor in parameters_of(optimizer):
+                state = optimizer.state.get(tensor, {})
+                for key in sorted(state, key=str):
+                    if _is_complete(state[key]):
+                        yield f"{key} of {names.get(tensor, 'a parameter')}", state, key
 
-    def _hash(self, parts: Sequence[_Part]) -> _Hash:
-        """Return an order-sensitive hash of the parts; does not wait for a GPU."""
+    def _hash(self, pieces: Sequence[_Piece]) -> _Hash:
+        """Return an order-sensitive hash; does not wait for a GPU."""
         host = 0
         on_gpu: list[torch.Tensor] = []
-        for part in parts:
-            numbers = part.numbers()
+        for piece in pieces:
+            numbers = piece.numbers()
             if numbers.device.type == "cpu":
                 host = xxhash.xxh3_64_intdigest(numbers.numpy().data, seed=host)
             else:
                 on_gpu.append(numbers)
         return _combine([_signed(host), *self._hash_on_device(on_gpu)])
 
-    def _hash_on_device(self, parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield hashes of integers on a device: sums with weights that depend on the position."""
-        if parts and self._weights is None:
+    def _hash_on_device(self, numbers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield hashes of integers on a device: sums with weights that depend on the position.
+
+        The weights are odd, so a single flipped bit always changes the sum modulo 2**64.
+        """
+        if numbers and self._weights is None:
             generator = torch.Generator().manual_seed(0)
             weights = torch.randint(-(2**63), 2**63 - 1, (_BLOCK_SIZE,), generator=generator)
-            self._weights = weights.bitwise_or_(1).to(parts[0].device)
-        for block in _blocks(parts):
+            self._weights = weights.bitwise_or_(1).to(numbers[0].device)
+        for block in _blocks(numbers):
             assert self._weights is not None
             yield (block * self._weights[: len(block)]).sum()
 
     def _find_difference(self) -> SilentCorruption:
-        own = own_suspect(self._context)
-        hashes = [int(each.value) for each in self._sent]
-        answers = self._context.all_gather([own.host, own.device, hashes])
-        different = (i for i in range(len(hashes)) if len({answer[2][i] for answer in answers}) > 1)
+        suspect = own_suspect(self._context)
+        hashes = [int(record.value) for record in self._sent]
+        gathered = self._context.all_gather([suspect.host, suspect.device, hashes])
+        different = (i for i in range(len(hashes)) if len({rank[2][i] for rank in gathered}) > 1)
         # If all are equal, their sum or its message was wrong.
         number = next(different, len(hashes) - 1)
-        found = self._sent[number]
-        odd = _find_odd([answer[2][number] for answer in answers])
-        suspects = tuple(Suspect(rank, *answers[rank][:2]) for rank in odd or range(len(answers)))
+        record = self._sent[number]
+        odd = _find_odd([rank[2][number] for rank in gathered])
+        suspects = tuple(Suspect(rank, *gathered[rank][:2]) for rank in odd or range(len(gathered)))
         # The difference usually remains in the next steps, so the current state shows the tensors.
-        parts = found.slice.parts
-        current = self._context.all_gather([int(self._hash([part])) for part in parts])
-        names = [
-            part.name
-            for part, *values in zip(parts, *current, strict=True)
-            if len(set(values)) > 1
-        ]  # fmt: skip
-        names = list(dict.fromkeys(names or [part.name for part in parts]))
-        what = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+        pieces = record.slice.pieces
+        current = self._context.all_gather([int(self._hash([piece])) for piece in pieces])
+        hashes_of = zip(*current, strict=True)
+        names = [piece.name for piece, values in zip(pieces, hashes_of, strict=True) if len({*values}) > 1]
+        names = list(dict.fromkeys(names or [piece.name for piece in pieces]))
+        text = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
         verified_step = self._state.verified_step or 0
-        majority = f"{len(answers) - len(odd)} of {len(answers)} ranks agree, all except" if odd else None
-        text = (
-            f"After step {found.step}, {what} differed between the ranks. The last comparison "
-            f"that found no difference was after step {found.slice.verified_step}. "
-            f"{describe_suspects(majority, suspects, verified_step)}"
+        majority = f"{len(gathered) - len(odd)} of {len(gathered)} ranks agree, all except" if odd else None
+        return SilentCorruption(
+            f"After step {record.step}, {text} differed between the ranks. The last comparison that found "
+            f"no difference was after step {record.slice.verified_step}. "
+            f"{describe_suspects(majority, suspects, verified_step)}",
+            suspects,
+            verified_step,
         )
-        return SilentCorruption(text, suspects, verified_step)
 
 
 def _find_odd(values: Sequence[int]) -> list[int]:
@@ -258,14 +255,13 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _blocks(parts: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the numbers of the parts, in order, in as few tensors as possible."""
+def _blocks(numbers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     block: list[torch.Tensor] = []
-    for part in parts:
-        if block and sum(map(len, block)) + len(part) > _BLOCK_SIZE:
+    for piece in numbers:
+        if block and sum(map(len, block)) + len(piece) > _BLOCK_SIZE:
             yield torch.cat(block)
             block = []
-        block.append(part)
+        block.append(piece)
     if block:
         yield torch.cat(block)
 
@@ -291,12 +287,7 @@ def _flatten(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_suspect(context: DistributedContext) -> Suspect:
-    """Return this rank, as named in errors."""
-    host = host_name(os.environ)
-    return Suspect(context.ranks.rank, host, _name_device(context.device, context.ranks.rank))
-
-
-def _name_device(device: torch.device, rank: int) -> str:
-    if device.type == "cuda":
-        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return f"CPU of rank {rank}"
+    rank, device = context.ranks.rank, f"CPU of rank {context.ranks.rank}"
+    if context.device.type == "cuda":
+        device = f"GPU-{torch.cuda.get_device_properties(context.device).uuid}"
+    return Suspect(rank, host_name(os.environ), device)

@@ -111,7 +111,6 @@ def _translate(name: str, value: Any, call: Mapping[str, object], names: list[st
 
 
 def _select(gpus: Any, call: Mapping[str, object]) -> Any:
-    """Return the devices for a number of GPUs, according to `auto_select_gpus`."""
     match call.get("auto_select_gpus"), gpus:
         case True, -1 | "-1":
             return "auto"

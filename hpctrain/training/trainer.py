@@ -22,9 +22,9 @@ from hpctrain.training.base.device_selection import find_devices, has_launcher, 
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.lightning_module import LightningHooks, lightning_base, module_run
-from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
+from hpctrain.training.loop.training_loop import build_training_loop
 from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies import (
@@ -76,7 +76,6 @@ class Trainer(TrainerConfig):
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0."""
         return self.ranks.is_main
 
     def fit(
@@ -95,8 +94,7 @@ class Trainer(TrainerConfig):
                 every rank.
             train_dataset: a map-style data set, with `len()` and `[index]` or `__getitems__([indices])`;
                 tensors or NumPy arrays of equal length, alone or in a TensorDataset, a tuple or a dict; a
-                stream, which is an `IterableDataset`; or a DataLoader with one of these. The ranks divide
-                each batch of a DataLoader, and its sampler determines the order.
+                stream, which is an `IterableDataset`; or a DataLoader with one of these.
             val_dataset: data of one of these kinds, or None for no validation.
             datamodule: a LightningDataModule, for a LightningModule.
             **lightning: arguments of Lightning's `fit`: `model`, `train_dataloaders`, `val_dataloaders`,
@@ -108,10 +106,10 @@ class Trainer(TrainerConfig):
                 completed a training in the run folder.
         """
         folder = output_folder(self.run_dir, os.environ)
-        given = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
-        given = _canonical_arguments("fit", {**given, "datamodule": datamodule}, lightning)
-        if lightning_base(given["train_dataset"], "LightningDataModule") is not None:
-            given |= {"train_dataset": None, "datamodule": given["train_dataset"]}
+        arguments = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
+        arguments = _canonical_arguments("fit", {**arguments, "datamodule": datamodule}, lightning)
+        if lightning_base(arguments["train_dataset"], "LightningDataModule") is not None:
+            arguments |= {"train_dataset": None, "datamodule": arguments["train_dataset"]}
         with TrainingMarker("Trainer.fit()", folder, os.environ) as training:
             run = self._find_run()
             if run is not None and not self.run_dir and run.path in _TRAINED:
@@ -120,7 +118,7 @@ class Trainer(TrainerConfig):
                     "checkpoints of that training are there. Set a separate folder for one of the trainers "
                     "with Trainer(run_dir=…)."
                 )
-            self._fit(training, **given)
+            self._fit(training, **arguments)
         if run is not None:
             _TRAINED.add(run.path)
 
@@ -168,10 +166,10 @@ class Trainer(TrainerConfig):
                 stop=stop,
             )
             training.set_last_step(loop.last_step)
-            if self.is_main and (remark := self._remark_on_unsaved(module, loop.state)):
-                print(f"hpctrain: {remark}", flush=True)
+            if self.is_main and (message := self._remark_on_unsaved(module, loop.state)):
+                print(f"hpctrain: {message}", flush=True)
             self.optimizers = list(loop.state.optimizers)
-            self.schedulers = [inner_scheduler(each) for each in loop.state.schedulers]
+            self.schedulers = [inner_scheduler(scheduler) for scheduler in loop.state.schedulers]
             try:
                 loop.run()
             finally:
@@ -185,22 +183,14 @@ class Trainer(TrainerConfig):
     def validate(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> dict[str, float]:
-        """Return the means of `validation_step` over `dataset`. All ranks must call this.
-
-        Raises:
-            UserError: the data set is empty, or the ranks return different names.
-        """
+        """Return the means of `validation_step` over `dataset`. All ranks must call this."""
         with self._evaluation("validate", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.means("validation_step", "val_loss")
 
     def test(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> dict[str, float]:
-        """Return the means of `test_step` over `dataset`. All ranks must call this.
-
-        Raises:
-            UserError: the data set is empty, or the ranks return different names.
-        """
+        """Return the means of `test_step` over `dataset`. All ranks must call this."""
         with self._evaluation("test", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.means("test_step", "test_loss")
 
@@ -211,9 +201,6 @@ class Trainer(TrainerConfig):
 
         Every rank receives all outputs, which must fit into its memory; tensors are on the CPU. For a
         map-style data set, batches are in the order of the data set, with any number of ranks.
-
-        Raises:
-            UserError: the data set is empty.
         """
         with self._evaluation("predict", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.predictions()
@@ -222,8 +209,8 @@ class Trainer(TrainerConfig):
     def _evaluation(
         self, method: str, module: Any, dataset: Any, datamodule: Any, lightning: dict[str, Any]
     ) -> Iterator[Evaluation]:
-        given = {"module": module, "dataset": dataset, "datamodule": datamodule}
-        module, dataset, datamodule = _canonical_arguments(method, given, lightning).values()
+        arguments = {"module": module, "dataset": dataset, "datamodule": datamodule}
+        module, dataset, datamodule = _canonical_arguments(method, arguments, lightning).values()
         if lightning_base(dataset, "LightningDataModule") is not None:
             dataset, datamodule = None, dataset
         # Without a launcher, one device is sufficient; no processes are started.
@@ -259,7 +246,7 @@ class Trainer(TrainerConfig):
         result = spawn_ranks(
             devices,
             _run_rank,
-            whose="Trainer.fit",
+            caller="Trainer.fit",
             environ=os.environ,
             trainer=self,
             strategy=self._strategy,
@@ -272,7 +259,7 @@ class Trainer(TrainerConfig):
         CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
 
     def _remark_on_unsaved(self, module: Any, state: TrainingState) -> str | None:
-        stateful = [each for each in self.callbacks if overrides_any(each, ["state_dict"])]
+        stateful = [callback for callback in self.callbacks if overrides_any(callback, ["state_dict"])]
         attributes = vars(module) if overrides_any(module, ["on_save_checkpoint"]) else None
         return remark_on_unsaved(
             [module, attributes, *stateful, *state.optimizers, *map(inner_scheduler, state.schedulers)],
@@ -281,7 +268,6 @@ class Trainer(TrainerConfig):
         )
 
     def _find_run(self) -> RunDir | None:
-        """Return `run_dir`, otherwise the run folder, which can contain only one training."""
         folder = output_folder(self.run_dir, os.environ)
         return None if folder is None else RunDir(Path(folder).absolute())
 

@@ -25,13 +25,10 @@ _DEFAULT_GRAINS = 24
 
 
 class _Rule(NamedTuple):
-    """Requirement of some settings."""
-
     settings: tuple[str, ...]
     requirement: str
     """End of the message."""
     values: tuple[object, ...] = ()
-    """Values that meet it."""
     is_met: Callable[[Any], bool] = lambda _: False
     """Test for other values."""
 
@@ -48,17 +45,26 @@ def _is_positive(value: Any) -> bool:
     return (type(value) is int or isinstance(value, float)) and value > 0
 
 
+def _is_seed(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _is_compile(value: Any) -> bool:
+    return isinstance(value, (bool, Mapping))
+
+
 _COUNT, _NUMBER = "an integer of at least 1", "a number above 0"
+_MAX_REPEATED = "True, False or the maximum number of steps to repeat after a failure (at least 1)"
 _OPTIONAL_COUNTS = (
     *("max_steps", "max_epochs", "lr_reference_batch_size", "num_nodes", "grain_size", "witness_every"),
     *("keep_last", "keep_every", "log_every", "prefetch_factor", "replica_check_every"),
 )
+_NATURALS = ("warmup_steps", "sanity_val_batches", "num_workers", "keep_best")
 _RULES = (
     _Rule(_OPTIONAL_COUNTS, _COUNT, (None,), _is_count),
     _Rule(("global_batch_size", "accumulate_grad_batches"), _COUNT, (), _is_count),
     _Rule(("micro_batch_size",), f"{_COUNT} or 'auto'", (None, "auto"), _is_count),
-    _Rule(("warmup_steps", "sanity_val_batches", "num_workers"), "an integer of at least 0", (), _is_natural),
-    _Rule(("keep_best",), "an integer of at least 0", (), _is_natural),
+    _Rule(_NATURALS, "an integer of at least 0", (), _is_natural),
     _Rule(("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb"), _NUMBER, (None,), _is_positive),
     _Rule(("dataloader_timeout_s",), _NUMBER, (), _is_positive),
     _Rule(("loss_spike_threshold",), f"{_NUMBER}, 'auto' or None", (None, "auto"), _is_positive),
@@ -68,22 +74,9 @@ _RULES = (
     _Rule(("lr_scaling",), "'linear' or 'sqrt'", ("linear", "sqrt")),
     _Rule(("mode",), "'min' or 'max'", ("min", "max")),
     _Rule(("on_bad_loss",), "'stop', 'skip', 'rollback' or None", ("stop", "skip", "rollback", None)),
-    _Rule(
-        ("memory_copies",),
-        "True, False or the maximum number of steps to repeat after a failure (at least 1)",
-        (True, False),
-        _is_natural,
-    ),
-    _Rule(
-        ("seed",),
-        "an integer that fits in 64 bits",
-        is_met=lambda value: type(value) is int and -(2**63) <= value < 2**63,
-    ),
-    _Rule(
-        ("compile",),
-        "True, False or a dict of torch.compile arguments",
-        is_met=lambda value: isinstance(value, (bool, Mapping)),
-    ),
+    _Rule(("memory_copies",), _MAX_REPEATED, (True, False), _is_natural),
+    _Rule(("seed",), "an integer that fits in 64 bits", (), _is_seed),
+    _Rule(("compile",), "True, False or a dict of torch.compile arguments", (), _is_compile),
 )
 
 
@@ -101,7 +94,7 @@ class _AcceptsAliases(type):
 
 @dataclass(kw_only=True)
 class TrainerConfig(metaclass=_AcceptsAliases):
-    """The settings of a `Trainer`, as in docs/training.md.
+    """The settings of a `Trainer`, which docs/training.md describes.
 
     `resolve_strategy` checks those that depend on strategy and algorithm.
 
@@ -113,110 +106,55 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     given: ClassVar[Mapping[str, str]] = {}
     """Settings that the user passed, without those that are None, and the name and value in the call."""
     max_steps: int | None = None
-    """Number of optimizer steps after which training ends. Set either this or `max_epochs`."""
     max_epochs: int | None = None
-    """Number of epochs after which training ends. Set either this or `max_steps`."""
     global_batch_size: int = 32
-    """Samples per optimizer step, summed over all ranks; the same for any number of ranks."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Maximum samples per forward and backward pass of a rank."""
     accumulate_grad_batches: int = 1
-    """Batches per optimizer step. A DataLoader's batch size is multiplied by this number."""
     strategy: str = "auto"
-    """Strategy, from docs/strategies.md. `auto` uses `HPCTRAIN_STRATEGY` if it is set, otherwise `ddp`."""
     algorithm: str | Any = "allreduce"
-    """Algorithm with which the ranks of `ddp` exchange gradients or weights: a name, or an `Algorithm`."""
     bucket_cap_mb: float | None = None
-    """Size of gradient buckets in megabytes, with `ddp`, `ddp_spawn`, `ddp2` and `zero1`."""
     static_graph: bool = False
-    """Assert that every step uses the same parameters in the same way; torch does not check this."""
     find_unused_parameters: bool = False
-    """Allow steps that do not use all parameters."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    """`gpu` requires GPUs, `cpu` ignores them, `auto` uses them if there are any."""
     devices: Devices | None = None
-    """Devices of this node for training: a number, -1 for all, or `auto` for all free ones.
-
-    Without a launcher, one process is started per device, except with `dp`; indices such as `[1, 3]` or
-    `"1,3"` select GPUs. With a launcher, the number must be that of the node's ranks. None means the devices
-    of the launcher, otherwise one device, or `auto` with `ddp_spawn` and `dp`.
-    """
     num_nodes: int | None = None
-    """Number of nodes, which must be that of the launch; None for any number."""
     precision: str = "32"
-    """Number format: `32`, `bf16-mixed`, `16-mixed` or `bf16-true`."""
     gradient_clip_norm: float | None = None
-    """Maximum norm of all gradients; larger gradients are scaled down."""
     gradient_clip_value: float | None = None
-    """Maximum absolute value of each gradient element; larger values are clipped."""
     lr_reference_batch_size: int | None = None
-    """Batch size that the learning rate was tuned for; the rate is scaled to `global_batch_size`."""
     lr_scaling: Literal["linear", "sqrt"] = "linear"
-    """`linear` scales the rate by the ratio of the batch sizes (for SGD), `sqrt` by its root (for Adam)."""
     warmup_steps: int = 0
-    """Steps of the learning-rate warm-up: from the configured rate if it is scaled up, otherwise from 0."""
     recompute: Sequence[str] = ()
-    """Submodules whose activations the backward pass recomputes."""
     compile: bool | Mapping[str, Any] = False
-    """Compile the module's steps with `torch.compile`. Pass a mapping to set its arguments."""
     checkpoint_every: int | Literal["auto"] | None = "auto"
-    """Steps between checkpoints. In addition, a stop and the end of training always save."""
     checkpoint_async: bool = True
-    """Continue training while a checkpoint is written. Training pauses only while the state is copied."""
     keep_last: int = 3
-    """Number of newest checkpoints to keep."""
     keep_every: int | None = None
-    """Also keep checkpoints whose step is a multiple of this number. None keeps no additional ones."""
     keep_best: int = 0
-    """Number of best checkpoints to keep in addition. Unless it is 0, each validated state is saved."""
     monitor: str = "val_loss"
-    """Metric for `keep_best`: a name that `validation_step` or `training_step` returns."""
     mode: Literal["min", "max"] = "min"
-    """`min` if lower values of `monitor` are better, `max` if higher values are better."""
     local_checkpoints: str | os.PathLike[str] | None = None
-    """Fast folder on each node, for the first copy of checkpoints; `auto` uses /dev/shm or TMPDIR."""
     on_bad_loss: Literal["stop", "skip", "rollback"] | None = "stop"
-    """Reaction to a loss that is not finite, or is far above previous losses."""
     loss_spike_threshold: float | Literal["auto"] | None = "auto"
-    """Distance from the median of the last losses that is bad, in robust standard deviations."""
     replica_check_every: int | None = 100
-    """Number of steps in which the complete replicas of the ranks are compared once, one slice per step."""
     memory_copies: bool | int = True
-    """Copies of the state in the memory of the nodes, so that a failure repeats few steps."""
     validate_every: int | Literal["epoch"] | None = "epoch"
-    """Steps between validations, or `epoch` for the end of each epoch. Training ends with a validation."""
     sanity_val_batches: int = 1
-    """Batches per rank to validate before the first step, to detect errors in the validation immediately."""
     callbacks: Sequence[Callback] = ()
-    """Callbacks, such as `EarlyStopping`."""
     log_every: int = 1
-    """Steps between lines in `metrics.jsonl`."""
     loggers: Sequence[str | Logger] = ()
-    """Additional metric loggers: `csv`, `tensorboard`, `wandb`, `mlflow`, `neptune`, or your own."""
     elastic_determinism: bool = False
-    """Make every bit of the result independent of the number of ranks; see docs/exactness.md."""
     grain_size: int | None = None
-    """Samples of a batch that are computed together with `elastic_determinism`."""
     witness_every: int | None = None
-    """Steps between comparisons of the same gradient from two ranks, to detect faulty devices."""
     seed: int = 0
-    """Seed of initial weights, data order and dropout."""
     hparams: Any = None
-    """Hyper-parameters to record, in addition to the arguments of the script."""
     record_samples: bool = False
-    """Write the indices of all trained samples to `samples/`."""
     run_dir: str | os.PathLike[str] | None = None
-    """Output folder; None uses the run folder of the job. Without either folder, nothing is written."""
     num_workers: int = 0
-    """Data workers per rank; 0 loads batches in the rank itself."""
     prefetch_factor: int = 2
-    """Batches that each data worker prefetches."""
     dataloader_timeout_s: float = 900.0
-    """Maximum wait for a batch from a data worker, in seconds."""
     seed_samples: bool = True
-    """Seed the global random generators for each fetched sample."""
     collate_fn: Callable[[list[Any]], Any] | None = None
-    """Function that combines samples into a batch. None uses torch's default."""
 
     def __post_init__(self) -> None:
         if (self.max_steps is None) == (self.max_epochs is None):
@@ -227,7 +165,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         for rule in _RULES:
             for name in rule.settings:
                 value = getattr(self, name)
-                if not (any(value is each or value == each for each in rule.values) or rule.is_met(value)):
+                if not (value in rule.values or rule.is_met(value)):
                     raise UserError(f"{name} is {value!r}, but must be {rule.requirement}.")
         if isinstance(self.recompute, str):
             self.recompute = (self.recompute,)
@@ -251,12 +189,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             self.hparams = plain_hparams(self.hparams or {})
         except TypeError as error:
             raise UserError(f"{error}.") from None
-        selects_gpus = self.devices is not None and isinstance(parse_devices(self.devices), list)
-        if selects_gpus and self.accelerator == "cpu":
-            raise UserError(
-                f"{self.given['devices']} selects GPUs, but {self.given['accelerator']}. Set devices to the "
-                "number of processes."
-            )
+        if self.devices is not None:
+            parse_devices(self.devices)
         self.precision = canonical_precision(self.precision)
         self._set_grain_size()
 
@@ -312,7 +246,6 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         )
 
     def second_tier(self, environ: Mapping[str, str]) -> Path | None:
-        """Return the folder of the local tier; None if it is not used."""
         if self.local_checkpoints is None:
             return None
         if self.local_checkpoints != "auto":

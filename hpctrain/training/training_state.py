@@ -20,49 +20,54 @@ from hpctrain.training.optim.resumed_values import IgnoredValue, configured_valu
 
 
 class Stateful(Protocol):
-    """Object with a state that a checkpoint can contain."""
-
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class TrainingState:
-    """The module and all other state that changes from step to step."""
-
     def __init__(
         self, module: Module, optimization: OptimizerSetup, source: StepSource, loss_guard: LossGuard
     ) -> None:
         self.module, self.source, self.loss_guard = module, source, loss_guard
         self.optimizers, self.schedulers = optimization.optimizers, optimization.schedulers
         self._script = self._configured = configured_values(self.optimizers, self.schedulers)
+        #: Values of the script that differ from those in the loaded checkpoint.
         self.ignored: list[IgnoredValue] = []
+        #: True if gradients may remain after a step.
         self.keeps_gradients = is_manual(module)
         self.scaler: Stateful | None = None
         self.callbacks: Stateful | None = None
         self.algorithm: Stateful | None = None
         self.determinism: ElasticDeterminism | None = None
+        #: Completed optimizer steps, and the epoch of the last of them, counted from 0.
         self.step = self.epoch = 0
+        #: True if that step was the last step of training.
         self.finished = False
+        #: World size, and the micro-batch size found for this world size; None without a search.
         self.micro_batches: tuple[int, int] | None = None
+        #: Parts of a loaded checkpoint that could not be restored, as sentences.
         self.remarks: list[str] = []
         self.is_position_restored = True
+        #: Last step after which the replicas were equal; None if they are not compared.
         self.compared_step: int | None = None
+        #: Last step in which gradients were computed twice; None without a witness.
         self.witnessed_step: int | None = None
-        self.validated_step = 0
+        #: Results of the latest validation, and its step, or 0.
         self.validation: dict[str, float] = {}
+        self.validated_step = 0
+        #: Latest logged scalars.
         self.latest: dict[str, float] = {}
 
     @property
     def verified_step(self) -> int | None:
         """Last step after which the state is known to be good; None if it is not verified."""
-        return min(
-            (each for each in (self.compared_step, self.witnessed_step) if each is not None), default=None
-        )
+        steps = (self.compared_step, self.witnessed_step)
+        return min((step for step in steps if step is not None), default=None)
 
     def tree(self) -> dict[str, Any]:
         """Return the content of a checkpoint, as nested containers of plain values and tensors."""
-        own: dict[str, Any] = {}
-        self.module.on_save_checkpoint(own)
+        user: dict[str, Any] = {}
+        self.module.on_save_checkpoint(user)
         return {
             "module": self.module.state_dict(),
             **({"gradients": self._gradients()} if self.keeps_gradients else {}),
@@ -74,7 +79,7 @@ class TrainingState:
             "algorithm": {} if self.algorithm is None else self.algorithm.state_dict(),
             "determinism": None if self.determinism is None else self.determinism.state_dict(),
             "loss_guard": self.loss_guard.state_dict(),
-            "user": own,
+            "user": user,
             "plan": self.source.identity(),
             "epoch": self.epoch,
             "position": self.source.state_dict(),
@@ -96,7 +101,6 @@ class TrainingState:
         }
 
     def load(self, loaded: LoadedCheckpoint) -> None:
-        """Restore the result of `tree`."""
         tree = {**loaded.state}
         tree["module"] = match_names(tree["module"], self.module.state_dict())
         # An imported checkpoint has no sample order, so training starts a new order.
@@ -130,7 +134,7 @@ class TrainingState:
             self.callbacks.load_state_dict(tree.get("callbacks", {}))
         if self.algorithm is not None:
             self.algorithm.load_state_dict(tree.get("algorithm", {}))
-        remarks = self._load_determinism(tree.get("determinism"))
+        messages = self._load_determinism(tree.get("determinism"))
         self.loss_guard.load_state_dict(tree.get("loss_guard", {}))
         if tree["user"]:
             self.module.on_load_checkpoint(tree["user"])
@@ -138,9 +142,9 @@ class TrainingState:
             unrestored = self.source.load_state_dict(tree["position"])
             self.is_position_restored = not unrestored
             self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
-            remarks = [*remarks, *unrestored]
+            messages = [*messages, *unrestored]
         self._configured = tree.get("configured") or self._script
-        self.remarks = remarks
+        self.remarks = messages
         self.step = loaded.step
         # A state that was not verified before is the beginning of the verified steps.
         known_good = self.step if loaded.verified_step is None else loaded.verified_step
@@ -157,20 +161,18 @@ class TrainingState:
                 before = tree["module"].get(names.get(parameter))
                 if before is None or before.dtype != parameter.dtype or parameter not in optimizer.state:
                     continue
-                own = optimizer.state[parameter]
+                state = optimizer.state[parameter]
                 for name, value in saved["state"].get(number, {}).items():
-                    if isinstance(value, torch.Tensor) and own[name].dtype != value.dtype:
-                        own[name] = value.detach().clone().to(own[name].device)
+                    if isinstance(value, torch.Tensor) and state[name].dtype != value.dtype:
+                        state[name] = value.detach().clone().to(state[name].device)
 
     def _load_determinism(self, state: dict[str, Any] | None) -> list[str]:
         if self.determinism is None:
             return []
         if state is None:
             self.determinism.exponents.clear()
-            remark = (
-                "The checkpoint was saved without elastic_determinism, so the result of its steps depends "
-            )
-            return [remark + "on the number of ranks."]
+            result = "so the result of its steps depends on the number of ranks"
+            return [f"The checkpoint was saved without elastic_determinism, {result}."]
         return self.determinism.load_state_dict(state)
 
 
@@ -180,15 +182,14 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"state": dict(enumerate(parameter for group in groups for parameter in group["params"]))}
 
 
-def _load_each(what: str, things: Sequence[Stateful], states: Sequence[dict[str, Any]] | None) -> None:
-    """Load the state of each of `things`; None if the checkpoint has no state."""
+def _load_each(kind: str, targets: Sequence[Stateful], states: Sequence[dict[str, Any]] | None) -> None:
     if states is None:
         return
-    if len(things) != len(states):
+    if len(targets) != len(states):
         raise ValueError(
-            f"the checkpoint has {pluralize(len(states), what)}, but the script has {len(things)}"
+            f"the checkpoint has {pluralize(len(states), kind)}, but the script has {len(targets)}"
         )
-    for thing, state in zip(things, states, strict=True):
-        if isinstance(thing, torch.optim.Optimizer):
-            check_optimizer_class(thing, state)
-        thing.load_state_dict(state)
+    for target, state in zip(targets, states, strict=True):
+        if isinstance(target, torch.optim.Optimizer):
+            check_optimizer_class(target, state)
+        target.load_state_dict(state)

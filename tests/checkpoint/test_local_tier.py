@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import threading
@@ -65,26 +64,6 @@ def test_each_rank_saves_to_its_node_and_parts_are_copied(tmp_path):
     run_on_ranks(save_on_own_node, tmp_path)
 
 
-def save_on_one_node(folder: Path) -> None:
-    store = rank_checkpoints.open_store(folder, "node")
-    rank_checkpoints.save(store, 1)
-    with failing_copies(folder):
-        rank_checkpoints.begin(store, 2)
-        store.close()
-    reopened = rank_checkpoints.open_store(folder, "node")
-    loaded, _ = reopened.load_newest()
-    assert loaded.path.parent.parent == folder / "node"
-    assert torch.equal(loaded.state["big"], rank_checkpoints.state(2)["big"])
-    assert reopened.close(clean=True) == []
-
-
-@pytest.mark.ranks
-def test_newest_checkpoint_of_local_tier_is_loaded_and_copied(tmp_path):
-    run_on_ranks(save_on_one_node, tmp_path)
-    assert (rank_checkpoints.shared_folder(tmp_path) / "step-00000002" / "manifest.json").exists()
-    assert list((tmp_path / "node").iterdir()) == []
-
-
 def save_without_folder_on_node_1(folder: Path) -> None:
     if dist.get_rank() == 1:
         (folder / "node-1").write_text("no folder")
@@ -134,20 +113,6 @@ def nodes(nodes_with_step_2, tmp_path) -> Iterator[Path]:
     original.rename(nodes_with_step_2)
 
 
-def load_and_save_step_3(folder: Path) -> None:
-    store = open_on_node(folder, dist.get_rank())
-    rank_checkpoints.assert_loads(store, 2)
-    assert (rank_checkpoints.shared_folder(folder) / "step-00000002" / "manifest.json").exists()
-    rank_checkpoints.begin(store, 3)
-    assert store.close() == []
-    rank_checkpoints.assert_loads(store, 3)
-
-
-@pytest.mark.ranks
-def test_restart_on_same_nodes_joins_their_parts(nodes):
-    run_on_ranks(load_and_save_step_3, nodes)
-
-
 def drain_own_node(folder: Path) -> None:
     rank = dist.get_rank()
     assert open_on_node(folder, rank).drain(30.0) == []
@@ -160,16 +125,20 @@ def test_drain_copies_checkpoints_from_nodes(nodes):
     run_on_ranks(drain_own_node, nodes)
 
 
-def load_on_the_next_node(folder: Path) -> None:
+def load_on_the_next_node_and_save(folder: Path) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = open_on_node(folder, (rank + 1) % world_size)
     rank_checkpoints.assert_loads(store, 2, same_ranks=world_size == 2)
+    assert (rank_checkpoints.shared_folder(folder) / "step-00000002" / "manifest.json").exists()
+    rank_checkpoints.begin(store, 3)
+    assert store.close() == []
+    rank_checkpoints.assert_loads(store, 3)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_restart_with_swapped_nodes_joins_their_parts(nodes, world_size):
-    run_on_ranks(load_on_the_next_node, nodes, world_size=world_size)
+    run_on_ranks(load_on_the_next_node_and_save, nodes, world_size=world_size)
 
 
 def load_without_node_1(folder: Path) -> None:
@@ -187,22 +156,6 @@ def load_without_node_1(folder: Path) -> None:
 @pytest.mark.ranks
 def test_restart_without_a_node_loads_shared_checkpoint(nodes):
     run_on_ranks(load_without_node_1, nodes)
-
-
-def load_with_broken_part(folder: Path) -> None:
-    rank = dist.get_rank()
-    if rank == 1:
-        (path,) = (folder / "node-1").glob("*/step-00000002/__1_0.distcp")
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-    loaded, broken = open_on_node(folder, rank).load_newest()
-    assert loaded.step == 1
-    assert "__1_0.distcp has checksum" in broken[0], broken
-    assert "step-00000002.broken-0" in broken[0]
-
-
-@pytest.mark.ranks
-def test_corrupt_part_of_a_node_is_skipped(nodes):
-    run_on_ranks(load_with_broken_part, nodes)
 
 
 def state(step: int) -> dict:
@@ -281,16 +234,9 @@ def plant(folder: Path, attack: str) -> None:
         case "link":
             (folder.parent / "elsewhere").mkdir(0o700)
             folder.symlink_to("elsewhere")
-        case "file":
-            folder.touch(0o600)
         case "mode":
             folder.mkdir()
             folder.chmod(0o750)
-        case "owner":
-            if os.geteuid() != 0:
-                pytest.skip("giving a folder away takes root")
-            folder.mkdir(0o700)
-            os.chown(folder, 65534, 65534)
         case "replaceable":
             folder.parent.chmod(0o777)
 
@@ -299,9 +245,7 @@ def plant(folder: Path, attack: str) -> None:
     ("attack", "pattern"),
     [
         ("link", "is a symbolic link, not a folder. Remove this symbolic link"),
-        ("file", "is a file, not a folder. Remove this file"),
         ("mode", "has mode 0750, not 0700: other users can access it. Remove this folder"),
-        ("owner", "belongs to user 65534, not to user 0. Ask its owner to remove it"),
         ("replaceable", "can be replaced by any user: .* has mode 0777. Set the sticky bit"),
     ],
 )
@@ -324,32 +268,6 @@ def test_tier_open_to_other_users_is_refused(tmp_path, tier, attack, pattern):
     assert re.search(pattern, saved.notes[0])
     assert "directly" in saved.notes[0]
     assert not folder.is_dir() or list(folder.iterdir()) == []
-
-
-def test_blocking_save_goes_to_shared_folder(tmp_path, tier):
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
-    assert store.save(1, state(1), {}).path == tmp_path / "run" / "checkpoints" / "step-00000001"
-    store.close(clean=True)
-    assert names(tier) == []
-
-
-def test_tier_cleanup_never_exposes_partial_checkpoints(tmp_path, tier, monkeypatch):
-    """A kill at any moment of it leaves whole checkpoints and hidden folders."""
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
-    store.async_save(1, state(1), {})
-    assert store.wait(120)
-    (folder,) = tier.iterdir()
-    seen = []
-    unlink = os.unlink
-
-    def unlink_and_list(*args, **kwargs):
-        unlink(*args, **kwargs)
-        seen.append(steps(folder))
-
-    monkeypatch.setattr(os, "unlink", unlink_and_list)
-    store.close(clean=True)
-    assert seen == [[]] * len(seen)
-    assert len(seen) > 3
 
 
 def test_two_runs_share_a_tier_without_collision(tmp_path, tier):

@@ -29,13 +29,6 @@ def test_watcher_finds_rewritten_file_with_older_time(tmp_path):
     assert before.newest_since() == path
 
 
-def test_watcher_ignores_deleted_file(tmp_path):
-    (tmp_path / "last.ckpt").write_text("1")
-    before = ScriptCheckpointWatcher(tmp_path)
-    (tmp_path / "last.ckpt").unlink()
-    assert before.newest_since() is None
-
-
 def test_watcher_ignores_checkpoints_of_the_trainer(tmp_path):
     before = ScriptCheckpointWatcher(tmp_path)
     saving = temporary_name(200, boot_identity(), new_save_token())

@@ -15,7 +15,6 @@ from helpers.ranks import run_on_ranks
 from helpers.saved_states import steps
 
 from hpctrain.checkpoint.io import checkpoint_dir
-from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 from hpctrain.checkpoint.tier.tier_copier import TierCopier
 from hpctrain.errors import CheckpointError
@@ -66,20 +65,6 @@ def test_unreadable_folder_is_reported_by_all_ranks(tmp_path):
     assert "(rank 0)" in message
 
 
-def load_from_unreadable_tier(folder: Path) -> str:
-    store = open_on_own_node(folder)
-    rank_checkpoints.save(store, 1)
-    if dist.get_rank() == 1:
-        make_unreadable(store._tier.target.directory.folder)
-    return load_error(store)
-
-
-def test_unreadable_tier_of_one_rank_is_reported_by_all(tmp_path):
-    for message in run_on_ranks(load_from_unreadable_tier, tmp_path, timeout=40):
-        assert "Too many levels of symbolic links" in message
-        assert "(rank 1)" in message
-
-
 def lose_tier_between_saves(folder: Path) -> None:
     store = open_on_own_node(folder)
     assert save_in_background(store, 1)
@@ -123,65 +108,6 @@ def wait_for_copies(store: CheckpointStore) -> None:
 
 def test_step_after_failed_copy_is_copied(tmp_path):
     run_on_ranks(fail_to_copy_on_rank_1, tmp_path, timeout=40)
-
-
-def fail_to_prune_after_copy(folder: Path) -> None:
-    store = open_on_own_node(folder)
-    prune = CheckpointDir.prune
-    CheckpointDir.prune = fail_to_read
-    save_in_background(store, 1)
-    store._tier._copier._thread.join(120)
-    CheckpointDir.prune = prune
-    dist.barrier()
-    save_in_background(store, 2)
-    assert store.close() == []
-    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 2)
-
-
-def test_copying_continues_when_old_checkpoints_cannot_be_listed(tmp_path):
-    run_on_ranks(fail_to_prune_after_copy, tmp_path, timeout=40)
-
-
-def save_after_copying_has_ended(folder: Path) -> None:
-    store = open_on_own_node(folder)
-    if dist.get_rank() == 1:
-        store._tier._copier._coordinator._lost_reason = "the ranks lost their connection"
-    (saved,) = save_in_background(store, 1)
-    assert saved.path.parent == rank_checkpoints.shared_folder(folder)
-    assert "copying from" in saved.notes[0]
-
-
-def test_save_goes_to_shared_folder_after_copying_stopped(tmp_path):
-    run_on_ranks(save_after_copying_has_ended, tmp_path, timeout=40)
-
-
-def lose_manifests_of_tier(folder: Path) -> None:
-    """As after a power cut, which may lose the memory of a node."""
-    rank = dist.get_rank()
-    store = open_on_own_node(folder)
-    rank_checkpoints.save(store, 1)
-    shared = rank_checkpoints.shared_folder(folder)
-    if rank == 0:
-        shared.rename(folder / "aside")
-        shared.write_text("in the way")
-    dist.barrier()
-    rank_checkpoints.begin(store, 2)
-    assert store.close() == []
-    dist.barrier()
-    if rank == 0:
-        shared.unlink()
-        (folder / "aside").rename(shared)
-    (step,) = (folder / f"node-{rank}").glob("*/step-00000002")
-    (step / "manifest.json").unlink()
-    dist.barrier()
-    loaded, broken = open_on_own_node(folder).load_newest()
-    assert loaded.step == 1
-    (report,) = broken
-    assert "step-00000002.broken-0" in report
-
-
-def test_tier_without_manifests_is_skipped(tmp_path):
-    run_on_ranks(lose_manifests_of_tier, tmp_path, timeout=40)
 
 
 def test_save_succeeds_when_old_checkpoints_cannot_be_listed(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 
@@ -16,13 +15,6 @@ from hpctrain.cli.common import json_text
 from hpctrain.cli.main import cli
 
 
-def test_help_lists_every_command(hpctrain):
-    result = hpctrain("--help")
-    assert result.returncode == 0
-    for name in ("submit", "status", "list", "logs", "wait", "cancel", "requeue", "env", "exec", "sandbox"):
-        assert f"\n  {name} " in result.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
@@ -30,18 +22,13 @@ def test_help_lists_every_command(hpctrain):
         (["submti", "train.py"], "Did you mean 'submit'"),
         (["submit"], "Missing argument 'SCRIPT'"),
         (["submit", "--partitoin", "x", "train.py"], "--partition"),
-        (["submit", "--backend", "slrm", "train.py"], "must be auto, slurm or local"),
         (["submit", "--template", "dpd", "train.py"], "Did you mean 'ddp'"),
         (["submit", "--gpus-per-node", "two", "train.py"], "'two', but must be a number, such as 8"),
-        (["submit", "--cpus-per-task", "two", "train.py"], "'two', but must be an integer"),
         (["submit", "--set", "cpus_per_task=two", "train.py"], "--set cpus_per_task is 'two'"),
         (["submit", "--profile", "x", "train.py"], "Unknown profile 'x'"),
         (["submit", "--show-config", "--dry-run", "train.py"], "Use only one of these options"),
-        (["submit", "--array", "3-1", "train.py"], "the range '3-1' is empty"),
         (["init", "train.py"], "already exists"),
         (["init", "no/where.yaml"], "Cannot write 'no/where.yaml'"),
-        (["submit", "--nodes", "0", "train.py"], "nodes is 0"),
-        (["submit", "--nodes", "4:1", "train.py"], "1 ≤ MIN ≤ MAX, as in 2:4"),
         (["submit", "--env", "=A", "train.py"], "'=A' is not of the form NAME[=VALUE]"),
         (
             ["submit", "--env", "NOT_SET", "train.py"],
@@ -49,17 +36,12 @@ def test_help_lists_every_command(hpctrain):
         ),
         (["submit", "--sbatch", "nodes=3", "train.py"], "Use --nodes"),
         (["submit", "--sbatch", "--partitoin=x", "train.py"], "Did you mean 'partition'"),
-        (["submit", "--sbatch", "--nodes=2", "train.py"], "Use --nodes"),
         (["submit", "nowhere.py"], "nowhere.py' not found"),
         (["submit", "--run-dir", "/proc/run", "train.py"], "Cannot write to the run folder"),
         (["status", "nothing"], "no run 'nothing'"),
         (["submit", "--run-dir", "x" * 300, "train.py"], "File name too long"),
-        (["submit", "x" * 300], "File name too long"),
-        (["status", "x" * 300], "File name too long"),
-        (["list", "--runs-dir", "x" * 300], "File name too long"),
         (["submit", "--dry-run", "--json", "train.py"], "Use only one of these options"),
         (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "requests 9999 ranks"),
-        (["logs", "nothing"], "no run 'nothing'"),
         (["cancel", "nothing", "nobody"], "No run was cancelled"),
         (["resume", "train.py"], "To submit it: hpctrain submit train.py"),
         (["wait", "--timeout", "-1", "nothing"], "-1"),
@@ -72,17 +54,6 @@ def test_bad_input_exits_with_2_and_a_message(hpctrain, tmp_path, args, message)
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
-
-
-@pytest.mark.ranks
-def test_unreadable_file_is_a_one_line_error(hpctrain, tmp_path):
-    assert hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "train.py").returncode == 0
-    (tmp_path / "r" / "events.jsonl").unlink()
-    (tmp_path / "r" / "events.jsonl").mkdir()
-    result = hpctrain("status", "r")
-    assert result.returncode == 1
-    (line,) = result.stderr.splitlines()
-    assert "events.jsonl': Is a directory" in line
 
 
 def test_unreachable_slurm_exits_with_3(hpctrain):
@@ -180,83 +151,6 @@ def test_run_is_submitted_followed_inspected_and_continued(hpctrain, tmp_path):
     waited = hpctrain("wait", "r", "--json")
     assert json.loads(waited.stdout)["attempt"] == 1
     assert hpctrain("logs", "r").stdout == "args ['second']\n"
-
-
-@pytest.mark.ranks
-def test_array_task_has_its_own_logs_and_index(hpctrain, tmp_path):
-    (tmp_path / "task.py").write_text(
-        "import os\nprint(os.environ['HPCTRAIN_ARRAY_TASK_ID'], os.environ['SLURM_ARRAY_TASK_ID'])\n"
-    )
-    command = ["submit", "--backend", "local", "--run-dir", "r", "--array", "3,5%2"]
-    facts = json.loads(hpctrain(*command, "--json", "task.py").stdout)
-    assert (facts["run_id"], facts["tasks"]) == ("r", [3, 5])
-    assert hpctrain("wait", "r").returncode == 0
-    assert [hpctrain("logs", f"r/task-{index}").stdout for index in (3, 5)] == ["3 3\n", "5 5\n"]
-    assert "logs -f r  |" in hpctrain(*command[:-1], "5", "task.py").stdout
-    hpctrain("cancel", "r")
-    assert_no_process_left(tmp_path / "r")
-
-
-@pytest.mark.ranks
-def test_failure_exits_with_4_and_prints_the_cause_first(hpctrain, tmp_path):
-    (tmp_path / "bad.py").write_text("raise RuntimeError('boom')\n")
-    result = hpctrain("submit", "--backend", "local", "--run-dir", "r", "--follow", "bad.py")
-    assert result.returncode == 4
-    cause = next(line for line in result.stderr.splitlines() if line.startswith("cause"))
-    assert "boom" in cause
-    assert "r/logs/attempt-" in result.stderr.partition(cause)[2].splitlines()[1]
-    assert hpctrain("wait", "r").returncode == 4
-    assert_no_process_left(tmp_path / "r")
-
-
-@pytest.mark.ranks
-def test_interrupting_follow_keeps_the_run_alive(hpctrain, tmp_path):
-    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
-    command = [
-        sys.executable,
-        "-m",
-        "hpctrain",
-        "submit",
-        "--backend",
-        "local",
-        "--run-dir",
-        "r",
-        "--follow",
-        "slow.py",
-    ]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        # Following has begun when the output of the rank is shown.
-        assert process.stdout.readline() == "here\n"
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "hpctrain logs -f r" in err
-    assert json.loads(hpctrain("status", "r", "--json").stdout)["state"] == "RUNNING"
-    result = hpctrain("wait", "r", "--timeout", "0.1")
-    assert result.returncode == 1
-    assert "RUNNING" in result.stderr
-    assert json.loads(hpctrain("cancel", "r", "--json").stdout)["cancelled"] is True
-    assert hpctrain("wait", "r").returncode == 4
-    assert_no_process_left(tmp_path / "r")
-
-
-def test_script_with_syntax_error_is_refused_with_its_line(hpctrain, tmp_path):
-    (tmp_path / "bad.py").write_text("x = 1\nif x\n")
-    result = hpctrain("submit", "bad.py")
-    assert result.returncode == 2
-    assert "syntax error on line 2" in result.stderr
-
-
-def test_folder_with_foreign_spec_is_not_a_run(hpctrain, tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "spec.yaml").write_text("openapi: 3.0.0\n")
-    result = hpctrain("submit", "--backend", "local", "--run-dir", "other", "train.py")
-    assert result.returncode == 2
-    assert "neither empty nor a run" in result.stderr
-    assert (tmp_path / "other" / "spec.yaml").read_text() == "openapi: 3.0.0\n"
 
 
 @pytest.mark.ranks

@@ -109,15 +109,6 @@ def test_damaged_event_is_skipped_with_a_warning(tmp_path, damage, caplog):
         assert invoke(tmp_path, *argv).exit_code in (0, 4), argv
 
 
-def test_report_of_a_run_without_attempts(tmp_path):
-    """The only records of the start and of the steps are damaged."""
-    run = write_run(tmp_path)
-    run.events.write_text(to_jsonl([event for event in EVENTS if event["kind"] != "started"]))
-    run.metrics.write_text("")
-    for argv in COMMANDS:
-        assert invoke(tmp_path, *argv).exit_code in (0, 4), argv
-
-
 @pytest.mark.parametrize("kind", ODD)
 def test_damaged_run_does_not_hide_others(tmp_path, kind):
     write_run(tmp_path, "good")

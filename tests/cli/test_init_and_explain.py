@@ -107,29 +107,3 @@ def test_invalid_config_file_is_a_one_line_error_with_its_line(hpctrain, tmp_pat
     assert result.stderr == (
         f"Error: {tmp_path}/hpctrain.yaml:2: unknown option 'gpu_per_node'. Did you mean 'gpus_per_node'?\n"
     )
-
-
-def test_submit_help_shows_every_option_in_its_group(hpctrain):
-    text = hpctrain("submit", "--help").stdout
-    for option in all_options().values():
-        assert (option.flag in text) == option.about.on_command_line
-        assert f"\n{option.group}:\n" in text
-    assert "SCRIPT\n" not in text.partition("\n")[2]
-
-
-def test_headline_command_renders_the_ddp_template(hpctrain):
-    shape = ["--nodes", "4", "--gpus-per-node", "8"]
-    script = hpctrain("submit", "--backend", "slurm", "--dry-run", *shape, "train.py").stdout
-    assert "from slurm_templates/ddp.sbatch.j2" in script
-    assert "srun --nodes=4 --ntasks=32 " in script
-    assert "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --gres=gpu:8\n" in script
-
-
-def test_error_names_set_as_source_of_the_value(hpctrain):
-    command = ("submit", "--dry-run", "--backend", "local")
-    refused = hpctrain(*command, "--nodes", "2", "--set", "nodes=0", "train.py")
-    assert refused.returncode == 2
-    assert refused.stderr.endswith("--nodes is 0, but must be at least 1. (--nodes comes from --set)\n")
-    assert hpctrain(*command, "--nodes", "0", "train.py").stderr.endswith(
-        "--nodes is 0, but must be at least 1.\n"
-    )

@@ -13,7 +13,6 @@ import sys
 import pytest
 from helpers.commands import environment
 from helpers.processes import assert_no_process_left
-from helpers.run_histories import RunHistory, write_run
 from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
@@ -71,23 +70,6 @@ def test_logs_of_all_ranks_are_merged_by_time(hpctrain, crashed_once):
     assert "Run r has no recorded failures in attempt 1." in empty.stderr
 
 
-def test_failures_before_the_last_submission_are_found_by_attempt(hpctrain, tmp_path):
-    history = RunHistory().after(0, "submitted", job_id="1", backend="local").after(1, "started", nodes=1)
-    history.after(1, "failure", rank=0, cause="rank 0: ValueError: first")
-    history.after(1, "finished", state="FAILED", exit_code=4, cause="rank 0: ValueError: first")
-    history.after(9, "submitted", job_id="2", backend="local").after(1, "started", nodes=1)
-    write_run(tmp_path / "r", history.after(1, "finished", state="COMPLETED", exit_code=0), script="train.py")
-
-    none = hpctrain("logs", "r", "--errors")
-    assert none.stdout == ""
-    assert "no recorded failures since the last submission. For the failures of attempt 0" in none.stderr
-    for options in ([], ["-f"]):
-        result = hpctrain("logs", "r", "--errors", "--attempt", "0", *options)
-        assert result.stdout.splitlines()[0] == "attempt 0: rank 0: ValueError: first"
-        none = hpctrain("logs", "r", "--errors", "--attempt", "1", *options)
-        assert none.stdout == ""
-
-
 @pytest.mark.extended
 @pytest.mark.ranks
 def test_crash_before_the_log_is_opened_is_reported_from_slurm_log(hpctrain, tmp_path):
@@ -114,26 +96,6 @@ def test_crash_before_the_log_is_opened_is_reported_from_slurm_log(hpctrain, tmp
     assert (empty.returncode, empty.stdout) == (0, "")
     assert "Run r is FAILED: its ranks wrote no output. Use `hpctrain logs --errors`" in empty.stderr
     assert "wrote no output in attempt 0." in hpctrain("logs", "r", "--attempt", "0").stderr
-
-
-@pytest.mark.ranks
-def test_empty_logs_are_distinguished_from_missing_ones(hpctrain, tmp_path):
-    (tmp_path / "still.py").write_text("import time\ntime.sleep(60)\n")
-    options = ("--backend", "local", "--array", "0-1%1", "--run-dir", "r")
-    assert hpctrain("submit", *options, "still.py").returncode == 0
-    attempt = tmp_path / "r" / "task-0" / "logs" / "attempt-000"
-    wait_for(attempt.exists, 30, "the first start")
-    empty = hpctrain("logs", "r/task-0")
-    assert (empty.returncode, empty.stdout) == (0, "")
-    assert (
-        "task-0 is RUNNING: its ranks have not written any output yet. Use `hpctrain logs -f`" in empty.stderr
-    )
-    waiting = hpctrain("logs", "r/task-1")
-    assert (waiting.returncode, waiting.stdout) == (0, "")
-    assert "task-1 is PENDING: its ranks have not written any output yet." in waiting.stderr
-    hpctrain("cancel", "r")
-    wait_for(lambda: '"CANCELLED"' in hpctrain("status", "r", "--json").stdout, 30, "the end")
-    assert_no_process_left(tmp_path / "r")
 
 
 @pytest.mark.extended

@@ -50,24 +50,14 @@ def test_status_does_not_parse_large_files_of_metrics(hpctrain, array):
     assert json.loads(hpctrain("status", "a/task-1", "--json").stdout)["best"]["value"] == 0.25
 
 
-def test_list_sorts_the_tasks_of_an_array(hpctrain, array):
-    lines = [line.split() for line in hpctrain("list", "a", "--sort", "val_loss").stdout.splitlines()]
+def test_sweep_status_shows_the_tasks_of_an_array_best_first(hpctrain, array):
+    lines = [line.split() for line in hpctrain("sweep", "status", "a").stdout.splitlines()[1:]]
     assert lines == [
         ["RUN", "STATE", "STEP", "lr", "val_loss", "(min)", "AT"],
         ["a/task-1", "COMPLETED", "9", "0.01", "0.25", "9"],
         ["a/task-0", "COMPLETED", "9", "0.1", "0.5", "9"],
         ["a/task-2", "COMPLETED", "–", "0.001", "–", "–"],
     ]
-    by_rate = json.loads(hpctrain("list", "--sort", "lr", "--json").stdout)
-    assert [one["hparams"]["lr"] for one in by_rate] == [0.001, 0.01, 0.1]
-    backwards = json.loads(hpctrain("list", "a", "--sort", "lr", "--reverse", "--json").stdout)
-    assert backwards == by_rate[::-1]
-
-
-def test_unknown_name_is_an_error_with_a_suggestion(hpctrain, array):
-    result = hpctrain("list", "a", "--sort", "val_los")
-    assert result.returncode == 2
-    assert "'val_los' (--sort). Did you mean 'val_loss'?" in result.stderr
 
 
 def test_report_leads_with_the_metric_and_its_checkpoint(hpctrain, array):
@@ -87,7 +77,7 @@ def test_escape_sequences_are_not_printed(hpctrain, array):
     task = array.task(0)
     task.storage.append(task.environment, {"hparams": {"x\x1b[31m": "y\x1b[2J"}})
     task.storage.append(task.metrics, {"step": 10, "val_loss": 0.1, "z\x1b[31m": 1.0})
-    for args in (["status", "a/task-0"], ["list", "a"], ["sweep", "best", "a"], ["sweep", "status", "a"]):
+    for args in (["status", "a/task-0"], ["sweep", "best", "a"], ["sweep", "status", "a"]):
         result = hpctrain(*args)
         assert result.returncode == 0, result.stderr
         assert "\x1b" not in result.stdout
@@ -117,8 +107,8 @@ def test_trial_without_the_metric_of_the_others_is_last(hpctrain, tmp_path):
     add_trial(array, 1, loss=0.2, val_loss=3.0)
     add_trial(array, 2, loss=0.9, val_loss=2.0)
     ranked = json.loads(hpctrain("sweep", "status", "b", "--json").stdout)["trials"]
-    assert [one["run_id"] for one in ranked] == ["b/task-2", "b/task-1", "b/task-0"]
-    assert [one["best"] and one["best"]["value"] for one in ranked] == [2.0, 3.0, None]
+    assert [trial["run_id"] for trial in ranked] == ["b/task-2", "b/task-1", "b/task-0"]
+    assert [trial["best"] and trial["best"]["value"] for trial in ranked] == [2.0, 3.0, None]
     assert json.loads(hpctrain("sweep", "best", "b", "--json").stdout)["run_id"] == "b/task-2"
     comparison = hpctrain("report", "b", "-o", "-").stdout
     rows = [comparison.index(f'<th scope="row">b/task-{number}</th>') for number in (2, 1, 0)]
@@ -134,14 +124,14 @@ def test_sweep_is_ranked_by_its_metric_everywhere(hpctrain, tmp_path):
     )
     best_first = [1, 2, 0]
     ranked = json.loads(hpctrain("sweep", "status", "b", "--json").stdout)["trials"]
-    assert [one["run_id"] for one in ranked] == [f"b/task-{number}" for number in best_first]
+    assert [trial["run_id"] for trial in ranked] == [f"b/task-{number}" for number in best_first]
     assert "best        val_accuracy 0.9 at step 9\n" in hpctrain("status", "b/task-1").stdout
     comparison = hpctrain("report", "b", "-o", "-").stdout
     rows = [comparison.index(f'<th scope="row">b/task-{number}</th>') for number in best_first]
     assert rows == sorted(rows)
     # An explicit metric has its own direction.
     ranked = json.loads(hpctrain("sweep", "status", "b", "--metric", "val_loss", "--json").stdout)["trials"]
-    assert [one["run_id"] for one in ranked] == ["b/task-0", "b/task-1", "b/task-2"]
+    assert [trial["run_id"] for trial in ranked] == ["b/task-0", "b/task-1", "b/task-2"]
 
 
 def test_trials_that_were_never_submitted_are_resumed_and_not_cancelled(hpctrain, tmp_path):

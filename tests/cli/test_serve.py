@@ -12,19 +12,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 from helpers import chromium
 from helpers.commands import environment
 from helpers.waiting import wait_for
 
-from hpctrain.cli.serve import RunPages
 from hpctrain.rundir import RunDir
 
 #: They start many processes, so `make test-fast` leaves them out.
@@ -144,8 +140,8 @@ def test_index_lists_all_runs_and_links_to_their_pages(server):
         assert "connect-src 'self'" in text
 
 
-@pytest.mark.parametrize("path", ["/", "/run/digits", "/run/a%20b%26%3Ci%3E"])
-def test_token_becomes_an_http_only_same_site_cookie(server, path):
+def test_token_becomes_an_http_only_same_site_cookie(server):
+    path = "/run/a%20b%26%3Ci%3E"
     status, headers, text = server.request(f"{path}?token={server.token}", token=False)
     assert (status, headers["Location"], text) == (303, path, "")
     cookie = headers["Set-Cookie"]
@@ -164,17 +160,8 @@ def test_link_with_token_redirects_nowhere_else(server, path):
     assert location is None or re.fullmatch(r"/(run/[^/\\]+)?", location)
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"Authorization": "Bearer "},
-        {"Authorization": "Bearer x"},
-        {"Cookie": "hpctrain=x; ]["},
-        {"Cookie": "\xff=\xfe"},
-    ],
-)
-@pytest.mark.parametrize("path", ["/", "/run/digits", "/?token=x", "/?token=", "/?" + "token=x&" * 8])
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer x"}, {"Cookie": "hpctrain=x; ]["}])
+@pytest.mark.parametrize("path", ["/", "/run/digits", "/?token=x", "/?token="])
 def test_requests_without_token_are_forbidden(server, path, headers):
     status, response_headers, text = server.request(path, token=False, **headers)
     assert status == 403
@@ -186,12 +173,8 @@ def test_requests_without_token_are_forbidden(server, path, headers):
     "headers",
     [
         {"Host": "evil.example"},
-        {"Host": "evil.example:80"},
         {"Host": "127.0.0.1"},
-        {"Host": ""},
-        {"Origin": "http://evil.example"},
         {"Origin": "null"},
-        {"Sec_Fetch_Site": "cross-site"},
         {"Sec_Fetch_Site": "same-site"},
     ],
 )
@@ -201,35 +184,19 @@ def test_cross_site_requests_are_forbidden_even_with_the_token(server, headers):
     assert "digits" not in text
 
 
-def test_same_origin_requests_are_allowed(server):
-    authority = f"127.0.0.1:{server.port}"
-    for host in (authority, f"localhost:{server.port}"):
-        headers = {"Host": host, "Origin": f"http://{host}", "Sec_Fetch_Site": "same-origin"}
-        assert server.request("/run/digits", **headers)[0] == 200
-
-
 @pytest.mark.parametrize(
     "path",
     [
         "/run/../secret.txt",
-        "/run/..%2Fsecret.txt",
         "/run/..%2Foutside",
-        "/run/..",
         "/run/.",
-        "/run/",
         "/run/secret.txt",
-        "/run/%2e%2e%2foutside",
         "/run/%252e%252e%252foutside",
         "/run/digits%2F..%2F..%2Foutside",
         "/run/digits/events.jsonl",
-        "/run/digits%2Fevents.jsonl",
         "/run/digits%00",
-        "/../secret.txt",
-        "/secret.txt",
         "//secret.txt",
-        "/static/report.js",
         "http://evil.example/",
-        "/run/" + quote("/etc/passwd", safe=""),
     ],
 )
 def test_no_path_leads_outside_the_runs_folder(server, path):
@@ -239,21 +206,9 @@ def test_no_path_leads_outside_the_runs_folder(server, path):
     assert "outside" not in text
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "X"])
+@pytest.mark.parametrize("method", ["POST", "DELETE", "X"])
 def test_other_methods_are_not_allowed(server, method):
     assert server.request("/run/digits", method)[0] == 405
-
-
-def test_requests_write_nothing(server, folder):
-    def state() -> dict[str, str]:
-        files = (path for path in folder.rglob("*") if path.is_file())
-        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-    before = state()
-    server.request("/")
-    server.request("/run/digits")
-    server.request("/run/digits", "HEAD")
-    assert state() == before
 
 
 def test_unchanged_page_is_not_sent_again(server, folder):
@@ -267,11 +222,6 @@ def test_unchanged_page_is_not_sent_again(server, folder):
         lambda: server.request("/run/digits", If_None_Match=tag)[0] == 200, 20, "the page with the new steps"
     )
     assert server.request("/run/digits")[1]["ETag"] != tag
-
-
-@pytest.mark.parametrize("path", ["//[x/", "/?" + "token=x&" * 80, "/?token=%ff%fe"])
-def test_malformed_address_gets_an_error_and_prints_nothing(server, path):
-    assert server.request(path)[0] < 500
 
 
 def test_idle_connections_do_not_block_others(server):
@@ -304,27 +254,6 @@ def test_symlinks_out_of_the_folder_are_not_followed(tmp_path):
         assert status == 200
         assert "commit abc" in text
         assert "secret" not in text
-
-
-@pytest.mark.slow
-def test_slow_page_is_rendered_once_for_all_clients_and_then_cached(folder, monkeypatch):
-    pages, rendered = RunPages(folder), []
-
-    def render(status: object) -> str:
-        rendered.append(status)
-        time.sleep(0.2)
-        return "the page"
-
-    monkeypatch.setattr(pages, "_render", render)
-    tag = pages.tag(("digits",))
-    with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(pages.page, [("digits",)] * 4)) == {"the page"}
-    write(RunDir(folder / "digits"), [], range(101, 103))
-    assert pages.tag(("digits",)) == tag
-    assert len(rendered) == 1
-    wait_for(lambda: pages.tag(("digits",)) != tag, 10, "the time until it is worth another")
-    pages.page(("digits",))
-    assert len(rendered) == 2
 
 
 def test_server_listens_on_loopback_only(server):
@@ -432,3 +361,15 @@ def test_missing_runs_folder_gives_an_empty_index(tmp_path):
         assert "This folder has no runs yet." in server.request("/")[2]
         os.mkdir(tmp_path / "runs")
         assert server.request("/")[0] == 200
+
+
+def test_requests_write_nothing(server, folder):
+    def state() -> dict[str, str]:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    before = state()
+    server.request("/")
+    server.request("/run/digits")
+    server.request("/run/digits", "HEAD")
+    assert state() == before

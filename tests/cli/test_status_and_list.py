@@ -47,17 +47,6 @@ def test_run_is_unknown_while_slurm_is_unreachable(hpctrain, unknown_run):
     assert "unknown for" in listed
 
 
-def test_wait_timeout_reports_the_unknown_state(hpctrain, unknown_run):
-    result = hpctrain("wait", "lost", "--timeout", "0.5", env=GONE)
-    assert result.returncode == 1
-    message, error = result.stderr.splitlines()
-    assert message.startswith("Waiting for run lost: the state is unknown for ")
-    assert message.endswith("; this does not affect the run")
-    assert error.startswith("Error: Run lost did not end within 0.5 s (state: unknown for ")
-    assert "/nowhere/slurm.conf" in error
-    assert error.endswith("). Wait again, or cancel the run.")
-
-
 @pytest.mark.slow
 def test_wait_stops_after_the_unknown_limit(hpctrain, unknown_run):
     past = time.time() - 100
@@ -175,14 +164,6 @@ def test_wait_and_cancel_accept_several_runs(hpctrain, tmp_path):
     assert "Run b has already finished (FAILED)" in hpctrain("cancel", "a", "b").stdout
     assert "There is no run 'x'" in hpctrain("cancel", "a", "x").stderr
     assert hpctrain("wait").returncode == 2
-
-
-@pytest.mark.ranks
-def test_run_folder_that_looks_like_an_option_is_printed_with_a_prefix(hpctrain, tmp_path):
-    result = hpctrain("submit", "--backend", "local", "--run-dir=-r", "--follow", "train.py")
-    assert result.returncode == 0
-    assert "hpctrain status ./-r" in result.stderr
-    assert hpctrain("status", "./-r", "--json").returncode == 0
 
 
 @pytest.mark.ranks

@@ -60,22 +60,6 @@ def test_shared_gpus_are_assigned_as_planned():
     assert not assign_gpus(on_node[:2], may_share=True).shared
 
 
-def test_cpu_ranks_are_assigned_no_gpu():
-    assignment = assign_gpus(placements(("", None), ("", None)), may_share=False)
-    assert (assignment.indexes, assignment.shared) == ({}, False)
-
-
-def test_placements_on_two_nodes_do_not_collide():
-    check_unique_placement(
-        [
-            RankPlacement(0, 0, 0, "n1"),
-            RankPlacement(1, 0, 1, "n1"),
-            RankPlacement(2, 1, 0, "n2"),
-            RankPlacement(3, 1, 1, "n2"),
-        ]
-    )
-
-
 @pytest.mark.parametrize(
     ("second", "message"),
     [
@@ -93,10 +77,3 @@ def test_single_host_without_gpus_is_reported(order):
     both = [RankPlacement(0, 0, 0, "n1", ("a", "b"), 0), RankPlacement(1, 1, 0, "n2")]
     with pytest.raises(HpctrainError, match="GPUs are visible to rank 0 on n1, but not to rank 1 on n2"):
         check_unique_placement([both[i] for i in order])
-
-
-def test_problem_of_one_rank_is_reported():
-    with pytest.raises(HpctrainError, match="rank 1 on n1: too few GPUs"):
-        check_unique_placement(
-            [RankPlacement(0, 0, 0, "n1"), RankPlacement(1, 0, 1, "n1", problem="too few GPUs")]
-        )

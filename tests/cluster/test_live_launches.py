@@ -10,8 +10,6 @@ from helpers.commands import run_command
 from helpers.launch_runner import Launch, check_detection, run
 from helpers.launches import OTHERS, SLURM
 
-from hpctrain import sandbox
-
 pytestmark = pytest.mark.ranks
 
 #: Agents of torchrun import torch one after the other; submitit polls for the end of its job.
@@ -34,21 +32,6 @@ def test_other_launchers_are_detected(launch, tmp_path, request):
     _need_commands(launch)
     box = request.getfixturevalue("slurm") if launch.needs_slurm else None
     check_detection(launch, run(launch, tmp_path, box.env if box else {}, box.nodes if box else []))
-
-
-def test_ten_nodes_with_three_tasks_each_are_detected(tmp_path, request):
-    request.getfixturevalue("slurm")  # If the shared cluster is unavailable, so is this one.
-    box = sandbox.up(f"pytest-x{os.getpid()}", nodes=10, gpus_per_node=0, cpus_per_node=3)
-    try:
-        launch = Launch("ten-nodes", "srun -N10 --ntasks-per-node=3 --label PROBE")
-        processes = run(launch, tmp_path, box.env, box.nodes)
-        check_detection(launch, processes)
-        truths = [process.truth for process in processes]
-        assert [truth["rank"] for truth in truths] == list(range(30))
-        assert [truth["local_rank"] for truth in truths] == [0, 1, 2] * 10
-        assert [truth["node_rank"] for truth in truths] == [rank // 3 for rank in range(30)]
-    finally:
-        box.down()
 
 
 def _openmpi_version() -> str:

@@ -1,13 +1,48 @@
-"""Children of a process."""
+"""Children of a process, and orphans of earlier attempts."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import time
 
-from hpctrain.cluster.processes import child_pids
+import pytest
+
+from hpctrain.cluster.processes import child_pids, kill_orphans
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc to look for processes in")
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def start(run_dir, attempt):
+        env = {**os.environ, RUN_DIR_VARIABLE: str(run_dir), ATTEMPT_VARIABLE: str(attempt)}
+        started.append(subprocess.Popen(["sleep", "60"], env=env, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False], ids=["pidfd", "old_python"])
+def test_orphans_of_earlier_attempts_of_this_run_are_killed(start, tmp_path, monkeypatch, has_pidfd):
+    if not has_pidfd:
+        monkeypatch.delattr(os, "pidfd_open")
+    first, second, current = (start(tmp_path / "run", attempt) for attempt in range(3))
+    other = start(tmp_path / "other", 0)
+    assert sorted(kill_orphans(str(tmp_path / "run"), 2)) == sorted([first.pid, second.pid])
+    assert [first.wait(120), second.wait(120)] == [-9, -9]
+    assert current.poll() is None
+    assert kill_orphans(str(tmp_path / "run"), 2) == []
+    assert kill_orphans(str(tmp_path / "run")) == [current.pid]
+    assert other.poll() is None
 
 
 def test_children_are_found_while_threads_end():
@@ -27,9 +62,3 @@ def test_children_are_found_while_threads_end():
             ended.set()
             churn.join()
             child.kill()
-
-
-def test_exited_process_has_no_children():
-    with subprocess.Popen(["true"]) as child:
-        child.wait()
-    assert child_pids(child.pid) == []

@@ -156,7 +156,7 @@ def test_straggler_is_reported_and_its_node_excluded(slurm, reference, tmp_path)
 
 @pytest.mark.long
 def test_kill_of_a_rank_while_the_disk_is_full(slurm, assert_like_undisturbed, tmp_path):
-    if slurm.plan.shape.slurm:
+    if slurm.commands.exists():
         pytest.skip("the daemons of a downloaded version do not see disks that are mounted later")
     with mounted_disk(tmp_path / "disk", "size=16m") as disk:
         run = submit(

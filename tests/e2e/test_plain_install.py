@@ -40,7 +40,7 @@ for module in pkgutil.walk_packages(hpctrain.__path__, "hpctrain."):
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
             print(error)
-from hpctrain.telemetry.loggers.logger_registry import find_loggers
+from hpctrain.telemetry.loggers.logger import find_loggers
 
 for kind in sys.argv[1:]:
     try:

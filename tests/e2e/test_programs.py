@@ -241,6 +241,7 @@ def test_ranks_that_train_alone_fail_the_run_unless_they_are_independent(workdir
         (failure,) = (event for event in run.read_events() if event["kind"] == "failure")
         assert failure["class"] == "user-error"
         assert "completed 20 optimizer steps without a process group, so each rank trains alone" in printed
+        assert "use the variable LOCAL_RANK instead" in printed
         assert "--independent-ranks" in printed
 
 

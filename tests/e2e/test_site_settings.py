@@ -105,6 +105,6 @@ def _constrain(cluster: sandbox.Sandbox) -> None:
             process.kill()
     wait_for(lambda: list(cluster.daemons().values()).count(None) == len(pids), 5, "the end of the daemons")
     cluster.start()
-    command = ["srun", "--gpus-per-node=1", "head", "--bytes=1", *cluster.plan.devices]
+    command = ["srun", "--gpus-per-node=1", "head", "--bytes=1", *cluster.devices]
     denied = run_command(command, cluster.env, check=False).stderr.count("Operation not permitted")
-    assert denied == len(cluster.plan.devices) - 1
+    assert denied == len(cluster.devices) - 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers.accounting_slurm import AccountingSandbox
 from helpers.commands import run_command
 from helpers.training_runs import LAST_STEP, Run, check_preempted_run_continues, preempt, submit
 from helpers.unprivileged_user import UnprivilegedUser
@@ -38,7 +39,7 @@ def site(user) -> Iterator[sandbox.Sandbox]:
         "PartitionName=cheap Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=0",
     ]
     try:
-        box = sandbox.up(name, nodes=2, gpus_per_node=1, accounting=True, settings=settings)
+        box = sandbox.up(name, nodes=2, gpus_per_node=1, kind=AccountingSandbox, settings=settings)
         manage(box, "add", "qos", "small")
         manage(box, "add", "account", "lab")
         manage(box, "add", "user", user.name, "Account=lab", "QOS=normal,small")

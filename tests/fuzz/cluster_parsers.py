@@ -12,8 +12,8 @@ from fuzzing import FOLDER, Parser, encode, parse_environment, write_file
 from helpers.launch_runner import load_recording
 
 from hpctrain.authentication import Signed, seal, unseal
-from hpctrain.cluster import amd_gpus, connection_owners, detection, device_plan, env_variables, step_layout
-from hpctrain.cluster.environments import horovod, local, mpich, openmpi, slurm, submitit, torchrun
+from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, ports
+from hpctrain.cluster.environments import mpi, slurm, torchrun
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
 from hpctrain.jobs.site import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE
@@ -38,8 +38,8 @@ def of_environment(function: Callable[..., object], *texts: str) -> Parser:
     return Parser(function, texts, (EnvironmentMismatch,), lambda text: function(parse_environment(text)))
 
 
-def detector(module, *names: str) -> Parser:
-    return of_environment(module.detect, *environments(*names))
+def detector(detect, *names: str) -> Parser:
+    return of_environment(detect, *environments(*names))
 
 
 def of_variable(function: Callable[..., object], text: str, *errors: type[Exception]) -> Parser:
@@ -84,8 +84,8 @@ def relay_of_this_process() -> ChildRelay:
 
 
 def read_connections(text: str) -> object:
-    with patch.object(connection_owners, "_TABLES", (write_file(text),)):
-        return list(connection_owners._connections())
+    with patch.object(ports, "_TABLES", (write_file(text),)):
+        return list(ports._connections())
 
 
 CONNECTIONS = (
@@ -106,15 +106,15 @@ PARSERS = [
         )
         for function in (device_assignment._parse_entry, device_assignment._parse_placement)
     ),
-    detector(detection, *LAUNCHES),
-    detector(slurm, "srun-cyclic", "het-job-unsorted", "array"),
-    detector(openmpi, "openmpi-three-hosts", "openmpi-in-sbatch-by-node"),
-    detector(mpich, "mpich-told-the-nodes", "mpich-in-salloc"),
-    detector(horovod, "horovodrun-two-hosts-told-the-address"),
-    detector(torchrun, "torchrun-under-srun"),
-    detector(submitit, "submitit-local"),
-    detector(local, "nothing"),
-    of_environment(step_layout.read_layout, *environments("srun-cyclic", "het-job-unsorted")),
+    detector(detection.detect, *LAUNCHES),
+    detector(slurm.detect, "srun-cyclic", "het-job-unsorted", "array"),
+    detector(mpi.detect_openmpi, "openmpi-three-hosts", "openmpi-in-sbatch-by-node"),
+    detector(mpi.detect_mpich, "mpich-told-the-nodes", "mpich-in-salloc"),
+    detector(mpi.detect_horovod, "horovodrun-two-hosts-told-the-address"),
+    detector(torchrun.detect, "torchrun-under-srun"),
+    detector(mpi.detect_submitit, "submitit-local"),
+    detector(detection.detect_local, "nothing"),
+    of_environment(slurm.read_layout, *environments("srun-cyclic", "het-job-unsorted")),
     of_variable(env_variables.read_int, "17", EnvironmentMismatch),
     of_variable(env_variables.read_port, "29500", EnvironmentMismatch),
     of_variable(env_variables.read_hosts, "n[1-3]", EnvironmentMismatch),
@@ -183,5 +183,5 @@ PARSERS = [
         lambda text: Connection._open(Connection.__new__(Connection), encode(text)),
     ),
     Parser(ChildRelay._on_child_message, ['{"beats": 1, "step": 1, "modules": []}'], call=read_child_message),
-    Parser(connection_owners._connections, [CONNECTIONS], call=read_connections),
+    Parser(ports._connections, [CONNECTIONS], call=read_connections),
 ]

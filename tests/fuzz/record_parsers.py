@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from fuzzing import FOLDER, Parser, encode, write_file
 from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
+from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 
-from hpctrain import files, messages, rundir
+from hpctrain import files, rundir
 from hpctrain.checkpoint import interval
 from hpctrain.checkpoint.format import manifest
+from hpctrain.checkpoint.io import messages
 from hpctrain.errors import CheckpointError, RendezvousError, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
@@ -31,7 +33,6 @@ from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.loggers import dispatcher
 from hpctrain.telemetry.loggers.dispatcher import LoggerState
-from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 from hpctrain.telemetry.report import (
     artifacts,
     attempts,

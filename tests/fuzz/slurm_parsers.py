@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fuzzing import Parser, with_answer
 
-from hpctrain.cluster import hostlist, step_layout
+from hpctrain.cluster import hostlist
+from hpctrain.cluster.environments import slurm
 from hpctrain.errors import EnvironmentMismatch, SchedulerError, SpecError, UserError
 from hpctrain.jobs.backends import preflight_slurm
 from hpctrain.records import successor
@@ -152,7 +153,5 @@ PARSERS = [
         (UserError,),
         lambda text: hostlist.compress_hostlist(text.split(",")),
     ),
-    Parser(
-        step_layout.parse_tasks_per_node, ["4(x2),3", "1"], (EnvironmentMismatch,), slow=[("4", "(x#),3", "")]
-    ),
+    Parser(slurm.parse_tasks_per_node, ["4(x2),3", "1"], (EnvironmentMismatch,), slow=[("4", "(x#),3", "")]),
 ]

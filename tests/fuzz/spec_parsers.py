@@ -11,7 +11,6 @@ from fuzzing import FOLDER, Parser, write_file
 
 from hpctrain.cli import resubmit_command, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
-from hpctrain.jobs.doctor import run_checks
 from hpctrain.jobs.options import (
     config_files,
     option,
@@ -20,8 +19,8 @@ from hpctrain.jobs.options import (
     spec_builder,
 )
 from hpctrain.jobs.options.table import all_options
-from hpctrain.jobs.site.job_request import JobRequest
-from hpctrain.jobs.submit import dependency, template_checks
+from hpctrain.jobs.site.site_check import JobRequest
+from hpctrain.jobs.submit import dependency, render
 from hpctrain.spec import container, launcher, load_spec, notify, restart_policy
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.sweeps import search_space
@@ -98,10 +97,6 @@ def check_endpoint(text: str) -> None:
     launcher.TorchrunConfig(rdzv_backend="etcd", rdzv_endpoint=text).check()
 
 
-def refuse_content(text: str) -> None:
-    run_checks._refuse_other_content(write_file(text))
-
-
 PARSERS = [
     Parser(
         load_spec.load_spec,
@@ -116,9 +111,6 @@ PARSERS = [
         (SpecError,),
         lambda text: config_files.read_config_file(write_file(text, "c.yaml"), {"HOME": "/h"}),
         most_bytes=YAML_BYTES,
-    ),
-    Parser(
-        run_checks._refuse_other_content, ["site: {}\n"], (SpecError,), refuse_content, most_bytes=YAML_BYTES
     ),
     Parser(
         spec_builder._read_nodes,
@@ -169,18 +161,18 @@ PARSERS = [
         dependency.resolve_dependency,
         ["afterok:123:124_5,afterany:9", "after:17+5?afterok:18"],
         (HpctrainError,),
-        lambda text: dependency.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}),
+        lambda text: dependency.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}, "runs"),
     ),
     Parser(
-        template_checks.directive_options,
+        render.directive_options,
         ["#SBATCH -N2 --time=1:00 -p gpu # x", '#SBATCH --comment="a b"'],
         most_bytes=1 << 14,
     ),
     Parser(
-        template_checks.check_rendered_script,
+        render._check_script,
         ["#!/bin/sh\n#SBATCH --nodes=2\n#SBATCH -p gpu\npython -m hpctrain.supervisor\n"],
         (SpecError,),
-        lambda text: template_checks.check_rendered_script(text, ["#SBATCH --nodes=2"], "t"),
+        lambda text: render._check_script(text, ["#SBATCH --nodes=2"], "t", supervised=True),
         most_bytes=1 << 14,
     ),
     Parser(

@@ -25,16 +25,17 @@ PARSER_NAME = re.compile(r"_?(parse|read|from|decode|expand|detect)(_\w+)?|load_
 EXEMPT = {
     "takes objects, not text": """
         checkpoint.convert.external_formats.parse_external_state jobs.executor.job.Job.from_run
-        jobs.executor.job.JobFailed.from_failure jobs.options.option.OptionType.from_hint
+        jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
-        jobs.runs.run_log_reader.LogPosition.from_json jobs.site.job_request.JobRequest.from_spec
-        supervisor.early_stopping.EarlyStoppingMonitor._read_rule
+        jobs.runs.run_log_reader.LogPosition.from_json jobs.site.site_check.JobRequest.from_spec
+        supervisor.monitors.EarlyStoppingMonitor._read_rule
         supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
         telemetry.sampling.nvml.read_field telemetry.sampling.nvml.read_gpu
         training.base.device_selection.parse_devices training.base.rng._from_tensors
         training.data.sampler_plan.SamplerPlan._read training.data.stream_step_source.ShardBuffers.read
-        training.determinism.gradient_sum.GradientBucket.read_peaks training.loop.step_sync.StepSync.read
+        training.determinism.gradient_sum.GradientBucket.read_peaks
+        training.loop.step_exchange.StepExchange._read_results
         training.observe.step_timers.ComputeTimer._read_sample
     """,
     "reads private memory that this job has written": """
@@ -42,21 +43,22 @@ EXEMPT = {
     """,
     "returns the content without interpreting it": """
         authentication.read_secret checkpoint.tier.tier_copier.read_small_files
-        cluster.env_variables._read files.read_regular jobs.executor.function_runs.read_stdout
+        cluster.env_variables._read files.read_regular
         jobs.runs.rank_logs.RankLogReader._read jobs.runs.rank_logs.RankLogReader.read_new
         jobs.runs.rank_logs.RankLogReader.read_past jobs.runs.rank_logs.RankLogReader.read_rest
-        jobs.runs.run_log_reader.RunLogReader.read_rest jobs.runs.run_log_reader._AttemptLogs.read
-        jobs.runs.run_log_reader._AttemptLogs.read_rest runtime.cpu_binding._read_text
+        jobs.runs.run_log_reader.RunLogReader.read_rest jobs.runs.run_log_reader.RunLogReader._read_logs
+        runtime.cpu_binding._read_text
         telemetry.loggers.dispatcher.LoggerDispatcher._read
     """,
     "part of functions in the tables, or composed of them": """
         cli.report.read_runs cli.results_table.read_rows cli.serve._read_logs cluster.detection._detect_as
-        cluster.hostlist._expand jobs.executor.function_runs.FunctionFailure.from_status
+        cluster.hostlist._expand jobs.executor.job.JobFailed.from_status
         jobs.options.config_files._read_habits jobs.options.config_files._read_option
         jobs.options.config_files._read_yaml jobs.options.option.OptionType._parse_text
         jobs.options.option_parser.parse_option jobs.options.resolved_options._read
-        jobs.runs.run_log_reader.RunLogReader.read lightning.HpctrainEnvironment.detect messages._decode
-        messages._parse records.log_tail.RecordTail._parse_lines rundir.RunStorage.read
+        jobs.runs.run_log_reader.RunLogReader.read lightning.HpctrainEnvironment.detect
+        checkpoint.io.messages._decode
+        checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines rundir.RunStorage.read
         runtime.worker._detect_ranks supervisor.failures.failure_files._parse_corruption
         supervisor.launch.srun.SrunStep._read sweeps.search_space._parse
         telemetry.sampling.sampler.TelemetrySampler.read
@@ -65,8 +67,8 @@ EXEMPT = {
         checkpoint.format.dcp_format.TensorReader.read_metadata checkpoint.format.manifest.read_verified
     """,
     "unpickles files of the own user (tests/test_untrusted_data.py)": """
-        checkpoint.convert.import_checkpoint._read jobs.executor.function_runs.read_call
-        jobs.executor.function_runs.read_result serialization.CallPayload.read
+        checkpoint.convert.import_checkpoint._read jobs.executor.job._read_result
+        records.serialization.CallPayload.read
         telemetry.loggers.process.LoggerConfig.read telemetry.loggers.process._read_ending
         training.loop.spawn._read_result
     """,

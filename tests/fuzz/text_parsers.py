@@ -6,10 +6,12 @@ import json
 
 from fuzzing import Parser, write_file
 
-from hpctrain import crash_output, files, redaction, text, tracebacks
-from hpctrain.supervisor.failures import classify
+from hpctrain import files, text
+from hpctrain.records import crash_output
+from hpctrain.spec import redaction
+from hpctrain.supervisor import job_control
+from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.failures.failure_files import RankFailure
-from hpctrain.supervisor.job_control import slurm
 from hpctrain.supervisor.policy import history
 
 TRACEBACK = """Traceback (most recent call last):
@@ -31,7 +33,7 @@ ERRORS = [
 
 def classify_message(message: str) -> object:
     failure = RankFailure(0, "n1", "exception", "RuntimeError", message, "log", None, 0.0)
-    return classify.classify(failure), classify.is_deterministic(failure)
+    return failure_files.classify(failure), failure_files.is_deterministic(failure)
 
 
 def newest_traceback(content: str) -> object:
@@ -67,14 +69,14 @@ PARSERS = [
         ['{"env": {"TOKEN": "x"}, "args": ["--key", "y"], "notify": {"targets": ["https://h/x"]}}'],
         call=lambda content: redaction.redact_spec(as_mapping(content)),
     ),
-    Parser(tracebacks.fold, [TRACEBACK]),
-    Parser(tracebacks.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
+    Parser(crash_output.fold, [TRACEBACK]),
+    Parser(crash_output.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
     Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
-    Parser(classify.classify, ERRORS, call=classify_message),
-    Parser(classify._numbers, ["[[79, 13]]"]),
+    Parser(failure_files.classify, ERRORS, call=classify_message),
+    Parser(failure_files._numbers, ["[[79, 13]]"]),
     Parser(history._parse_failure, ["rank 3 on n1: ValueError: at 0xdeadbeef"], call=normalized),
     Parser(
-        slurm._EVICTED.search,
+        job_control._EVICTED.search,
         ["slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***"],
         slow=[("", "error: *** JOB 1", "\n")],
     ),

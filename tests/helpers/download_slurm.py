@@ -93,10 +93,10 @@ def download_slurm(version: str, cache: Path = CACHE) -> Path:
     return folder
 
 
-def link_commands(plan: SandboxLayout, packages: Path) -> None:
+def link_commands(plan: SandboxLayout, version: str, packages: Path) -> None:
     """Create the launcher of a sandbox and its folder of Slurm's commands, and configure the plugins."""
     mount = f'/bin/mount -t overlay overlay -o lowerdir={packages}/usr:/usr /usr && exec "$@"'
-    names = {"version": plan.shape.slurm, "name": plan.launcher.name, "cluster": plan.name}
+    names = {"version": version, "name": plan.launcher.name, "cluster": plan.name}
     plan.launcher.write_text(_LAUNCHER.format(mark=f"/{_MARK}", mount=shlex.quote(mount), **names))
     plan.launcher.chmod(0o755)
     plan.commands.mkdir()

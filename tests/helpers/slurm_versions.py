@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from helpers.commands import skip_or_fail
@@ -22,9 +22,18 @@ def need_slurm_version(version: str) -> None:
         skip_or_fail(f"Slurm {version} is not available: {error}")
 
 
-def up_with_version(name: str, *, slurm: str = "", **options: Any) -> Sandbox:
+def up_with_version(
+    name: str, *, slurm: str = "", kind: type[Sandbox] = Sandbox, settings: Sequence[str] = (), **options: Any
+) -> Sandbox:
     """Start a sandbox with a Slurm version, which is downloaded the first time; empty: the installed one."""
-    if slurm and not matches_version(slurm, installed_version()):
-        packages = download_slurm(slurm)
-        options |= {"slurm": slurm, "link_commands": partial(link_commands, packages=packages)}
-    return up(name, **options)
+    if not slurm or matches_version(slurm, installed_version()):
+        return up(name, kind=kind, settings=settings, **options)
+    packages = download_slurm(slurm)
+
+    class VersionedSandbox(kind):
+        def prepare(self) -> None:
+            link_commands(self, slurm, packages)
+            super().prepare()
+
+    # With 3 s, Slurm 24.11 regards healthy nodes as lost.
+    return up(name, kind=VersionedSandbox, settings=["SlurmdTimeout=5", *settings], **options)

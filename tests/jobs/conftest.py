@@ -24,7 +24,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.supervisor.acquire_run import run_of_this_job
-from hpctrain.supervisor.job_control.job_control import LocalJobControl
+from hpctrain.supervisor.job_control import LocalJobControl
 
 assert sys.argv[1:3] == ["-m", "hpctrain.supervisor"], sys.argv
 run = run_of_this_job(RunDir(Path(sys.argv[3])), os.environ)

@@ -8,12 +8,11 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from helpers.processes import assert_no_process_left, run_processes
+from helpers.processes import assert_no_process_left
 from helpers.waiting import wait_for
 
-from hpctrain.errors import RunFailed, SchedulerError, SpecError
+from hpctrain.errors import RunFailed, SpecError
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_log_reader import LogText, follow_run
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
@@ -52,11 +51,6 @@ def test_tasks_run_in_their_own_folders_within_the_throttle(prepared, array, at_
         assert (spec.array, spec.array_task, spec.run_dir) == (None, index, str(task.dir.path))
         assert (task.job_id, task.status().attempt) == (f"{run.job_id}_{index}", 0)
     assert_no_process_left(run.dir.path)
-
-
-def test_concurrency_of_local_tasks_is_noted(prepared):
-    assert "one after another" in prepared(array="0-3").notes[0]
-    assert "3 at a time" in prepared(array="0-9%3").notes[0]
 
 
 def test_throttle_beyond_the_machines_gpus_is_refused(prepared, monkeypatch):
@@ -138,16 +132,6 @@ def test_some_tasks_of_an_array_are_resubmitted(prepared):
     assert [task.job_id for task in resubmitted.tasks()] == jobs
 
 
-def test_active_array_refuses_another_submission(prepared):
-    run = submit_prepared(prepared("sleep", array="0-1", run_dir="r"))
-    wait_for(lambda: states(run)[0] == "RUNNING", 20, "a task to run")
-    with pytest.raises(SpecError, match="still active"):
-        submit_prepared(prepared(array="5", run_dir="r"))
-    assert run.dir.tasks() == [0, 1]
-    run.cancel()
-    run.wait_for_end(timeout=120)
-
-
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
@@ -160,37 +144,3 @@ def test_array_and_single_run_cannot_continue_as_each_other(prepared, first, sec
     submit_prepared(prepared(run_dir="r", **first)).wait(timeout=120)
     with pytest.raises(SpecError, match=message):
         prepared(**{"run_dir": "r", **second})
-
-
-def test_failed_submission_removes_only_its_own_files(prepared, tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError("no more processes")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", refuse)
-        with pytest.raises(SchedulerError, match="no more processes"):
-            submit_prepared(prepared(array="0-2", run_dir="r"))
-    assert not (tmp_path / "r").exists()
-    run = submit_prepared(prepared(array="0-1", run_dir="r"))
-    run.wait(timeout=120)
-    monkeypatch.setattr("hpctrain.jobs.backends.local.subprocess.Popen", refuse)
-    with pytest.raises(SchedulerError, match="no more processes"):
-        submit_prepared(prepared(array="1-2", run_dir="r"))
-    assert states(run) == ["COMPLETED", "COMPLETED"]
-    assert not run_processes(run.dir.path)
-
-
-def test_every_task_of_a_large_array_is_followed(tmp_path):
-    """More tasks than one poll covers."""
-    array = RunDir(tmp_path / "r")
-    for index in range(150):
-        task = array.task(index)
-        task.attempt_logs(0).mkdir(parents=True)
-        task.log_event("submitted", 0, job_id=f"17_{index}", backend="local")
-        task.rank_log(0, 0).write_text("here")
-        task.log_event("finished", 0, state="COMPLETED")
-    array.log_event("submitted", 0, job_id="17", backend="local")
-    *items, last = follow_run(Run(array, {}), whole=False)
-    assert last.tasks == {"COMPLETED": 150}
-    lines = [item.text for item in items if isinstance(item, LogText)]
-    assert sorted(lines) == sorted(f"{f'[task-{index}]':<10} here\n" for index in range(150))

@@ -11,7 +11,6 @@ import pytest
 from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
-from hpctrain.errors import SchedulerError
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
@@ -71,57 +70,6 @@ def test_requeue_and_cancel_affect_one_task_only(submit):
     wait_for(lambda: run.status().state.ended, 20, "the end of the array")
     resubmitted = submit(array="1")
     assert resubmitted.wait_for_end(timeout=120).tasks == {RunState.CANCELLED: 1, RunState.COMPLETED: 2}
-
-
-@pytest.mark.long
-def test_requeue_reports_the_task_without_ranks_and_requeues_the_others(submit):
-    run = submit(array="0-1", setup=["while [ $SLURM_ARRAY_TASK_ID = 1 ]; do sleep 0.2; done"])
-    first, last = run.tasks()
-    wait_for(
-        lambda: has_started(first) and last.status().state is RunState.RUNNING, 40, "both tasks to start"
-    )
-    with pytest.raises(SchedulerError, match=rf"No rank of job {last.job_id} is .* The other jobs"):
-        run.requeue()
-    assert first.wait(timeout=120).attempt == 1
-    run.cancel()
-    wait_for(lambda: run.status().state.ended, 20, "the end of the array")
-
-
-@pytest.mark.long
-def test_preemption_affects_one_task_only(submit, environ):
-    run = submit(array="0-1", exclusive=True)
-    wait_for(lambda: all(has_started(task) for task in run.tasks()), 40, "all tasks to start")
-    node = next(event["hosts"][0] for event in run.tasks()[1].dir.read_events() if event["kind"] == "started")
-    run_command(["srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true"], environ)
-    assert run.tasks()[1].wait(timeout=120).attempt == 1
-    assert run.tasks()[0].status().state is RunState.RUNNING
-    assert attempts(run) == [1, 2]
-    run.cancel()
-    wait_for(lambda: run.status().state.ended, 20, "the end of the array")
-
-
-@pytest.mark.long
-def test_dependent_run_waits_for_all_tasks_of_an_array(prepared, environ, tmp_path):
-    array = submit_prepared(
-        prepared(array="0-1", run_dir="a", backend="slurm", sbatch={"hold": ""}, environ=environ)
-    )
-    after = submit_prepared(prepared(run_dir="b", backend="slurm", dependency="afterok:a", environ=environ))
-    after_task = submit_prepared(
-        prepared(run_dir="c", backend="slurm", dependency="afterok:a/task-1", environ=environ)
-    )
-
-    def dependency(run: Run) -> str:
-        return run_command(
-            ["squeue", "--noheader", f"--jobs={run.job_id}", "--Format=Dependency:60"], environ
-        ).stdout
-
-    assert f"afterok:{array.job_id}_*(unfulfilled)" in dependency(after)
-    assert f"afterok:{array.job_id}_1(unfulfilled)" in dependency(after_task)
-    run_command(["scontrol", "release", f"{array.job_id}_1"], environ)
-    assert after_task.wait(timeout=120).state is RunState.COMPLETED
-    assert after.status().state is RunState.PENDING
-    run_command(["scontrol", "release", f"{array.job_id}_0"], environ)
-    assert after.wait(timeout=120).state is RunState.COMPLETED
 
 
 @pytest.mark.extended

@@ -122,12 +122,6 @@ def test_plain_refuses_what_needs_the_supervisor(environ, tmp_path, options, mes
         prepare(environ, tmp_path, template="plain", **options)
 
 
-def test_plain_names_options_without_effect(environ, tmp_path):
-    notes = "\n".join(prepare(environ, tmp_path, template="plain", hang_timeout=60).notes)
-    assert "--hang-timeout has no effect: hpctrain does not run in the job (--template plain)." in notes
-    assert "Slurm requeues the job only after a preemption" in notes
-
-
 def test_template_that_extends_plain_needs_no_supervisor(environ, tmp_path):
     (tmp_path / "mine.j2").write_text(
         '{% extends "plain.sbatch.j2" %}\n{% block setup %}\n{{ super() -}}\nulimit -c 0\n{% endblock %}\n'
@@ -165,25 +159,6 @@ def test_teardown_runs_after_the_supervisor(environ, tmp_path, stop):
     assert run.status().state == stop.upper()
     wait_for(mark.exists, 30, "the teardown")
     assert "supervisor.log" in mark.read_text()
-
-
-def test_teardown_of_a_local_run_that_is_cancelled(tmp_path):
-    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
-    run_dir, mark = tmp_path / "run", tmp_path / "mark"
-    run_command(
-        [
-            *(sys.executable, "-m", "hpctrain", "submit", "--backend", "local", "--run-dir", run_dir),
-            *("--no-code-snapshot", "--teardown", f"touch {mark}", "train.py"),
-        ],
-        environment(),
-        cwd=tmp_path,
-    )
-    run = Run(RunDir(run_dir), environment())
-    wait_for(lambda: run.dir.attempts() and run.dir.rank_log(0, 0).exists(), 60, "the start")
-    assert int(run.dir.lock.read_text()) != int(run.job_id), "signals are for the supervisor"
-    run.cancel()
-    wait_for(mark.exists, 60, "the teardown")
-    assert run.status().state == "CANCELLED"
 
 
 def test_setup_and_teardown_run_in_the_folder_of_the_submission(tmp_path):

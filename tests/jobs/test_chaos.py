@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from helpers.commands import run_command
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.runs import chaos
@@ -19,14 +16,6 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 
 STARTED = {"attempt": 3, "world_size": 6, "hosts": ["n1", "n2", "n5"]}
-
-
-def test_ranks_are_chosen_evenly():
-    rng = random.Random(1)
-    faults = [choose_fault([Fault.KILL_RANK], STARTED, rng) for _ in range(600)]
-    counts = Counter((fault.ranks, fault.host) for fault in faults)
-    assert set(counts) == {((rank,), STARTED["hosts"][rank // 2]) for rank in range(6)}
-    assert min(counts.values()) > 60
 
 
 def test_all_ranks_of_a_node_are_killed_together():
@@ -45,9 +34,7 @@ def test_local_backend_excludes_faults_without_restart():
 
 def test_runs_of_others_and_inactive_runs_are_refused(tmp_path, monkeypatch):
     run = Run(RunDir(tmp_path), {})
-    with pytest.raises(
-        SpecError, match=r"is UNKNOWN\. Faults can only be injected into a run that is RUNNING"
-    ):
+    with pytest.raises(SpecError, match=r"is UNKNOWN\. Only a run that is RUNNING can be disturbed"):
         check_disturbable(run)
     (tmp_path / "task-4").mkdir()
     with pytest.raises(SpecError, match=r"is a job array. Specify a task, such as .*/task-4"):
@@ -55,13 +42,6 @@ def test_runs_of_others_and_inactive_runs_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(SpecError, match="belongs to user"):
         check_disturbable(run)
-
-
-def test_unknown_fault_is_refused_with_known_ones():
-    command = [sys.executable, "-m", "hpctrain", "chaos", "no-run", "--fault", "flood"]
-    result = run_command(command, check=False)
-    assert result.returncode == 2
-    assert "--fault flood. Valid faults: kill-rank, kill-node-ranks, stop-rank" in result.stderr
 
 
 class FakeRun(Run):

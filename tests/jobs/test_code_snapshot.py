@@ -21,8 +21,6 @@ from hpctrain.spec.load_spec import load_spec
 #: They start many processes, so `make test-fast` leaves them out.
 pytestmark = pytest.mark.slow
 
-NAMES = ["a b", "a'b", "$(touch pwned)", "é 😀", "new\nline", "-m"]
-
 
 def git(folder: Path, *args: str) -> str:
     identity = ["-c", "user.name=Me", "-c", "user.email=me@example.org", "-c", "protocol.file.allow=always"]
@@ -110,20 +108,6 @@ def test_commit_and_changes_are_recorded(prepared, repo):
     assert not (repo / "removed.py").exists()
 
 
-def test_clean_working_tree_is_recorded_as_unchanged(prepared, tmp_path):
-    repo = tmp_path / "clean"
-    repo.mkdir()
-    (repo / "train.py").touch()
-    git(repo, "init", "--quiet")
-    copy = submit_and_get_copy(prepared, repo, run_dir="before the first commit")
-    assert json.loads(copy.with_name(f"{copy.name}.json").read_text())["commit"] is None
-    git(repo, "add", ".")
-    git(repo, "commit", "--quiet", "--message=first")
-    copy = submit_and_get_copy(prepared, repo, run_dir="after")
-    assert json.loads(copy.with_name(f"{copy.name}.json").read_text())["changed"] is False
-    assert copy.with_name(f"{copy.name}.diff").read_text() == ""
-
-
 def test_links_lead_to_the_copy_or_to_their_original_target(prepared, repo, tmp_path):
     targets = {
         "copied": "changed.py",
@@ -149,66 +133,12 @@ def test_links_lead_to_the_copy_or_to_their_original_target(prepared, repo, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_unusual_file_names_are_copied(prepared, repo, name):
-    folder = repo / name
-    folder.mkdir()
-    (folder / name).write_text(name)
-    git(repo, "add", "--all")
-    (folder / f"{name}2").write_text("new")
-    copy = submit_and_get_copy(prepared, repo)
-    assert (copy / name / name).read_text() == name
-    assert (copy / name / f"{name}2").read_text() == "new"
-    assert not list(repo.parent.rglob("pwned"))
-
-
-def test_nested_repository_is_copied(prepared, repo):
-    inner = repo / "inner"
-    inner.mkdir()
-    git(inner, "init", "--quiet")
-    (inner / "own.py").touch()
-    (inner / "x.ckpt").touch()
-    (inner / ".gitignore").write_text("*.ckpt\n")
-    assert {"inner/own.py", "inner/.gitignore"} == {
-        name for name in files_in(submit_and_get_copy(prepared, repo)) if name.startswith("inner")
-    }
-
-
-@pytest.mark.slow
-def test_runs_in_the_repository_are_not_copied(prepared, repo):
-    first = submit_and_get_copy(prepared, repo, run_dir=repo / "runs" / "first")
-    second = submit_and_get_copy(prepared, repo, run_dir=repo / "runs" / "second")
-    assert files_in(first) == files_in(second)
-    assert "runs" not in git(repo, "status", "--porcelain")
-
-
-@pytest.mark.slow
 def test_resubmitted_run_gets_a_new_copy(prepared, repo):
     first = submit_and_get_copy(prepared, repo, run_dir="r")
     (repo / "changed.py").write_text("value = 4\n")
     second = submit_and_get_copy(prepared, repo, run_dir="r")
     assert [copy.name for copy in (first, second)] == ["submission-000", "submission-001"]
     assert [(copy / "changed.py").read_text() for copy in (first, second)] == ["value = 2\n", "value = 4\n"]
-
-
-@pytest.mark.slow
-def test_array_tasks_share_one_copy(prepared, repo):
-    run = submit_prepared(prepared(script=repo / "train.py", run_dir="r", array="0-1"))
-    run.wait(timeout=120)
-    codes = {load_spec(run.dir.task(index).spec).code for index in (0, 1)} | {load_spec(run.dir.spec).code}
-    (code,) = codes
-    assert code is not None
-    assert code.copy == str(run.dir.path / "code" / "submission-000")
-
-
-def test_ignored_script_is_copied(prepared, repo):
-    (repo / "data" / "train.py").touch()
-    run = submit_prepared(prepared(script=repo / "data" / "train.py"))
-    run.wait(timeout=120)
-    code = load_spec(run.dir.spec).code
-    assert code is not None
-    assert Path(code.script).read_text() == ""
-    assert not (Path(code.copy) / "data" / "x.txt").exists()
 
 
 def test_missing_repository_is_noted_if_the_job_waits(prepared, script):
@@ -224,16 +154,6 @@ def test_missing_repository_is_noted_if_the_job_waits(prepared, script):
     assert not (run.dir.path / "code").exists()
 
 
-def test_missing_git_is_noted(prepared, repo, tmp_path):
-    submission = prepared(script=repo / "train.py", environ=environment({"PATH": str(tmp_path)}))
-    assert "the code is not copied (git not found on PATH)" in submission.notes[-1]
-
-
-def test_disabled_snapshot_has_no_note(prepared, repo, script):
-    assert prepared(script=repo / "train.py", code_snapshot=False).snapshot is None
-    assert not [note for note in prepared(script=script, code_snapshot=False).notes if "copied" in note]
-
-
 def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, repo):
     (repo / "weights.bin").write_bytes(bytes(3_000_000))
     with pytest.raises(
@@ -244,21 +164,6 @@ def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, rep
     assert prepared(script=repo / "train.py", code_snapshot_limit=2, code_snapshot=False).snapshot is None
     with pytest.raises(SpecError, match="must be at least 1"):
         prepared(script=repo / "train.py", code_snapshot_limit=0)
-
-
-def test_many_small_files_count_towards_the_limit(prepared, repo):
-    (repo / "many").mkdir()
-    for index in range(300):
-        (repo / "many" / f"{index}").touch()
-    with pytest.raises(SpecError, match=r"1\.\d+ MB in 309 files"):
-        prepared(script=repo / "train.py", code_snapshot_limit=1)
-
-
-def test_git_variables_of_the_caller_are_ignored(prepared, repo, tmp_path):
-    """A git hook has variables that name the hook's repository."""
-    environ = environment({"GIT_DIR": str(tmp_path / "other" / ".git"), "GIT_INDEX_FILE": "/nowhere"})
-    snapshot = prepared(script=repo / "train.py", environ=environ).snapshot
-    assert "changed.py" in snapshot.files
 
 
 def test_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatch):
@@ -280,28 +185,6 @@ def test_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatch)
             submit_prepared(submission)
     assert files_in(tmp_path / "r" / "code") == before
     assert not (tmp_path / "other run").exists()
-
-
-def test_interrupted_submission_keeps_the_copy_of_a_job_that_may_be_queued(
-    prepared, repo, tmp_path, monkeypatch
-):
-    def interrupt(*_args, **_options):
-        raise KeyboardInterrupt
-
-    submission = prepared(script=repo / "train.py", run_dir="r")
-    monkeypatch.setattr(type(submission.backend), "submit", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        submit_prepared(submission)
-    (copy,) = (path for path in (tmp_path / "r" / "code").iterdir() if path.is_dir())
-    assert (copy / "train.py").exists()
-
-
-def test_file_that_cannot_be_copied_is_refused_before_the_submission(prepared, repo, tmp_path, monkeypatch):
-    submission = prepared(script=repo / "train.py", run_dir="r")
-    (repo / "new.py").unlink()
-    with pytest.raises(SpecError, match=r"new\.py"):
-        submit_prepared(submission)
-    assert not (tmp_path / "r").exists()
 
 
 SCRIPT = """
@@ -382,26 +265,6 @@ def test_editable_packages_are_imported_from_the_copy(tmp_path):
     }
     result = run_command([sys.executable, "-c", probe], variables)
     assert result.stdout.split() == ["copy", "copy", str(source / "only_here"), str(copy / "src")]
-
-
-def test_ignored_module_is_named_when_its_import_fails(tmp_path):
-    source, copy = tmp_path / "source", tmp_path / "copy"
-    for folder in (source / "src", copy / "src"):
-        folder.mkdir(parents=True)
-    (source / "src" / "lib2x.py").touch()
-    probe = (
-        "import os, sys\n"
-        f"sys.path.insert(0, {str(copy / 'src')!r})\n"
-        "from hpctrain.runtime.snapshot_imports import describe_missing_copy\n"
-        "for name in ('lib2x', 'nowhere_at_all'):\n"
-        "    try: __import__(name)\n"
-        "    except ImportError as error: print(describe_missing_copy(error, os.environ) or 'unknown')\n"
-    )
-    variables = {"HPCTRAIN_CODE_DIR": str(copy), "HPCTRAIN_CODE_SOURCE": str(source)}
-    hint, unknown = run_command([sys.executable, "-c", probe], variables).stdout.splitlines()
-    assert hint.startswith("src/lib2x.py exists, but git ignores it")
-    assert "git add -f src/lib2x.py" in hint
-    assert unknown == "unknown"
 
 
 def test_ignored_file_is_named_when_it_is_not_found(tmp_path):

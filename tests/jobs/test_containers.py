@@ -14,13 +14,11 @@ from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SpecError
-from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.container import Container
-from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.supervisor.launch.task_command import containerize, worker_command
+from hpctrain.supervisor.launch.task_command import containerize
 
 pytestmark = pytest.mark.ranks
 
@@ -129,23 +127,6 @@ def test_ranks_run_in_fake_apptainer(project):
         env = project.check(run, 0, rank)
         assert env["CUDA_VISIBLE_DEVICES"] == ""
         assert not [name for name in env if name.startswith("APPTAINERENV_")]
-
-
-def test_commands_run_in_fake_apptainer(project):
-    script = project.project / "train.sh"
-    script.write_text('#!/bin/sh\necho "rank $RANK in the $ONLY: $2"\n')
-    script.chmod(0o755)
-    run = project.submit({}, "none", script="./train.sh", program="command", backend="local")
-    run.wait(timeout=120)
-    assert "rank 0 in the image: none" in run.dir.rank_log(0, 0).read_text()
-
-
-def test_requeue_in_fake_apptainer(project):
-    run = project.submit({}, "0", backend="local", ntasks_per_node=2)
-    wait_for(lambda: (run.dir.path / "seen-0-1.json").exists(), 60, "the first attempt")
-    run.requeue()
-    run.wait(timeout=120)
-    project.check(run, 1, 1)
 
 
 @pytest.mark.extended
@@ -272,21 +253,6 @@ def test_unsupported_container_options_are_refused(prepared, options, message):
         prepared(**options)
 
 
-def test_root_of_the_host_is_not_mounted(prepared, tmp_path):
-    with pytest.raises(SpecError, match=r"working directory is /\. In a container, this folder would hide"):
-        prepared(container_image="ubuntu", cwd=Path("/"), run_dir=tmp_path / "r")
-
-
-def test_config_file_may_set_runtime_and_mounts(prepared, tmp_path):
-    (tmp_path / "hpctrain.yaml").write_text(
-        "container_runtime: apptainer\ncontainer_mounts: [data:/data, ~/x:/x]\n"
-    )
-    environ = environment({"HOME": "/home/me"})
-    assert prepared(environ=environ).spec.container is None
-    container = prepared(environ=environ, container_image="ubuntu").spec.container
-    assert (container.runtime, container.mounts) == ("apptainer", (f"{tmp_path}/data:/data", "/home/me/x:/x"))
-
-
 @pytest.mark.parametrize(
     ("available", "image", "runtime"),
     [
@@ -299,22 +265,13 @@ def test_auto_chooses_the_runtime_of_the_site(tmp_path, available, image, runtim
     from hpctrain.jobs.submit.container_builder import build_container
 
     container = build_container(
-        {"container_image": image}, backend="slurm", known=available, cwd=tmp_path, environ={}
+        {"container_image": image}, backend="slurm", runtimes=available, cwd=tmp_path, environ={}
     )
     assert container.runtime == runtime
     with pytest.raises(SpecError, match="No container runtime found on this machine"):
         build_container(
-            {"container_image": "x"}, backend="slurm", known=("enroot",), cwd=tmp_path, environ={}
+            {"container_image": "x"}, backend="slurm", runtimes=("enroot",), cwd=tmp_path, environ={}
         )
-
-
-def test_image_of_another_runtime_is_refused(tmp_path):
-    image = tmp_path / "x.sif"
-    image.touch()
-    container = Container(image=str(image), runtime="pyxis")
-    defaults = {"backend": "slurm", "cwd": tmp_path, "python": sys.executable}
-    with pytest.raises(SpecError, match="requires apptainer, but the runtime is pyxis"):
-        build_spec("train.py", [], {}, container=container, **defaults)
 
 
 def check_interactive(project, run: Run, env) -> None:
@@ -332,22 +289,5 @@ def check_interactive(project, run: Run, env) -> None:
 
 
 @pytest.mark.long
-def test_shells_in_fake_apptainer(project):
-    check_interactive(project, project.submit({}, "0", backend="local", ntasks_per_node=2), {})
-
-
-@pytest.mark.long
 def test_shells_in_fake_pyxis(project, slurm):
     check_interactive(project, project.submit(slurm.env, "0", backend="slurm", nodes=2), slurm.env)
-
-
-def test_interpreter_in_the_container_has_no_host_path(make):
-    for spec in (
-        make(python="/usr/bin/python3.12"),
-        make(python="/usr/bin/python3.12", torchrun=TorchrunConfig()),
-    ):
-        command = worker_command(spec, 1)
-        assert command[0] == "/usr/bin/python3.12"
-        assert spec.python not in command
-        if spec.torchrun:
-            assert json.loads(command[-1])["worker"][0] == "/usr/bin/python3.12"

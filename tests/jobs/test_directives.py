@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_parser import parse_sbatch_option
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
 from hpctrain.spec.directives import all_directives, directive_lines, quote_directive
 
@@ -74,10 +73,6 @@ def test_quoted_values_are_read_back_by_sbatch(value):
     assert parse_like_sbatch(f" --comment={quote_directive(value)}") == [f"--comment={value}"]
 
 
-def test_plain_values_are_not_quoted():
-    assert quote_directive("/home/me/runs/a-1_b.c") == "/home/me/runs/a-1_b.c"
-
-
 def test_directives_of_a_job(make_spec):
     spec = make_spec(
         nodes=2,
@@ -104,12 +99,6 @@ def test_directives_of_a_job(make_spec):
     ]
 
 
-def test_job_may_name_several_partitions(make_spec):
-    request = JobRequest.from_spec(make_spec(directives={"partition": "a,b"}), {})
-    assert request.partitions == ["a", "b"]
-    assert "#SBATCH --partition=a,b" in directive_lines(request.directives)
-
-
 @pytest.mark.parametrize(
     ("fields", "lines"),
     [
@@ -134,26 +123,9 @@ def test_gpus_are_requested_in_the_style_of_the_site(make_spec, fields, lines):
     assert [line.removeprefix("#SBATCH --") for line in requested if "gpu" in line or "gres" in line] == lines
 
 
-@pytest.mark.parametrize(
-    ("backend", "options", "directives"),
-    [
-        ("slurm", {"time": "unlimited"}, {"time": "UNLIMITED"}),
-        ("slurm", {}, {}),
-        ("local", {"time": "unlimited"}, {}),
-    ],
-)
-def test_unlimited_time_differs_from_no_time_option(backend, options, directives, tmp_path):
-    spec = build_spec("x.py", [], options, backend=backend, cwd=tmp_path, python="/p")
-    assert (spec.time_limit_s, spec.directives) == (None, directives)
-    assert all_directives(spec).get("time") == directives.get("time")
-
-
 def test_each_array_task_has_a_log_in_its_own_folder(make_spec):
     directives = all_directives(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
-    assert (directives["array"], directives["output"]) == (
-        "0-3%2",
-        "/home/me/100%%j/task-%a/logs/slurm.log",
-    )
+    assert (directives["array"], directives["output"]) == ("0-3%2", "/home/me/100%%j/task-%a/logs/slurm.log")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,9 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpctrain import sandbox
-from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.render import render
-from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.spec.job_spec import JobSpec
 
 #: All characters that a line of a script can contain; control characters are refused.
@@ -158,46 +154,3 @@ def site(slurm) -> Iterator[sandbox.Sandbox]:
 )
 def test_site_specific_directive_arrives(site, tmp_path, make, fields, shown):
     assert HeldJobs(site.env, tmp_path).submit(make(**fields)).items() >= shown.items()
-
-
-def test_node_lists_arrive(site, tmp_path, make):
-    first, second = site.nodes
-    fields = HeldJobs(site.env, tmp_path).submit(make(directives={"nodelist": first, "exclude": second}))
-    assert (fields["ReqNodeList"], fields["ExcNodeList"]) == (first, second)
-
-
-def test_ranks_have_the_resources_of_the_job(slurm, tmp_path):
-    """Since 22.05, srun inherits less from sbatch."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import json, os, subprocess\n"
-        "step = f\"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}\"\n"
-        "shown = subprocess.run(['scontrol', 'show', 'step', step], capture_output=True, text=True).stdout\n"
-        "print(json.dumps({'step': shown, **os.environ}))\n"
-    )
-    options = {
-        "nodes": 1,
-        "gpus_per_node": 2,
-        "cpus_per_task": 3,
-        "mem_per_cpu": 100,
-        "gpu_request_style": "gpus-per-node",
-        "sbatch": {"hint": "compute_bound"},
-        "run_dir": "r",
-    }
-    run = submit_prepared(
-        prepare_submission(
-            script, (), options, environ=environment(slurm.env), cwd=tmp_path, python=sys.executable
-        )
-    )
-    run.wait(timeout=120)
-    seen = json.loads(run.dir.rank_log(0, 1).read_text())
-    assert "TRES=cpu=6," in seen["step"]
-    expected = {
-        "SLURM_CPUS_PER_TASK": "3",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "3"),
-        "SLURM_MEM_PER_CPU": "100",
-        "SLURM_GPUS_PER_NODE": "2",
-        "SLURM_STEP_GPUS": "0,1",
-        "SLURM_HINT": "compute_bound",
-    }
-    assert {name: seen.get(name) for name in expected} == expected

@@ -14,7 +14,7 @@ from helpers.commands import environment, run_command
 from helpers.waiting import slowness
 
 from hpctrain import sandbox
-from hpctrain.errors import SpecError, UserError
+from hpctrain.errors import UserError
 from hpctrain.jobs.doctor import folder_checks, machine_checks
 from hpctrain.jobs.doctor.machine_checks import check_containers, check_gpus, torch_findings
 from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, command_output, run_python_probe
@@ -26,13 +26,7 @@ from hpctrain.jobs.doctor.slurm_checks import (
     probe_options,
 )
 from hpctrain.slurm.config import SlurmConfig
-from hpctrain.slurm.site_facts import (
-    NodeGroup,
-    Partition,
-    Site,
-    SiteConventions,
-    discover_site,
-)
+from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, discover_site
 
 
 def standings(findings: Iterable[Finding]) -> dict[str, str]:
@@ -62,7 +56,7 @@ def plugin_cluster() -> Iterator[sandbox.Sandbox]:
     name = f"lua-{os.getpid()}"
     try:
         box = sandbox.up(name, nodes=1, gpus_per_node=1)
-        (box.plan.folder / "job_submit.lua").write_text(_LUA.format(condition="false", words=""))
+        (box.folder / "job_submit.lua").write_text(_LUA.format(condition="false", words=""))
         with box.conf.open("a") as conf:
             conf.write("JobSubmitPlugins=lua\n")
         run_command(["scontrol", "reconfigure"], box.env)
@@ -76,7 +70,7 @@ def probe_refusing_site(plugin_cluster):
     """Return the probe results at a site whose plugin refuses jobs of one kind."""
 
     def call(condition: str):
-        script = plugin_cluster.plan.folder / "job_submit.lua"
+        script = plugin_cluster.folder / "job_submit.lua"
         before = script.stat().st_mtime
         script.write_text(_LUA.format(condition=condition, words="not here"))
         # Slurm reads it again when its modification time, in whole seconds, is later.
@@ -122,12 +116,6 @@ def test_site_that_refuses_every_plain_job_is_a_problem(probe_refusing_site):
     assert (finding.name, finding.value, finding.standing) == ("a plain job", "refused: not here", "problem")
 
 
-@pytest.mark.slurm
-def test_probes_submit_no_job(plugin_cluster, probe_refusing_site):
-    probe_refusing_site("false")
-    assert run_command(["squeue", "--noheader", "--states=all"], plugin_cluster.env).stdout == ""
-
-
 def test_gpu_request_style_is_found_with_fake_sbatch(tmp_path):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(
@@ -148,9 +136,9 @@ def test_gpu_request_style_is_found_with_fake_sbatch(tmp_path):
 
 def test_settings_that_delay_runs_are_noted():
     assert set(standings(config_findings(SlurmConfig())).values()) == {"ok"}
-    odd = SlurmConfig(job_requeue=False, requeue_exit="1", kill_wait_s=5, slurmd_timeout_s=3600)
+    odd = SlurmConfig(job_requeue=False, kill_wait_s=5)
     notes = [name for name, standing in standings(config_findings(odd)).items() if standing == "note"]
-    assert notes == ["requeue", "RequeueExit", "KillWait", "SlurmdTimeout"]
+    assert notes == ["requeue", "KillWait"]
 
 
 def test_unresponsive_accounting_is_noted_with_fake_sacct(tmp_path):
@@ -162,14 +150,6 @@ def test_unresponsive_accounting_is_noted_with_fake_sacct(tmp_path):
         "slurmdbd does not respond: sacct failed: slurm_persist_conn_open failed",
     )
     assert check_accounting(SlurmConfig(), environ).value == "disabled, so sacct is not available"
-
-
-@pytest.mark.extended
-@pytest.mark.slurm
-def test_responsive_accounting_is_ok(accounting):
-    environ = environment(accounting.env)
-    site, _ = discover_site(environ, SiteConventions())
-    assert check_accounting(site.slurm, environ).standing == "ok"
 
 
 def test_each_partition_has_one_finding():
@@ -198,11 +178,8 @@ def test_each_partition_has_one_finding():
         "4 nodes with 8 CPUs, 100 MiB, 4 a100 GPUs + 2 nodes with 1 CPU, 100 MiB; time limit 02:00:00, "
         "default time 00:01:00, at most 2 nodes, for accounts physics; preemption: CANCEL, grace time 0 s"
     )
-    assert first.mend.startswith("A preempted run saves its state if KillWait is long enough")
     assert (second.standing, second.value) == ("ok", "no nodes; no time limit")
-    assert (
-        third.mend == "The partition currently does not accept new jobs, or does not start them (State=DOWN)."
-    )
+    assert third.mend == "The partition accepts or starts no new jobs now (State=DOWN)."
     no_default = next(partition_findings(Site(partitions=(Partition(name="p"),))))
     assert (no_default.name, no_default.standing) == ("default", "note")
 
@@ -214,12 +191,6 @@ def test_runs_folder_is_probed_and_left_unchanged(tmp_path):
     assert {"file system", "free space"} <= standings(findings).keys()
     assert findings[0].value.startswith(f"{tmp_path}: ")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_node_local_runs_folder_is_a_problem_with_other_machines():
-    (location, *_) = folder_checks.check_runs_folder(Path("/dev/shm"), environment(), other_machines=True)
-    assert location.standing == "problem"
-    assert "use --run-dir" in location.mend
 
 
 def test_unwritable_runs_folder_is_a_problem():
@@ -276,10 +247,9 @@ def test_container_runtimes_are_found_with_fake_programs(tmp_path):
     assert runtimes == ("enroot",)
     assert [(finding.name, finding.standing) for finding in findings] == [("enroot", "ok"), ("pyxis", "note")]
     _script(tmp_path / "srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]'")
-    _script(tmp_path / "apptainer", "echo broken >&2; exit 1")
+    _script(tmp_path / "apptainer", "")
     findings, runtimes = check_containers(environ)
     assert runtimes == ("pyxis", "apptainer", "enroot")
-    assert findings[1].value.endswith("version unknown: broken")
 
 
 @pytest.mark.parametrize(
@@ -330,11 +300,6 @@ def test_torch_findings_depend_on_gpus(facts, gpus_here, gpus_of_site, standing,
     assert torch.value.endswith(message)
 
 
-def test_torch_without_gloo_is_a_problem():
-    findings = torch_findings(_TORCH | {"gloo": False, "nccl": None}, gpus_here=0, gpus_of_site=0)
-    assert standings(findings) == {"torch": "ok", "NCCL": "ok", "gloo": "problem"}
-
-
 @pytest.mark.gpu
 def test_gpus_of_this_machine_are_described():
     findings, number = check_gpus(dict(os.environ))
@@ -343,20 +308,14 @@ def test_gpus_of_this_machine_are_described():
     assert " × " in findings[0].value
 
 
-def test_profile_file_overwrites_only_a_profile(tmp_path):
+def test_profile_is_written_to_a_new_file(tmp_path):
     path = tmp_path / "etc" / "site.yaml"
     site = Site(slurm=SlurmConfig(cluster="c"), habits=SiteConventions(requeue=False))
-    for _ in range(2):
-        write_profile_file(DoctorReport((), site, gpu_request_style="gpus-per-node"), path)
+    report = DoctorReport((), site, gpu_request_style="gpus-per-node")
+    write_profile_file(report, path)
     profile = {"gpu_request_style": "gpus-per-node", "site": {"habits": {"requeue": False}}}
     assert yaml.safe_load(path.read_text()) == profile
-    for text, message in (
-        ("partition: gpu\nsite: {}\n", "contains 'partition'"),
-        ("just words", "contains 'other content'"),
-        ("a: [", "Cannot read"),
-    ):
-        path.write_text(text)
-        with pytest.raises(SpecError, match=message):
-            write_profile_file(DoctorReport((), site), path)
+    with pytest.raises(UserError, match="exists already"):
+        write_profile_file(report, path)
     with pytest.raises(UserError, match="Slurm is not available"):
         write_profile_file(DoctorReport((), None), tmp_path / "other.yaml")

@@ -35,7 +35,3 @@ def test_other_formats_are_refused(text):
 @given(st.integers(1, 10**8))
 def test_formatted_time_limit_is_parsed_back(seconds):
     assert parse_duration(format_time_limit(seconds)) == seconds
-
-
-def test_fraction_of_a_second_is_rounded_up():
-    assert format_time_limit(59.2) == "00:01:00"

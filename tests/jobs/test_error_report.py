@@ -60,23 +60,6 @@ def test_requested_ranks_are_shown_in_full(run):
     assert not any("also" in line or "first traceback" in line for line in lines)
 
 
-def test_step_that_did_not_start_shows_the_job_log(run):
-    run.logs.mkdir()
-    run.slurm_log.write_text("srun: error: no such node\n")
-    failure = {"attempt": 0, "rank": -1, "cause": "the step did not start", "log": str(run.slurm_log)}
-    assert list(report_failure(run, failure)) == [
-        "attempt 0: the step did not start",
-        f"last lines of {run.slurm_log}:",
-        "  srun: error: no such node",
-    ]
-
-
-def test_unreadable_failure_file_hides_no_other(run):
-    fail(run, 0, "ValueError", "boom", "traceback")
-    run.failure(0, 1).write_text("{torn")
-    assert "traceback" in list(report_failure(run, {"attempt": 0, "rank": 0, "cause": "x"}))
-
-
 def test_failures_before_the_last_submission_are_ignored(run):
     for kind, cause in (("submitted", ""), ("failure", "old"), ("submitted", ""), ("failure", "new")):
         run.log_event(kind, 0, cause=cause, job_id="1", backend="local")

@@ -6,9 +6,7 @@ import os
 import pickle
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +15,11 @@ from helpers.commands import environment
 from helpers.waiting import wait_for
 
 from hpctrain import Executor
-from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, UserError
+from hpctrain.errors import RunFailed, RunNotFound, SpecError, UserError
 from hpctrain.files import is_locked
-from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.backends.local import LocalBackend
-from hpctrain.jobs.executor import Job, JobFailed, function_runs
-from hpctrain.jobs.executor.function_runs import FunctionFailure
+from hpctrain.jobs.executor import Job, JobFailed
+from hpctrain.jobs.executor import job as job_module
 from hpctrain.jobs.runs.run import find_run
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
@@ -49,10 +46,6 @@ def add(a, b=0):
 
 def spec_of(job: Job[object]) -> JobSpec:
     return load_spec(job.run.dir.spec)
-
-
-def refuse(*_):
-    raise SchedulerError("the queue is full")
 
 
 def wait_for_array(jobs: list[Job[object]]) -> None:
@@ -147,39 +140,10 @@ def test_unknown_parameter_gets_a_suggestion(executor, name, hint):
         Executor(**{name: 1})
 
 
-def test_run_dir_of_a_job_is_path_like(executor):
-    job = executor.submit(add, 1, 2)
-    job.wait()
-    folder = Path(job.run.dir)
-    assert (folder / "spec.yaml").exists()
-    assert f"{job.run.dir}" == os.fspath(job.run.dir) == str(folder)
-
-
 def test_unpicklable_argument_is_refused_before_anything_is_written(executor, tmp_path):
     with pytest.raises(UserError, match=r"add\(\): argument b.* _thread.lock"):
         executor.submit(add, 1, b=[threading.Lock()])
     assert not (tmp_path / "runs").exists()
-
-
-def test_unusable_runs_folder_is_refused(executor, tmp_path):
-    (tmp_path / "runs").touch()
-    with pytest.raises(SpecError, match=r"Cannot create a run folder in '.*/runs' \(`folder`\): File exists"):
-        executor.submit(add, 1)
-
-
-def test_refused_submission_leaves_no_folder(executor, tmp_path, monkeypatch):
-    executor.update_parameters(nodes=0)
-    with pytest.raises(SpecError, match="must be at least 1"):
-        executor.submit(add, 1)
-    executor.update_parameters(nodes="1:2")
-    with pytest.raises(SpecError, match="1 to 2 nodes were requested"):
-        executor.submit(add, 1)
-    executor.update_parameters(nodes=1)
-
-    monkeypatch.setattr(LocalBackend, "submit", refuse)
-    with pytest.raises(SchedulerError):
-        executor.submit(add, 1)
-    assert list((tmp_path / "runs").iterdir()) == []
 
 
 @pytest.mark.slow
@@ -205,16 +169,6 @@ def test_batch_is_submitted_at_the_end_of_its_block(executor, tmp_path):
     wait_for_array(jobs)
 
 
-@pytest.mark.slow
-def test_functions_of_a_batch_may_differ(executor):
-    executor.update_parameters(array_parallelism=2)
-    jobs = executor.submit_array([lambda: 1, partial(add, 1)])
-    assert spec_of(jobs[0]).name == "functions"
-    assert load_spec(jobs[0].run.dir.path.parent / "spec.yaml").array == "0-1%2"
-    assert [job.submission().result() for job in jobs] == [1, 1]
-    wait_for_array(jobs)
-
-
 def test_config_files_apply_except_for_array(executor, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hpctrain.yaml").write_text("array: 0-3\nnodes: 2\nrun_dir: elsewhere\n")
@@ -224,17 +178,6 @@ def test_config_files_apply_except_for_array(executor, tmp_path, monkeypatch):
     assert job.num_tasks == 2
     assert job.run.dir.path.parent == tmp_path / "runs"
     job.wait()
-
-
-def test_folder_of_a_possibly_queued_job_is_kept(executor, tmp_path, monkeypatch):
-    def vanish(*_):
-        raise SubmissionUnconfirmed("no answer")
-
-    monkeypatch.setattr(LocalBackend, "submit", vanish)
-    with pytest.raises(SubmissionUnconfirmed):
-        executor.submit(add, 1)
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert (folder / "function.pkl").exists()
 
 
 def test_job_can_be_restored_after_its_program_ended(executor, monkeypatch):
@@ -252,7 +195,7 @@ def test_job_can_be_restored_after_its_program_ended(executor, monkeypatch):
 
 
 def test_missing_result_is_reported(executor, monkeypatch):
-    monkeypatch.setattr(function_runs, "_RESULT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(job_module, "_RESULT_TIMEOUT_S", 0.1)
     job = executor.submit(add, 1)
     with pytest.raises(RunFailed, match=r"Rank 0 of run add-.* wrote no result: .*rank-00000\.pkl"):
         job.result()
@@ -276,39 +219,16 @@ def test_one_query_serves_all_jobs(executor, monkeypatch):
     assert queries == []
 
 
-@pytest.mark.slow
-def test_jobs_can_be_awaited_in_threads(executor):
-    jobs = [executor.submit(add, i) for i in range(4)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda job: job.wait(), jobs * 4))
-    assert {job.state for job in jobs} == {"COMPLETED"}
-
-
 def test_job_error_survives_pickling_and_is_of_the_last_attempt(executor):
     job = executor.submit(add, 1)
     job.wait()
     run = job.run.dir
     run.log_event("failure", 0, rank=3, host="n2", cause="rank 3 on n2: ValueError: x", log="/old.log")
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="rank 3 on n2: ValueError: x")
-    error = pickle.loads(pickle.dumps(JobFailed.from_failure(FunctionFailure.from_status(job.run.status()))))
+    error = pickle.loads(pickle.dumps(JobFailed.from_status(job.run.status())))
     assert (error.rank, error.host, error.log) == (3, "n2", "/old.log")
     assert f"Run {job.run.run_id} failed: rank 3 on n2: ValueError: x. Log: /old.log" in str(error)
     run.log_event("finished", 1, state="FAILED", exit_code=4, cause="the ranks did not leave in time")
-    failure = FunctionFailure.from_status(job.run.status())
+    failure = JobFailed.from_status(job.run.status())
     assert (failure.rank, failure.host) == (None, None)
-    assert "did not leave in time" in failure.message
-
-
-def test_note_is_logged_once(executor, caplog):
-    executor.update_parameters(gpus_per_node=1)
-    for job in [executor.submit(add, 1), executor.submit(add, 2)]:
-        job.wait()
-    assert [record.message for record in caplog.records if "No GPU found" in record.message] != []
-    assert len([record for record in caplog.records if "No GPU found" in record.message]) == 1
-
-
-def test_ended_job_is_not_cancelled_at_deletion(executor, monkeypatch):
-    job = executor.submit(add, 1).cancel_at_deletion()
-    job.wait()
-    monkeypatch.setattr(Job, "cancel", lambda *_, **__: pytest.fail("an ended job was cancelled"))
-    job.__del__()
+    assert "did not leave in time" in str(failure)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
-from hpctrain.files import is_locked, try_lock
 from hpctrain.jobs.backends import local
-from hpctrain.jobs.runs.run import find_run, list_runs, require_running
-from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, describe_event, follow_run
+from hpctrain.jobs.runs.run import find_run, list_runs
+from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.submit import submit as submit_module
 from hpctrain.jobs.submit.submit import submit_prepared
@@ -86,16 +82,6 @@ def test_ranks_use_the_requested_cpus(prepared, script):
     assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["3\n", "3\n"]
 
 
-@pytest.mark.ranks
-def test_background_processes_of_the_job_script_end_with_the_run(prepared):
-    run = submit_prepared(prepared(python=sys.executable, setup=["sleep 300 &", "echo $! >pid"], run_dir="r"))
-    assert run.wait(timeout=120).state is RunState.COMPLETED
-    background_process = Path("/proc", (run.dir.path.parent / "pid").read_text().strip())
-    wait_for(lambda: not (background_process / "exe").exists(), 10, "its end")
-    resubmitted = submit_prepared(prepared(run_dir="r"))  # takes the lock
-    resubmitted.wait(timeout=120)
-
-
 def test_starting_job_script_is_not_requeued_but_can_be_cancelled(prepared, monkeypatch):
     monkeypatch.setattr(local, "_START_LIMIT_S", 0.2)
     run = submit_prepared(prepared(setup=["sleep 60"]))
@@ -129,30 +115,10 @@ def test_changes_of_a_resubmitted_run_are_reported(prepared):
     assert prepared("--lr", "0.1", run_dir="r").notes == ()
 
 
-def test_run_that_is_still_starting_cannot_be_attached_to(prepared):
-    run = submit_prepared(prepared(setup=["sleep 60"]))
-    with pytest.raises(SpecError, match=r"have not started yet, so they cannot be attached to\. Try again"):
-        require_running(run, [0], option="--rank", done="attached to")
-    run.cancel()
-    with pytest.raises(RunFailed, match="cancelled"):
-        run.wait(timeout=120)
-    status = run.status()
-    assert (status.state, status.words) == (RunState.CANCELLED, "")
-
-
 def test_vanished_supervisor_is_a_failure_with_a_log(prepared):
     run = submit_prepared(prepared("vanish"))
     with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
         run.wait(timeout=120)
-
-
-def test_supervisor_that_cannot_start_is_reported_in_the_log(prepared, tmp_path, fake_python):
-    submission = prepared()
-    script = submission.script.replace(fake_python, "/nowhere/python")
-    run = submit_prepared(type(submission)(**{**vars(submission), "script": script}))
-    with pytest.raises(RunFailed, match="exited without reporting a result"):
-        run.wait(timeout=120)
-    assert "/nowhere/python" in run.dir.slurm_log.read_text()
 
 
 def test_one_of_several_concurrent_submissions_wins(prepared):
@@ -193,15 +159,6 @@ def test_follow_shows_every_attempt_and_ends_with_the_status(prepared):
     ]
 
 
-def test_follow_of_a_resubmitted_run_starts_at_the_new_attempt(prepared):
-    first = submit_prepared(prepared(run_dir="r"))
-    first.wait(timeout=120)
-    second = submit_prepared(prepared(run_dir="r"))
-    for whole in (True, False):
-        *items, _ = list(follow_run(second, whole=whole))
-        assert "".join(item.text for item in items if isinstance(item, LogText)) == "hello from attempt 1\n"
-
-
 def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
     run = submit_prepared(prepared())
     run.wait(timeout=120)
@@ -212,26 +169,6 @@ def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
     with pytest.raises(RunNotFound, match=f"Did you mean {run.run_id!r}"):
         find_run(run.run_id[:-1], runs_dir, {})
     assert list_runs(tmp_path / "nothing", {}) == []
-
-
-@pytest.mark.parametrize(
-    "find", [lambda name: find_run(name, Path(), {}), lambda name: list_runs(Path(name), {})]
-)
-def test_inaccessible_name_is_not_a_run(find):
-    with pytest.raises(RunNotFound, match="File name too long"):
-        find("x" * 300)
-
-
-def test_folder_without_a_submission_has_unknown_state(prepared, tmp_path):
-    submission = prepared(run_dir="r")
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "spec.yaml").write_text(submission.spec.text())
-    run = find_run("r", tmp_path, {})
-    assert run.status().state is RunState.UNKNOWN
-    with pytest.raises(RunNotFound, match="never been submitted"):
-        run.cancel()
-    with pytest.raises(SpecError, match="UNKNOWN"):
-        run.requeue()
 
 
 def test_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch, caplog):
@@ -245,39 +182,3 @@ def test_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch,
     hpctrain.submit(script, ["--lr", 0.1], nodes=2, backend="local", partition="p")
     assert (submissions[0].spec.python, submissions[0].spec.args) == (sys.executable, ("--lr", "0.1"))
     assert "ignores these Slurm options: --partition" in caplog.text
-
-
-def test_checking_a_lock_does_not_block_taking_it(tmp_path):
-    """An array task whose lock cannot be taken is considered active and is not started."""
-    lock = tmp_path / "lock"
-    lock.touch()
-    reader = os.open(lock, os.O_RDONLY)
-    fcntl.flock(reader, fcntl.LOCK_SH)  # as `is_locked` does, but long enough to collide
-    timer = threading.Timer(0.02, os.close, [reader])
-    timer.start()
-    lock_fd = try_lock(lock)
-    assert (try_lock(lock), is_locked(lock)) == (None, True)
-    os.close(lock_fd)
-    timer.join()
-
-
-@pytest.mark.parametrize(
-    ("event", "line"),
-    [
-        (
-            {"kind": "signal", "signal": "SIGTERM", "step": 9, "saved": True},
-            "stopped by SIGTERM after step 9; checkpoint saved",
-        ),
-        (
-            {"kind": "signal", "signal": "SIGTERM", "step": 9, "saved": False},
-            "stopped by SIGTERM after step 9; no new checkpoint was saved",
-        ),
-        ({"kind": "requeue"}, "requeueing the job"),
-        (
-            {"kind": "resumed", "step": 40, "broken": ["step-00000050 is damaged: a byte is gone."]},
-            "resumed after step 40; step-00000050 is damaged: a byte is gone.",
-        ),
-    ],
-)
-def test_events_are_described(event, line):
-    assert describe_event({"attempt": 1, **event}) == f"attempt 1: {line}"

@@ -35,16 +35,3 @@ def test_last_records_are_read_backwards_across_blocks(tmp_path):
     records = [{"step": i, "text": "x" * (i % 977)} for i in range(2000)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
     assert list(read_last_records(path)) == records[::-1]
-
-
-def test_end_of_a_huge_file_is_found_quickly(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with open(path, "wb") as file:
-        file.truncate(1 << 40)
-        file.seek(0, 2)
-        file.write(b'\n{"step": 5}\n')
-    assert next(read_last_records(path)) == {"step": 5}
-
-
-def test_missing_file_has_no_records(tmp_path):
-    assert list(read_last_records(tmp_path / "nothing")) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.executor import Executor
 from hpctrain.jobs.options.resolved_options import resolve_options
 
 
@@ -39,11 +38,6 @@ def test_set_with_empty_value_removes_a_variable(resolve, tmp_path):
     assert resolve(None, "env.X=")["env"] == {"Y": "2"}
 
 
-def test_sbatch_flag_is_a_boolean_in_python(prepared):
-    assert "#SBATCH --contiguous\n" in prepared(sbatch={"contiguous": True}).script
-    assert "contiguous" not in prepared(sbatch={"contiguous": False}).script
-
-
 def test_variable_set_per_rank_is_refused(prepared):
     with pytest.raises(SpecError, match="hpctrain sets the variable RANK for each rank, so --env RANK=3"):
         prepared(env={"RANK": "3"})
@@ -52,13 +46,3 @@ def test_variable_set_per_rank_is_refused(prepared):
 def test_run_folder_without_a_name_is_refused(prepared):
     with pytest.raises(SpecError, match="--run-dir is '/', which has no folder name"):
         prepared(run_dir="/")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"gpus_per_node": "x"}, "--gpus-per-node is 'x'"), ({"nodes": "4:2"}, "the minimum is 4")],
-)
-def test_executor_refuses_invalid_values_at_once(tmp_path, options, message):
-    executor = Executor(tmp_path)
-    with pytest.raises(SpecError, match=message):
-        executor.update_parameters(**options)

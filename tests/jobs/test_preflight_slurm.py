@@ -15,13 +15,11 @@ from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.backends.preflight_slurm import estimate_cost, expected_start
-from hpctrain.jobs.site.job_request import JobRequest
+from hpctrain.jobs.backends.preflight_slurm import expected_start
 from hpctrain.jobs.site.mounts import path_notes
-from hpctrain.jobs.site.site_check import check_request, explain_refusal
+from hpctrain.jobs.site.site_check import JobRequest, check_request, explain_refusal
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.command import run_slurm
-from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
 
 STRICT = [
@@ -93,10 +91,7 @@ pytestmark = pytest.mark.slurm
             {"partition": "wide", "nodes": 2, "mem": "2G"},
             r"2048 MiB of memory .* \(--mem\).* 1000 \(MaxMemPerNode\)",
         ),
-        (
-            {"partition": "wide", "nodes": 2, "cpus_per_task": 5},
-            r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)",
-        ),
+        ({"partition": "wide", "nodes": 2, "cpus_per_task": 5}, r"5 CPUs per node .* 4 \(MaxCPUsPerNode\)"),
         ({"partition": "short", "nodes": 2}, r"requests 2 nodes .* allows at most 1 \(MaxNodes\)"),
         ({"partition": "short,wide", "time": "60"}, r"MaxTime(?s:.*)MinNodes"),
     ],
@@ -193,21 +188,6 @@ def test_forecast_has_start_and_cost(submission):
     )
 
 
-def test_forecast_of_a_queued_job_has_a_later_start(submission, strict_cluster):
-    job = run_command(
-        ["sbatch", "--parsable", "-N2", "--exclusive", "-t60", "-o/dev/null", "--wrap=sleep 100"],
-        strict_cluster.env,
-    ).stdout.strip()
-    try:
-        state = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-        wait_for(
-            lambda: "RUNNING" in run_command(state, strict_cluster.env).stdout, 20, "the other job's start"
-        )
-        assert re.match(r"Estimated start: (\S+ )?\d\d:\d\d, on", submission().forecast[0])
-    finally:
-        run_command(["scancel", job], strict_cluster.env)
-
-
 def test_requeue_rules_of_the_site_are_noted(submission):
     requeue, preempted = submission().notes
     assert "(JobRequeue=0)" in requeue
@@ -230,19 +210,6 @@ def test_job_that_waits_for_unavailable_nodes_is_not_refused(submission, strict_
         assert submission(nodes=2).preflight.refusal() == ""
     finally:
         run_command(["scontrol", "update", node, "State=RESUME"], strict_cluster.env)
-
-
-def test_failed_query_skips_its_checks_with_fake_scontrol(strict_cluster, submission, tmp_path):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "scontrol").write_text("#!/bin/sh\necho 'slurm_load: error: Access denied' >&2\nexit 1\n")
-    (folder / "scontrol").chmod(0o755)
-    submitted = submission(env={"PATH": f"{folder}:{os.environ['PATH']}"})
-    reason = "(scontrol failed: Access denied). Checks that require this information are skipped."
-    assert submitted.notes == (
-        f"Cannot query Slurm's configuration {reason}",
-        f"Cannot query the partitions {reason}",
-    )
 
 
 def test_site_that_rejects_memory_and_demands_time(submission, tmp_path):
@@ -305,15 +272,6 @@ def test_submission_makes_few_slurm_queries_with_fake_slurm(fake_slurm, prepared
 @pytest.fixture
 def request_of(make_spec):
     return lambda **fields: JobRequest.from_spec(make_spec(**fields), {})
-
-
-def test_cost_on_a_linear_site_and_without_a_time_limit(request_of):
-    site = Site(slurm=SlurmConfig(select="linear"))
-    request = request_of(nodes=100, gpus_per_node=8, time_limit_s=86400.0 * 2)
-    assert estimate_cost(request, [], site).startswith(
-        "Maximum cost: 38\u202f400 GPU-hours (100 nodes × 8 GPUs × 2-00"
-    )
-    assert "neither --time nor the partition" in estimate_cost(request_of(), [], site)
 
 
 @pytest.mark.parametrize(

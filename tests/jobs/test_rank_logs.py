@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import builtins
 import json
-import os
-from collections import Counter
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.jobs.runs.rank_logs import RankLogReader
-from hpctrain.records import log_tail
 from hpctrain.rundir import RunDir
 
 
@@ -67,13 +62,6 @@ def test_selected_ranks_are_shown_and_a_single_one_without_prefix(tmp_path):
     assert read_all(attempt.logs(2)) == "I am 2\n"
 
 
-def test_output_of_a_single_rank_run_is_unchanged(tmp_path):
-    attempt = Attempt(tmp_path / "r", 1)
-    attempt.write(0, "50%\r100%\nno end")
-    logs = attempt.logs()
-    assert list(logs.read_past()) == ["50%\r100%\nno end"]
-
-
 def test_lines_are_whole_and_progress_bars_show_their_last_state(tmp_path):
     attempt = Attempt(tmp_path / "r", 2)
     attempt.write(0, "half a ", at=1)
@@ -85,17 +73,6 @@ def test_lines_are_whole_and_progress_bars_show_their_last_state(tmp_path):
     assert list(logs.read_new()) == ["[1] 100%\n"]
     assert list(logs.read_rest()) == ["[1] last words\n"]
     assert list(logs.read_rest()) == []
-
-
-def test_logs_of_late_ranks_are_found(tmp_path, monkeypatch):
-    attempt = Attempt(tmp_path / "r", 2)
-    attempt.write(0, "here\n")
-    logs = attempt.logs()
-    assert list(logs.read_past()) == ["[0] here\n"]
-    attempt.write(1, "here, too\n")
-    monkeypatch.setattr("hpctrain.jobs.runs.rank_logs._LISTING_INTERVAL_S", 0.0)
-    logs._next_listing = 0.0
-    assert list(logs.read_new()) == ["[1] here, too\n"]
 
 
 def test_invalid_log_index_loses_no_output(tmp_path):
@@ -134,53 +111,3 @@ def test_no_line_is_lost_repeated_or_reordered(tmp_path_factory, writes, seen_at
         written = "".join(text for writer, text, _ in writes if writer == rank)
         expected = written.removesuffix("\n").split("\n") if written else []
         assert [line[4:] for line in lines if line.startswith(f"[{rank}]")] == expected
-
-
-def test_many_ranks_take_a_bounded_number_of_file_accesses(tmp_path, monkeypatch):
-    attempt = Attempt(tmp_path / "r", 512)
-    for rank in range(512):
-        attempt.write(rank, "begin\n")
-    before = len(os.listdir("/proc/self/fd"))
-    logs = attempt.logs()
-    assert len(list(logs.read_past())) == 512
-    assert len(os.listdir("/proc/self/fd")) == before
-
-    calls: Counter[str] = Counter()
-
-    def count(module: object, name: str) -> None:
-        original = getattr(module, name)
-
-        def counted(*args: object, **kwargs: object) -> object:
-            calls[name] += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, counted)
-
-    count(log_tail.os, "stat")
-    count(builtins, "open")
-    logs._next_listing = float("inf")
-    for _ in range(20):
-        assert list(logs.read_new()) == []
-    assert calls == {"stat": 20 * 64}
-    calls.clear()
-    for rank in (3, 77, 511):
-        with open(attempt.run.rank_log(0, rank), "a") as file:
-            file.write("news\n")
-    calls.clear()
-    lines = [line for _ in range(8) for line in logs.read_new()]
-    assert sorted(lines) == ["[  3] news\n", "[ 77] news\n", "[511] news\n"]
-    assert calls["stat"] == 512
-    # Each of the three is read until nothing more comes.
-    assert calls["open"] == 2 * 3
-
-
-@pytest.mark.parametrize("size", [0, 10_000_000])
-def test_large_log_is_read_in_parts(tmp_path, size):
-    attempt = Attempt(tmp_path / "r", 2)
-    line = "x" * 99 + "\n"
-    attempt.write(0, line * (size // 100), at=5, node=0)
-    attempt.write(1, "first\n", at=4, node=1)
-    first, *pieces = attempt.logs().read_past()
-    assert first == "[1] first\n"
-    assert max(map(len, pieces), default=0) < 5_000_000
-    assert "".join(pieces) == f"[0] {line}" * (size // 100)

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.fake_slurm import INVALID_JOB_ID, NO_ACCOUNTING, UNREACHABLE, FakeSlurm, queued, recorded, shown
+from helpers.fake_slurm import UNREACHABLE, FakeSlurm, queued, recorded, shown
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
-from hpctrain.jobs.runs.run import Run, query_statuses
+from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.status_poller import UnknownStateTracker
 from hpctrain.records import checkpoint_health, successor
 from hpctrain.records.run_record import JobRecord
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.states import JobStateView, RunState, parse_job_state
+from hpctrain.slurm.states import JobStateView, RunState
 
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
 
@@ -55,43 +55,6 @@ def test_trial_whose_early_stop_was_not_recorded_is_stopped_early(fake_slurm, ru
     assert run.status().state is RunState.CANCELLED
 
 
-@pytest.mark.parametrize(
-    ("squeue", "sacct"),
-    [
-        (queued("17", "RUNNING", workdir="/a\0b"), ""),
-        ("", recorded("17", "COMPLETED", workdir="/a\0b")),
-        ("", recorded("17", "COMPLETED", workdir="", submit="0001-01-01T00:00:00")),
-        (queued("17", "PENDING", 1, "BeginTime", eligible_at="9999-12-31T23:59:59"), ""),
-    ],
-)
-def test_odd_folders_and_times_of_slurm_are_accepted(fake_slurm, squeue, sacct):
-    fake_slurm.answer("squeue", squeue)
-    fake_slurm.answer("sacct", sacct)
-    fake_slurm.controller()
-    (view,) = query(fake_slurm, "17")
-    assert view.state in (UNKNOWN, PENDING)
-
-
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [
-        ("RUNNING", RunState.RUNNING),
-        ("COMPLETING", RunState.RUNNING),
-        ("PENDING", RunState.PENDING),
-        ("CANCELLED by 1000", RunState.CANCELLED),
-        ("CANCELLED+", RunState.CANCELLED),
-        ("NODE_FAIL", RunState.FAILED),
-        ("OUT_OF_MEMORY", RunState.FAILED),
-        ("TIMEOUT", RunState.FAILED),
-        ("COMPLETED", RunState.COMPLETED),
-        ("QUANTUM", RunState.UNKNOWN),
-        ("", RunState.UNKNOWN),
-    ],
-)
-def test_job_states_are_parsed(text, state):
-    assert parse_job_state(text) is state
-
-
 def test_jobs_are_queried_at_once(fake_slurm):
     rows = [
         queued("17", "RUNNING"),
@@ -121,13 +84,6 @@ def test_jobs_are_queried_at_once(fake_slurm):
         JobStateView(UNKNOWN, "Slurm reports QUANTUM", job_state="QUANTUM"),
     ]
     assert fake_slurm.calls == ["squeue"]
-
-
-def test_pending_reason_may_contain_any_character(fake_slurm):
-    reason = "ReqNodeNotAvail, UnavailableNodes:n1,n2 | (burst buffer: 'a' failed)  "
-    fake_slurm.answer("squeue", "CLUSTER: north\n" + queued("17", "PENDING", 0, reason))
-    (view,) = query(fake_slurm, "17")
-    assert view.words == f"{reason}: a requested node is unavailable: in use, reserved or down"
 
 
 def test_parts_of_a_job_are_merged_or_distinguished(fake_slurm):
@@ -176,11 +132,7 @@ def test_without_controller_only_an_end_in_accounting_counts(fake_slurm):
     ]
     fake_slurm.answer("sacct", "".join(lines))
     views = query(fake_slurm, "17", "18", "19", "20", "21_7", "22")
-    assert [view.state for view in views] == [
-        RunState.COMPLETED,
-        RunState.CANCELLED,
-        *[RunState.UNKNOWN] * 4,
-    ]
+    assert [view.state for view in views] == [RunState.COMPLETED, RunState.CANCELLED, *[RunState.UNKNOWN] * 4]
     assert views[1].job_state == "CANCELLED"
     assert "the last known state is PREEMPTED, but the job may have been requeued" in views[3].words
     # Tasks that never started share a record until one gets its own.
@@ -195,12 +147,6 @@ def test_empty_queue_does_not_prove_an_end(fake_slurm):
     assert fake_slurm.calls == ["squeue", "sacct", "scontrol"]
 
 
-def test_empty_output_of_all_commands_does_not_prove_an_end(fake_slurm):
-    fake_slurm.controller(stderr="", code=0)
-    (view,) = query(fake_slurm, "17", submitted=0.0)
-    assert view == JobStateView(UNKNOWN, "squeue does not list the job, and scontrol returned no output")
-
-
 def test_outdated_accounting_does_not_end_a_requeued_run(fake_slurm):
     """MFC takes PREEMPTED in sacct for the end of a requeued run that continued."""
     fake_slurm.answer("sacct", recorded("17", "PREEMPTED"))
@@ -212,24 +158,6 @@ def test_outdated_accounting_does_not_end_a_requeued_run(fake_slurm):
     fake_slurm.controller()
     assert query(fake_slurm, "17") == [
         JobStateView(RunState.FAILED, "Slurm reports PREEMPTED", job_state="PREEMPTED")
-    ]
-
-
-def test_newest_accounting_record_counts(fake_slurm):
-    lines = [
-        recorded("17", "COMPLETED", submit="2026-11-21T09:00:00"),
-        recorded("17", "PREEMPTED", submit="2026-11-21T08:00:00"),
-    ]
-    for order in (lines, lines[::-1]):
-        fake_slurm.answer("sacct", "".join(order))
-        assert query(fake_slurm, "17")[0].state is RunState.COMPLETED
-
-
-def test_job_that_left_the_queue_is_found_in_accounting(fake_slurm):
-    fake_slurm.answer("squeue", stderr=INVALID_JOB_ID, code=1)
-    fake_slurm.answer("sacct", recorded("17", "TIMEOUT"))
-    assert query(fake_slurm, "17") == [
-        JobStateView(RunState.FAILED, "Slurm reports TIMEOUT", job_state="TIMEOUT")
     ]
 
 
@@ -261,15 +189,6 @@ def test_forgotten_job_ends_only_after_slurms_memory_and_the_runs_silence(run, f
     assert run.status().state is UNKNOWN
 
 
-def test_invalid_job_id_does_not_break_queries_for_others(run, fake_slurm, tmp_path):
-    odd = Run(RunDir(tmp_path / "odd"), fake_slurm.environ)
-    odd.dir.path.mkdir()
-    odd.dir.log_event("submitted", 0, job_id="--help", backend="slurm")
-    fake_slurm.answer("squeue", queued("17", "RUNNING"))
-    assert [status.state for status in query_statuses([odd, run])] == [UNKNOWN, RUNNING]
-    assert "--help" not in (fake_slurm.folder / "calls").read_text()
-
-
 def test_reused_job_id_does_not_affect_the_run(run, fake_slurm):
     """A reinstalled cluster counts its jobs from 1 again."""
     fake_slurm.answer("squeue", queued("17", "RUNNING", workdir="/home/you/x"))
@@ -279,23 +198,6 @@ def test_reused_job_id_does_not_affect_the_run(run, fake_slurm):
     assert run.status().state is RunState.FAILED
     run.cancel()
     assert "scancel" not in fake_slurm.calls
-
-
-def test_first_accounting_record_without_folder_is_matched_by_time(fake_slurm):
-    """Accounting gets the folder some seconds later, even for a job that ended at once."""
-    fake_slurm.answer("squeue", stderr=UNREACHABLE, code=1)
-    for age_s, state in ((1, RunState.FAILED), (3600, UNKNOWN)):
-        submit = time.strftime("%FT%T", time.localtime(time.time() - age_s))
-        fake_slurm.answer("sacct", recorded("17", "FAILED", submit=submit, workdir=""))
-        assert query(fake_slurm, "17")[0].state is state
-
-
-def test_run_folder_is_recognized_under_another_path(run, fake_slurm, tmp_path):
-    for workdir in (run.dir.path, "/mnt/nfs/runs/r", tmp_path / "link"):
-        (tmp_path / "link").unlink(missing_ok=True)
-        (tmp_path / "link").symlink_to(run.dir.path)
-        fake_slurm.answer("squeue", queued("17", "RUNNING", workdir=str(workdir)))
-        assert run.status().state is RUNNING
 
 
 def test_observed_end_outlasts_slurms_memory(run, fake_slurm):
@@ -311,20 +213,6 @@ def test_observed_end_outlasts_slurms_memory(run, fake_slurm):
     run.dir.log_event("started", 1)
     fake_slurm.answer("squeue")
     assert run.status().state is UNKNOWN
-
-
-@pytest.mark.slow
-def test_unknown_time_counts_from_the_last_known_state_in_a_watch(run, fake_slurm):
-    silence(run, 5000)
-    fake_slurm.answer("squeue", queued("17", "RUNNING"))
-    statuses = run.watch()
-    assert next(statuses).state is RUNNING
-    fake_slurm.answer("squeue", stderr=UNREACHABLE, code=1)
-    status = next(statuses)
-    assert status.state is UNKNOWN
-    assert status.unknown_s is not None
-    assert status.unknown_s < 60
-    assert run.status().unknown_s > 4000
 
 
 @pytest.mark.parametrize(
@@ -356,44 +244,6 @@ def test_recorded_end_takes_precedence_over_slurm(run, fake_slurm, finished, vie
     else:
         assert status.cause.startswith(f"Slurm reports {view}")
         assert "before any rank started" in status.cause
-
-
-def test_end_recorded_during_the_query_counts(run, fake_slurm):
-    event = '{"time": 1, "attempt": 0, "kind": "finished", "state": "COMPLETED"}'
-    fake_slurm.answer("squeue", queued("17", "COMPLETED"))
-    squeue = fake_slurm.folder / "squeue"
-    squeue.write_text(
-        squeue.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\necho '{event}' >> '{run.dir.events}'\n")
-    )
-    assert run.status().state is RunState.COMPLETED
-
-
-def test_end_before_a_later_start_is_ignored(run, fake_slurm):
-    run.dir.log_event("finished", 0, state="FAILED", cause="old")
-    run.dir.log_event("started", 1)
-    fake_slurm.answer("squeue", queued("17", "RUNNING", 1))
-    assert run.status().state is RUNNING
-
-
-def test_long_event_file_is_read_from_its_end(run, fake_slurm):
-    with open(run.dir.events, "a") as file:
-        file.write('{"time": 1.0, "attempt": 0, "kind": "checkpoint", "step": 1, "path": "x"}\n' * 100_000)
-    fake_slurm.answer("squeue", queued("17", "RUNNING"))
-    assert run.status().job_id == "17"
-
-
-def test_newest_checkpoint_is_a_committed_one(fake_slurm, tmp_path):
-    run = Run(RunDir(tmp_path / "r"), fake_slurm.environ)
-    for step in (10, 20, 30):
-        run.dir.checkpoint(step).mkdir(parents=True)
-    assert run.status().checkpoint is None
-    for step in (10, 20):
-        (run.dir.checkpoint(step) / "manifest.json").touch()
-    assert run.status().checkpoint == str(run.dir.checkpoint(20))
-
-
-def test_missing_accounting_is_not_reported(fake_slurm):
-    assert NO_ACCOUNTING.strip() not in query(fake_slurm, "17", submitted=0.0)[0].words
 
 
 def test_unknown_state_ends_the_wait_only_without_any_sign_of_the_run(run, fake_slurm, monkeypatch):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from helpers.accounting_slurm import AccountingSandbox
 from helpers.batch_jobs import SlurmJobs
 from helpers.commands import environment
 from helpers.slurm_states import JobStates, check_status
@@ -59,14 +60,6 @@ def failed(slurm: SlurmJobs, run: Run) -> Steps:
     yield "FAILED"
 
 
-def held_and_released(slurm: SlurmJobs, run: Run) -> Steps:
-    yield "PENDING"
-    assert run.status().words.startswith("JobHeldUser: held by its user; use `scontrol release")
-    assert run.status().held is False
-    slurm.command("scontrol", "release", run.job_id)
-    yield "COMPLETED"
-
-
 def held_and_cancelled(slurm: SlurmJobs, run: Run) -> Steps:
     yield "PENDING"
     run.cancel()
@@ -96,7 +89,7 @@ def requeued(slurm: SlurmJobs, run: Run) -> Steps:
 def waits_for_another(slurm: SlurmJobs, run: Run) -> Steps:
     first = slurm.submit(run.dir.path.parent / "first", "finish COMPLETED", "--hold")
     first.dir.spec.touch()
-    wanted, _ = resolve_dependency("afterok:first", run.dir.path.parent, slurm.environ)
+    wanted, _ = resolve_dependency("afterok:first", run.dir.path.parent, slurm.environ, "runs")
     slurm.command("scontrol", "update", f"JobId={run.job_id}", f"Dependency={wanted}")
     slurm.command("scontrol", "release", run.job_id)
     yield lambda: run.status().words == "Dependency: waiting for another job to end"
@@ -158,18 +151,11 @@ QUICK = {
     "stopped": Scenario(
         failed, "PENDING RUNNING FAILED", "COMPLETED", "Slurm reports COMPLETED", script="sleep 1"
     ),
-    "held": Scenario(
-        *(held_and_released, "PENDING RUNNING COMPLETED", None),
-        script=ENDS,
-        options=("--hold",),
-    ),
     "held-cancelled": Scenario(held_and_cancelled, "PENDING CANCELLED", None, options=("--hold",)),
     "scancelled": Scenario(cancelled_by_scancel, "PENDING RUNNING CANCELLED", "CANCELLED"),
     "requeued": Scenario(requeued, "PENDING RUNNING PENDING RUNNING COMPLETED", None, script=SECOND_ENDS),
     "dependent": Scenario(
-        *(waits_for_another, "PENDING RUNNING COMPLETED", None),
-        script=ENDS,
-        options=("--hold",),
+        *(waits_for_another, "PENDING RUNNING COMPLETED", None), script=ENDS, options=("--hold",)
     ),
     "in-vain": Scenario(waits_in_vain, "PENDING CANCELLED", None, options=("--hold",)),
 }
@@ -312,7 +298,7 @@ def test_preemption_affects_one_array_task_only(cluster, tmp_path):
                 options = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--parsable")
                 urgent = cluster.command("sbatch", *options, "-o", "/dev/null", "--wrap=sleep 1")
             if status.held:
-                if cluster.box.shape.accounting:
+                if isinstance(cluster.box, AccountingSandbox):
                     wait_for(lambda: "PREEMPTED" in cluster.command(*record), 20, "the record of it")
                 current = run.status()
                 assert current.tasks == {"RUNNING": 3, "PENDING": 1}
@@ -324,17 +310,6 @@ def test_preemption_affects_one_array_task_only(cluster, tmp_path):
         cluster.command("scontrol", "update", "PartitionName=preemptible", "GraceTime=30")
         cluster.command("scancel", urgent, run.job_id)
     assert array_status.state is RunState.COMPLETED
-
-
-def test_array_tasks_are_cancelled_at_once(cluster, tmp_path):
-    run = submit_array(cluster, tmp_path / "r", "sleep 60", 4, "--exclusive", "--ntasks=1")
-    wait_for(lambda: run.status().tasks == {"RUNNING": 4}, 30, "all tasks to run")
-    run.tasks()[0].cancel()
-    wait_for(lambda: run.status().tasks == {"RUNNING": 3, "CANCELLED": 1}, 30, "one task to end")
-    assert run.status().state is RunState.RUNNING
-    run.cancel()
-    wait_for(lambda: run.status().tasks == {"CANCELLED": 4}, 30, "all tasks to end")
-    assert run.status().state is RunState.CANCELLED
 
 
 def test_cancelled_pending_tasks_are_not_unknown(cluster, tmp_path):
@@ -350,14 +325,6 @@ def test_cancelled_pending_tasks_are_not_unknown(cluster, tmp_path):
     run.cancel()
     for _ in range(3):
         assert run.status().tasks == {"CANCELLED": 200}
-
-
-def test_pending_array_is_cancelled_by_scancel(cluster, tmp_path):
-    run = submit_array(cluster, tmp_path / "r", "sleep 60", 20, "--hold")
-    cluster.command("scancel", *(task.job_id for task in run.tasks()[:15]))
-    assert run.status().tasks == {"PENDING": 5, "CANCELLED": 15}
-    cluster.command("scancel", run.job_id)
-    assert run.status().tasks == {"CANCELLED": 20}
 
 
 def test_array_task_is_requeued_while_others_are_pending(slurm, tmp_path):

@@ -11,7 +11,7 @@ from helpers.commands import environment
 from hpctrain.errors import SpecError
 from hpctrain.jobs.doctor.run_checks import DoctorReport, profile_options
 from hpctrain.jobs.options.resolved_options import resolve_options
-from hpctrain.jobs.site.mounts import find_mount, is_node_local
+from hpctrain.jobs.site.mounts import find_mount
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig, parse_config
 from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
@@ -34,18 +34,6 @@ def test_gpus_are_parsed_from_gres(gres, gpus):
     assert parsing.parse_gpus(gres) == gpus
 
 
-@pytest.mark.parametrize(
-    ("word", "mib"), [("64G", 65536), ("1000", 1000), ("1.5T", 1572864), ("100K", 1), ("0", 0), ("x", None)]
-)
-def test_memory_sizes_are_parsed(word, mib):
-    assert parsing.parse_size_mib(word) == mib
-
-
-def test_unlimited_times_are_parsed():
-    assert [parsing.parse_time_limit(word) for word in ("UNLIMITED", "NONE", "infinite", "")] == [None] * 4
-    assert parsing.parse_time_limit("1-12:00:00") == 36 * 3600
-
-
 def test_slurm_config_is_parsed():
     config = parse_config(
         """Configuration data as of 2026-11-21T07:49:55
@@ -62,11 +50,9 @@ MaxMemPerNode           = UNLIMITED
 PowerPlugin             =
 PreemptMode             = GANG,SUSPEND
 PreemptType             = preempt/qos
-RequeueExit             = 1-3
 SelectType              = select/cons_tres
 SelectTypeParameters    = CR_CORE_MEMORY
 SlurmctldParameters     = enable_expedited_requeue,enable_configless
-SlurmdTimeout           = 300 sec
 SLURM_VERSION           = 24.11.5
 """
     )
@@ -80,14 +66,12 @@ SLURM_VERSION           = 24.11.5
         preempt_mode="GANG,SUSPEND",
         expedites_requeues=True,
         kill_wait_s=30,
-        slurmd_timeout_s=300,
         max_array_size=4001,
         def_mem_per_cpu_mib=2000,
         select="cons_tres",
         hands_out_memory=True,
         enforces_limits="ALL",
         chooses_partition=True,
-        requeue_exit="1-3",
     )
 
 
@@ -95,7 +79,7 @@ def test_real_site_is_discovered_completely(slurm):
     site, gaps = discover_site(environment(slurm.env), SiteConventions())
     assert gaps == []
     assert (site.slurm.cluster, site.slurm.job_requeue, site.slurm.accounting) == (slurm.name, True, False)
-    assert (site.slurm.kill_wait_s, site.slurm.slurmd_timeout_s) == (5, 3)
+    assert site.slurm.kill_wait_s == 5
     preemptible, urgent = site.partitions
     assert (preemptible.name, preemptible.default, preemptible.max_time_s) == ("preemptible", True, None)
     assert (preemptible.preempt_mode, preemptible.grace_time_s) == ("REQUEUE", 30)
@@ -182,9 +166,3 @@ def test_mount_of_a_path_is_found(tmp_path, path, mount_point, shared):
     table.write_text(MOUNTS)
     mount = find_mount(path, table)
     assert (mount.point, mount.is_shared) == (mount_point, shared)
-
-
-def test_node_local_folders():
-    assert is_node_local("/dev/shm/x")
-    assert not is_node_local("/home/me")
-    assert not is_node_local("/tmpfoo")

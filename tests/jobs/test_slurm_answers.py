@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
-import time
 
 import pytest
-from helpers.fake_slurm import FakeSlurm, queued, recorded
-from helpers.waiting import slowness
+from helpers.fake_slurm import queued, recorded
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.submit.submit import submit_prepared
-from hpctrain.rundir import RunDir
 from hpctrain.slurm import job_requests
-from hpctrain.slurm.command import SlurmCall, run_all, run_slurm
+from hpctrain.slurm.command import run_slurm
 
 
 def test_rejection_has_slurms_message_and_leaves_no_folder(fake_slurm, prepared, tmp_path):
@@ -43,16 +39,6 @@ def test_lost_answer_of_sbatch_keeps_the_folder(fake_slurm, prepared, tmp_path, 
         submit_prepared(submission)
     assert (tmp_path / "r" / "spec.yaml").exists()
     assert (tmp_path / "r" / "job.sbatch").exists()
-
-
-def test_job_that_cannot_be_recorded_keeps_its_folder(fake_slurm, prepared, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(RunDir, "log_event", fail)
-    with pytest.raises(SchedulerError, match=r"Job 17 was submitted, but .*No space left"):
-        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
-    assert (tmp_path / "r" / "spec.yaml").exists()
 
 
 def test_queued_job_is_active(fake_slurm, prepared):
@@ -101,53 +87,6 @@ def test_configuration_is_read_although_the_ping_after_it_is_refused():
         run_slurm(["sh", "-c", f"printf '{config}'; echo no >&2; exit 1"], os.environ)
 
 
-def test_first_failed_query_ends_the_others():
-    def start_calls(commands):
-        return [SlurmCall(command, dict(os.environ)) for command in commands]
-
-    start = time.monotonic()
-    commands = [["false"], ["sleep", "60"], ["no-such-command"]]
-    with pytest.raises(SchedulerError, match="false failed: exit code 1"):
-        run_all(start_calls(commands), probe_s=30)
-    with pytest.raises(SchedulerError, match=r"sleep did not respond within 0\.1 s"):
-        run_all(start_calls([["sleep", "60"], *commands]), probe_s=0.1)
-    # All are waited for, so one that is not ended takes its minute.
-    assert time.monotonic() - start < 50 * slowness()
-    answers = run_all(start_calls([["echo", "a"], ["false"], ["no-such-command"]]), probe_s=30)
-    assert [str(answer) for answer in answers] == [
-        "a\n",
-        "false failed: exit code 1",
-        "no-such-command not found on PATH",
-    ]
-
-
-def test_discarded_call_kills_its_process(tmp_path):
-    call = SlurmCall(["sleep", "60"], dict(os.environ))
-    process = call._process
-    del call
-    assert process.returncode == -signal.SIGKILL
-
-
-def test_answer_within_the_timeout_can_be_read_later():
-    call = SlurmCall(["echo", "a"], dict(os.environ), timeout_s=0.2)
-    time.sleep(0.3)
-    assert call.answer() == ("a\n", "")
-
-
-def test_unrunnable_command_is_reported():
-    with pytest.raises(SchedulerError, match="cannot run echo: Argument list too long"):
-        run_slurm(["echo", "x" * 2**18], dict(os.environ))
-
-
-@pytest.mark.parametrize("has_memfd", [True, False], ids=["memfd", "old_python"])
-def test_call_may_have_long_input_and_be_read_late(monkeypatch, has_memfd):
-    if not has_memfd:
-        monkeypatch.delattr(os, "memfd_create")
-    text = "x" * 10**6
-    call = SlurmCall(["sh", "-c", "sleep 0.2; wc -c"], dict(os.environ), text=text)
-    assert call.answer() == (f"{len(text)}\n", "")
-
-
 @pytest.mark.slow
 def test_signal_without_an_answer_has_arrived_if_the_step_ends(fake_slurm, monkeypatch):
     """If a task is requeued while scancel signals its step, scancel 22.05 repeats the signal for a minute."""
@@ -170,22 +109,3 @@ def test_training_does_not_start_beside_a_broken_slurm(fake_slurm, trouble):
     fake_slurm.answer("sinfo", stderr=f"slurm_load_partitions: {trouble}\n", code=1)
     with pytest.raises(SchedulerError, match=f"Slurm is set up on this machine but .*{trouble}"):
         choose_backend("auto", fake_slurm.environ)
-
-
-def delay_sinfo(fake_slurm: FakeSlurm, seconds: float) -> None:
-    sinfo = fake_slurm.folder / "sinfo"
-    sinfo.write_text(sinfo.read_text().replace("\n", f"\nsleep {seconds}\n", 1))
-
-
-@pytest.mark.slow
-def test_busy_controller_is_awaited(fake_slurm):
-    delay_sinfo(fake_slurm, 7)
-    assert choose_backend("auto", fake_slurm.environ)[0].name == "slurm"
-
-
-@pytest.mark.parametrize("asked", ["auto", "slurm"])
-def test_controller_that_does_not_respond_is_reported(fake_slurm, monkeypatch, asked):
-    delay_sinfo(fake_slurm, 2)
-    monkeypatch.setattr("hpctrain.jobs.backends.slurm._PROBE_TIMEOUT_S", 0.2)
-    with pytest.raises(SchedulerError, match=r"does not respond: sinfo did .* within 0\.2 s\. Try again"):
-        choose_backend(asked, fake_slurm.environ)

@@ -148,12 +148,6 @@ def test_defaults_set_by_hpctrain_are_removed():
     assert strip_job_env(twice) == {}
 
 
-def test_default_thread_count_of_torchrun_is_removed():
-    environ = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
-    assert strip_job_env(environ) == {}
-    assert strip_job_env({"OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
-
-
 def test_directives_override_sbatch_variables():
     environ = {
         "SBATCH_PARTITION": "old",
@@ -165,10 +159,3 @@ def test_directives_override_sbatch_variables():
         "SBATCH_ACCOUNT": "mine",
     }
     assert sbatch_env(environ, ["partition", "time"]) == {"SBATCH_ACCOUNT": "mine"}
-
-
-def test_memory_directive_overrides_all_memory_variables():
-    environ = {"SBATCH_MEM_PER_NODE": "1", "SBATCH_MEM_PER_CPU": "1", "SBATCH_MEM_PER_GPU": "1"}
-    assert sbatch_env(environ, ["mem-per-cpu"]) == {}
-    assert sbatch_env(environ, ["switches"]) == environ
-    assert sbatch_env({"SBATCH_REQ_SWITCH": "1"}, ["switches"]) == {}

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import socket
-import struct
 import sys
-import threading
-from contextlib import suppress
 
 import pytest
 from helpers.commands import environment
@@ -19,28 +14,7 @@ from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.records.run_record import read_run_record
-from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.states import RunState
-
-HOSTILE = [
-    "a b",
-    "a'b",
-    'a"b',
-    "a\\",
-    "\\\"'",
-    "a # b",
-    "#SBATCH --x",
-    "$(touch pwned)",
-    "`touch pwned`",
-    "a;touch pwned",
-    "packjob",
-    "hetHETjobJOB",
-    "%j %x %",
-    "é ü 😀",
-    "--x",
-    ":",
-    " lead",
-]
 
 
 @pytest.fixture
@@ -59,23 +33,6 @@ def test_all_states_of_a_run_are_reported(prepared, environ):
     resubmitted = submit_prepared(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
     with pytest.raises(RunFailed, match=r"failed: Slurm reports FAILED\. Log: .*slurm\.log"):
         resubmitted.wait(timeout=120)
-
-
-def test_held_run_can_be_cancelled(prepared, environ):
-    run = submit_prepared(prepared(backend="slurm", sbatch={"hold": ""}, environ=environ))
-    status = run.status()
-    assert (status.state, status.held) == (RunState.PENDING, False)
-    run.cancel()
-    wait_for(lambda: run.status().state is RunState.CANCELLED, 20, "the run to be gone")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [({"nodes": 5, "gpus_per_node": 2}, "requests 5 nodes"), ({"mem": "lots"}, "mem")]
-)
-def test_refused_job_leaves_no_run_folder(prepared, environ, tmp_path, options, message):
-    with pytest.raises(SchedulerError, match=message):
-        submit_prepared(prepared(backend="slurm", run_dir="r", environ=environ, **options))
-    assert not (tmp_path / "r").exists()
 
 
 def test_unreachable_controller_gives_unknown_state_and_a_note(prepared, environ, tmp_path):
@@ -130,25 +87,3 @@ CALLS = (
     ["scancel", "5"],
     ["sbatch", "--wrap", "true"],
 )
-
-
-@pytest.mark.parametrize("call", CALLS, ids=" ".join)
-def test_controller_that_closes_connections_counts_as_unreachable(slurm, tmp_path, call):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def refuse() -> None:
-            with suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    connection.close()
-
-        threading.Thread(target=refuse, daemon=True).start()
-        conf = re.sub(
-            r"(?m)^SlurmctldHost=.*", "SlurmctldHost=localhost(127.0.0.1)", slurm.plan.conf.read_text()
-        )
-        conf = re.sub(r"(?m)^SlurmctldPort=.*", f"SlurmctldPort={server.getsockname()[1]}", conf)
-        (tmp_path / "slurm.conf").write_text(conf)
-        with pytest.raises(SchedulerError) as error:
-            run_slurm(call, slurm.env | {"SLURM_CONF": str(tmp_path / "slurm.conf")})
-    assert is_transient(str(error.value)), error.value

@@ -22,7 +22,6 @@ from hpctrain import Executor
 from hpctrain.errors import SpecError
 from hpctrain.jobs.executor.executor import to_options
 from hpctrain.jobs.runs.run import find_run
-from hpctrain.serialization import CallPayload
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.load_spec import load_spec
 from hpctrain.spec.restart_policy import parse_rule_changes
@@ -84,13 +83,6 @@ def test_auto_executor_submits_runs(auto, tmp_path):
     assert spec.restart_policy == parse_rule_changes({"time-limit.retries": "5"})
 
 
-def test_auto_executor_reports_unknown_and_refused_parameters(auto):
-    with pytest.raises(NameError, match="Unknown argument 'node' for executor 'hpctrain'"):
-        auto.update_parameters(hpctrain_node=1)
-    with pytest.raises(SpecError, match=r"no parameter 'python'\. The ranks use"):
-        auto.update_parameters(hpctrain_python="python3")
-
-
 def test_plugin_does_not_affect_other_clusters(installed, tmp_path, monkeypatch):
     assert submitit.AutoExecutor(tmp_path).cluster in ("slurm", "local")
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda _: 1))
@@ -149,34 +141,6 @@ def test_cpus_per_gpu_are_those_of_all_gpus_of_a_rank(tmp_path, parameters, cpus
     assert to_options(executor.parameters)[0]["cpus_per_task"] == cpus
 
 
-@pytest.mark.parametrize(
-    ("options", "again"),
-    [
-        ({}, False),
-        ({"max_num_timeout": 1}, False),
-        ({"restart_policy": {"python.retries": 1}}, True),
-        ({"max_failures": 1}, True),
-    ],
-)
-def test_function_that_raises_is_called_again_on_request(auto, options, again):
-    auto.update_parameters(**{f"hpctrain_{name}": value for name, value in options.items()})
-    job = auto.submit(add, 1)
-    assert CallPayload.read(job.run.dir.function).retry_on_exception is again
-    job.wait()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("use_srun", False, "The supervisor starts the ranks with srun"),
-        ("python", "python3", "venv, conda or container_image"),
-    ],
-)
-def test_refusal_has_a_reason(tmp_path, name, value, reason):
-    with pytest.raises(SpecError, match=f"{name}.*{reason}"):
-        Executor(tmp_path).update_parameters(**{name: value})
-
-
 def test_documentation_lists_all_parameters_of_submitit(tmp_path):
     table = (REPOSITORY / "docs/submitit.md").read_text().partition("| submitit | hpctrain |")[2]
     rows = [row.split(" | ", 1) for row in table.partition("\n\n")[0].splitlines()[2:]]
@@ -189,30 +153,6 @@ def test_documentation_lists_all_parameters_of_submitit(tmp_path):
                 Executor(tmp_path).update_parameters(**{name: None})
         else:
             Executor(tmp_path).update_parameters(**{name: None})
-
-
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_hydra_submits_a_multirun(installed, tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    app = REPOSITORY / "tests/scripts/hydra_app.py"
-    done = run_command(
-        [
-            *(sys.executable, app, "--multirun", "+lr=1,2", "hydra.sweep.dir=sweep"),
-            *("hydra/launcher=hpctrain", "hydra.launcher.tasks_per_node=2"),
-            *("+hydra.launcher.backend=local", "+hydra.launcher.code_snapshot=false"),
-        ],
-        cwd=tmp_path,
-        env={**environment(), "PYTHONPATH": os.pathsep.join([str(installed), str(REPOSITORY)])},
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    (array,) = (tmp_path / "sweep" / "runs").iterdir()
-    for task, total in enumerate((2.0, 4.0)):
-        logs = [log.read_text() for log in (array / f"task-{task}").glob("logs/attempt-000/rank-*.log")]
-        assert [f"total {total}" in log for log in logs] == [True, True]
-    assert "lr=2" in (tmp_path / "sweep/1/.hydra/overrides.yaml").read_text()
 
 
 @pytest.mark.slow

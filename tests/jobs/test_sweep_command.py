@@ -65,11 +65,7 @@ def test_sweep_with_a_failing_trial_is_resumed_and_extended(hpctrain, tmp_path):
     status = document(hpctrain("sweep", "status", "s", "--json"))
     assert status["states"] == {"FAILED": 1, "COMPLETED": 2}
     attempts = {one["run_id"]: (one["state"], one["attempt"]) for one in status["trials"]}
-    assert attempts == {
-        "s/task-0": ("COMPLETED", 0),
-        "s/task-1": ("FAILED", 1),
-        "s/task-2": ("COMPLETED", 1),
-    }
+    assert attempts == {"s/task-0": ("COMPLETED", 0), "s/task-1": ("FAILED", 1), "s/task-2": ("COMPLETED", 1)}
     sweep = RunDir(tmp_path / "runs/s")
     assert [load_spec(sweep.task(n).spec).args for n in range(3)] == [("nap",), ("fail",), ("twice",)]
     assert [load_spec(sweep.task(n).spec).name for n in range(3)] == ["train", "again", "again"]
@@ -86,13 +82,6 @@ def test_cancelled_trials_are_resumed(hpctrain, tmp_path):
     assert "Sweep s: " in hpctrain("sweep", "resume", "s").output
     assert hpctrain("sweep", "cancel", "s").exit_code == 0
     hpctrain("wait", "s")
-
-
-def test_runs_that_are_not_sweeps_are_refused(hpctrain):
-    hpctrain("submit", "--backend", "local", "--no-code-snapshot", "--run-dir", "runs/r", "train.py", "nap")
-    hpctrain("wait", "r")
-    assert "neither a sweep nor a job array" in hpctrain("sweep", "status", "r").output
-    assert "is not a sweep" in hpctrain("sweep", "resume", "r").output
 
 
 def test_rejected_extension_leaves_the_sweep_unchanged(prepared, tmp_path, monkeypatch):

@@ -14,12 +14,7 @@ from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hpctrain.errors import SpecError
 from hpctrain.jobs.verify.scratch_run import ScratchRun
 from hpctrain.jobs.verify.training_record import TrainingRecord, plan_verification
-from hpctrain.jobs.verify.verify_run import (
-    compare_environments,
-    compare_metrics,
-    compare_samples,
-    verify_run,
-)
+from hpctrain.jobs.verify.verify_run import compare_environments, compare_metrics, compare_samples, verify_run
 from hpctrain.rundir import RunDir
 
 NAN = float("nan")
@@ -115,16 +110,6 @@ def test_removed_import_cannot_be_verified(run):
     assert "--steps 21:30" in str(error.value)
 
 
-@pytest.mark.parametrize("steps", [(0, 3), (5, 4), (1, 31), (31, 31)])
-def test_steps_that_were_not_recorded_are_refused(run, steps):
-    run.start(1).train(1, 30).save(30)
-    if steps == (0, 3):  # 0 is not a step; the first is used
-        assert run.plan(*steps).start == 0
-        return
-    with pytest.raises(SpecError, match=r"recorded only steps 1:30"):
-        run.plan(*steps)
-
-
 def test_run_without_metrics_or_checkpoints_is_refused(run):
     run.start(1)
     with pytest.raises(SpecError, match="recorded no step metrics"):
@@ -190,12 +175,6 @@ def test_saves_at_other_steps_than_the_scheduled_ones_are_repeated(run, every, s
     assert run.plan().parts[0].synced == synced
 
 
-def test_last_line_of_a_step_counts(run):
-    run.start(1).train(1, 5).save(3)
-    run.start(1, resumed=3).train(4, 4).train(5, 5, loss=2.0).train(6, 6)
-    assert run.record.steps[5] == {"loss": 2.0}
-
-
 def test_metrics_are_compared_exactly_and_nan_equals_nan(run, tmp_path):
     run.start(1).train(1, 1, loss=0.1).train(2, 2, loss=NAN).train(3, 3, loss=0.3, acc=1.0, seconds=5.0)
     other = RunBuilder(tmp_path / "other").start(1).train(1, 1, loss=0.1).train(2, 2, loss=NAN)
@@ -249,14 +228,6 @@ def test_each_differing_fact_is_named():
     assert compare_environments([{"torch": "2.0"}], [other]) == []
 
 
-def test_resized_run_is_compared_part_by_part():
-    parts = [{"world_size": 4, "args": "--lr 1"}, {"world_size": 2, "args": "--lr 1"}]
-    assert compare_environments(parts, parts) == []
-    assert compare_environments(parts, [{"world_size": 4, "args": ""}, parts[1]]) == [
-        "arguments of the script: --lr 1 in the record, none here"
-    ]
-
-
 def test_steps_without_anything_to_compare_are_refused(run, write_spec, tmp_path, monkeypatch):
     run.start(1).train(50, 50).save(7)
     write_spec()
@@ -265,20 +236,3 @@ def test_steps_without_anything_to_compare_are_refused(run, write_spec, tmp_path
         verify_run(run.dir, {}, last=7, parent=tmp_path, report=lambda _: None)
     with pytest.raises(SpecError, match=r"nothing to compare in steps 8:50.*excluded with --ignore"):
         verify_run(run.dir, {}, first=8, ignored_metrics=["loss"], report=lambda _: pytest.fail("trained"))
-
-
-def test_repeated_steps_use_as_many_gpus_as_ranks(run, write_spec, monkeypatch):
-    run.start(8).train(1, 8).save(4)
-    write_spec(gpus_per_node=8)
-    monkeypatch.setattr("hpctrain.telemetry.sampling.nvml.count_gpus", lambda _: 3)
-    with ScratchRun(run.dir, {}, "local", None) as scratch:
-        scratch.check(run.plan(ranks=3))
-        with pytest.raises(SpecError, match="requests 1 × 4 = 4 GPUs"):
-            scratch.check(run.plan(ranks=4))
-
-
-def test_environment_of_an_attempt_has_the_fields_of_all_its_lines(tmp_path):
-    run = RunBuilder(tmp_path / "run")
-    lines = [{"attempt": 0, "torch": "1.0"}, {"attempt": 0, "ignored": []}, {"attempt": 1, "torch": "2.0"}]
-    run.dir.environment.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert run.record.environments == {0: {**lines[0], **lines[1]}, 1: lines[2]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-import torch
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
 
 pytestmark = [
@@ -39,15 +38,3 @@ def test_trainer_saves_into_the_run_folder(undisturbed):
     assert "The script's newest checkpoint is " in listed
     assert "checkpoint-16 (2" in listed
     assert (run.dir.checkpoints / "checkpoint-16" / "hpctrain-complete").exists()
-
-
-def test_trainer_without_the_private_method_is_prepared(tmp_path, monkeypatch):
-    from transformers import Trainer, TrainingArguments
-
-    from hpctrain.huggingface import prepare
-
-    monkeypatch.delattr(Trainer, "_load_optimizer_and_scheduler")
-    monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path))
-    arguments = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to="none")
-    trainer = prepare(Trainer(torch.nn.Linear(1, 1), arguments))
-    assert trainer.args.output_dir == str(tmp_path / "checkpoints")

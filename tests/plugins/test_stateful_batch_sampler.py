@@ -55,7 +55,7 @@ def test_weights_of_a_batch_add_up_to_the_number_of_ranks():
 
 
 @pytest.mark.parametrize("options", LOADERS)
-@pytest.mark.parametrize("trained", [0, 3, 7, 9])
+@pytest.mark.parametrize("trained", [3, 7])
 def test_position_counts_yielded_batches(options, trained):
     undisturbed = epochs(DataLoader(range(NUM_SAMPLES), batch_sampler=sampler(), **options))
     first = sampler()

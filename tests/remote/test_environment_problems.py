@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY
 from helpers.ssh_cluster import Laptop, SshCluster, started
 
 pytestmark = pytest.mark.slow
@@ -54,15 +51,6 @@ def test_variable_that_is_not_set(laptop: Laptop, cluster: SshCluster):
         )
 
 
-@pytest.mark.long
-def test_code_larger_than_the_disk(laptop: Laptop):
-    (laptop.project / "weights.bin").write_bytes(bytes(5_000_000))
-    with started(SshCluster(laptop, "alpha"), tmpfs="4M"):
-        (problem,) = problems(laptop, *LOCAL)
-    assert "hpctrain/project on alpha has " in problem
-    assert "left, but the code needs " in problem
-
-
 def test_missing_and_old_python(laptop: Laptop, cluster: SshCluster):
     remedy = (
         "Load a suitable Python in ~/.bash_profile there, or select one with "
@@ -97,19 +85,6 @@ def test_missing_hpctrain_and_slurm(laptop: Laptop, cluster: SshCluster):
     )
 
 
-@pytest.mark.long
-def test_a_named_python_is_remembered(laptop: Laptop, cluster: SshCluster):
-    cluster.write_profile(PATH="/usr/bin:/bin", PYTHONPATH=str(REPOSITORY))
-    place = ("--python", sys.executable, "--folder", "~/else where")
-    laptop.hpctrain("--on", "alpha", "setup", *place)
-    result = laptop.hpctrain("--on", "alpha", "list")
-    assert "No runs in runs." in result.stderr
-    assert (cluster.home / "else where").is_dir()
-    laptop.hpctrain("--on", "alpha", "setup", "--python", "", check=False)
-    record = json.loads((laptop.home / ".local/state/hpctrain/clusters.json").read_text())
-    assert record["alpha"]["pythons"] == {str(laptop.project): None}
-
-
 def test_a_file_that_is_a_folder_on_the_cluster(laptop: Laptop, cluster: SshCluster):
     kept = cluster.home / "hpctrain" / "project" / "train.py" / "data"
     kept.mkdir(parents=True)
@@ -133,11 +108,3 @@ def test_commands_before_the_first_submission(laptop: Laptop, cluster: SshCluste
         "Error: hpctrain does not start on alpha: ImportError: a lib. Run `hpctrain --on alpha setup` to "
         "find the cause or to install hpctrain.\n"
     )
-
-
-def test_an_rsync_that_does_not_start(laptop: Laptop, cluster: SshCluster):
-    tools = hide_programs(cluster, "rsync", python='[ "$1" = --version ] && echo Python 3.12.1 || echo 0.1.0')
-    (tools / "rsync").write_text("#!/missing\n")
-    (tools / "rsync").chmod(0o755)
-    (problem,) = problems(laptop, *LOCAL)
-    assert problem == f"Cannot start {tools}/rsync on alpha to copy files. Install rsync there."

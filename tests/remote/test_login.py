@@ -38,14 +38,6 @@ def test_wrong_password_is_one_sentence(laptop: Laptop):
         assert code == 0, shown
 
 
-@pytest.mark.long
-def test_wrong_second_factor_is_one_sentence(laptop: Laptop):
-    with started(SshCluster(laptop, "alpha", code="246810")):
-        shown, code = laptop.on_terminal("--on", "alpha", "list", answers=[("Password:", "1")] * 3)
-        assert code == 3
-        assert "Error: Cannot log in to alpha: root@127.0.0.1: Permission denied" in shown
-
-
 def test_unknown_host_is_one_sentence(laptop: Laptop):
     result = laptop.hpctrain("--on", "nowhere.invalid", "list", check=False)
     assert result.returncode == 3

@@ -26,16 +26,6 @@ def numbers(text: str, label: str = "") -> list[int]:
     return [int(number) for number in found]
 
 
-@pytest.mark.long
-def test_logs_of_two_ranks_continue_after_each_cut(laptop: Laptop, proxy: CuttingProxy):
-    options = ("--ntasks-per-node", "2", "--independent-ranks")
-    laptop.hpctrain(*SUBMIT, *options, "train.py", "500")
-    result = laptop.hpctrain("--on", "alpha", "logs", "-f", "a", timeout=100)
-    assert result.stderr.count("was lost. Reconnecting") >= 3
-    for rank in range(2):
-        assert numbers(result.stdout, f"[{rank}] ") == list(range(500))
-
-
 @pytest.mark.extended
 def test_followed_submission_continues_after_each_cut(laptop: Laptop, proxy: CuttingProxy):
     result = laptop.hpctrain(*SUBMIT, "--ntasks-per-node", "1", "--follow", "train.py", "500", timeout=100)
@@ -51,17 +41,3 @@ def test_wait_continues_after_a_cut(laptop: Laptop, proxy: CuttingProxy):
     result = laptop.hpctrain("--on", "alpha", "wait", "a")
     assert "was lost. Reconnecting" in result.stderr
     assert "run          a: COMPLETED" in result.stdout
-
-
-@pytest.mark.long
-def test_logs_continue_when_the_line_is_silent(laptop: Laptop, cluster: SshCluster):
-    proxy = CuttingProxy(cluster.port)
-    cluster.point_to(proxy.port)
-    laptop.hpctrain(*SUBMIT, "--ntasks-per-node", "1", "train.py", "5000")
-    threading.Timer(3, proxy.silence).start()
-    try:
-        result = laptop.hpctrain("--on", "alpha", "logs", "-f", "a", timeout=100)
-    finally:
-        proxy.close()
-    assert result.stderr.count("was lost. Reconnecting") == 1
-    assert numbers(result.stdout) == list(range(5000))

@@ -8,7 +8,7 @@ import click
 import pytest
 from helpers import REPOSITORY
 from helpers.commands import run_command
-from helpers.ssh_cluster import CuttingProxy, Laptop, SshCluster, started
+from helpers.ssh_cluster import CuttingProxy, Laptop, SshCluster
 
 from hpctrain import sandbox
 
@@ -157,25 +157,6 @@ def test_pulls_results_and_newest_checkpoint_over_a_bad_line(laptop: Laptop, clu
     result = laptop.hpctrain("--on", "alpha", "pull", "a", "copy")
     assert result.stdout == "Run copied to copy\n"
     assert "Warning: cannot write report.html on alpha: " in result.stderr
-
-
-@pytest.mark.extended
-def test_lists_several_clusters_and_reports_an_unreachable_one(laptop: Laptop, cluster: SshCluster):
-    with started(SshCluster(laptop, "beta")):
-        for name, run in (("alpha", "first"), ("beta", "second")):
-            laptop.hpctrain("submit", "--on", name, *LOCAL, "--run-dir", f"runs/{run}", "train.py")
-            laptop.hpctrain("--on", name, "wait", run)
-        result = laptop.hpctrain("list", "--on", "alpha,gone.invalid,beta", check=False)
-        rows = [line.split()[:3] for line in result.stdout.splitlines()]
-        assert rows == [
-            ["CLUSTER", "RUN", "STATE"],
-            ["alpha", "first", "COMPLETED"],
-            ["beta", "second", "COMPLETED"],
-        ]
-        assert result.returncode == 3
-        assert result.stderr.startswith("Error: Cannot log in to gone.invalid")
-        runs = json.loads(laptop.hpctrain("list", "--json", "--on", "alpha,beta").stdout)
-        assert [(run["cluster"], run["run_id"]) for run in runs] == [("alpha", "first"), ("beta", "second")]
 
 
 def test_submits_to_slurm_and_cancels(laptop: Laptop, cluster: SshCluster, slurm: sandbox.Sandbox):

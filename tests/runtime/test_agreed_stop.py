@@ -104,17 +104,6 @@ def test_all_ranks_reach_the_common_step_and_none_passes_it(data, world_size):
     assert {rank.step for rank in ranks} == set(common)
 
 
-def test_one_rank_that_cannot_agree_is_enough():
-    sent = []
-    agreement = StopAgreement(2, sent.append)
-    agreement.on_message(0, {"stop": True})
-    agreement.on_message(1, {"stop": True})
-    agreement.on_message(0, {"can_stop_after": 4})
-    assert sent == [{"prepare_stop": True}]
-    agreement.on_message(1, {"can_stop_after": None})
-    assert sent[1:] == [{"stop_after": None}]
-
-
 def test_time_limit_is_a_share_of_the_grace_period():
     assert agreement_timeout_s(signal.SIGTERM, {"HPCTRAIN_STOP_GRACE": "SIGTERM=6,SIGUSR2=120"}) == 2.0
     assert agreement_timeout_s(signal.SIGUSR2, {"HPCTRAIN_STOP_GRACE": "SIGTERM=6,SIGUSR2=120"}) == 10.0

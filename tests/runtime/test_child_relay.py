@@ -65,10 +65,3 @@ def test_process_with_steps_is_observed_first_and_the_worker_last(relay, own):
     launcher.close()
     relay.wait_until_exited(10)
     assert relay.heartbeat_message()["beats"] == 0
-
-
-def test_wait_for_processes_has_a_limit(relay):
-    connection = connect(relay)
-    beat(connection, relay, 1, step=0, observed=1)
-    relay.wait_until_exited(0.1)
-    assert relay.heartbeat_message()["beats"] == 1

@@ -29,10 +29,6 @@ def sysfs(tmp_path) -> Path:
         path = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         path.parent.mkdir(parents=True)
         path.write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
-    for number, cpus in enumerate(SOCKETS):
-        path = tmp_path / f"devices/system/node/node{number}/cpulist"
-        path.parent.mkdir(parents=True)
-        path.write_text(f"{cpus}\n")
     for number, bus_id in enumerate(BUS_IDS):
         path = tmp_path / "bus/pci/devices" / bus_id
         path.mkdir(parents=True)
@@ -76,45 +72,9 @@ def test_rank_that_slurm_bound_keeps_its_cpus_with_fake_gpu(sysfs):
     )
 
 
-def test_only_cpus_of_the_job_are_used_with_fake_gpus(sysfs):
-    job = {"SLURM_CPUS_ON_NODE": "6"}
-    allowed = frozenset({2, 3, 4, 10, 11, 12})
-    assert chosen(sysfs, 2, environ=job, allowed=allowed, bus_ids=BUS_IDS[1:3]) == ["4,12", "2-3,10-11"]
-    only_first = frozenset({0, 1, 2, 8, 9, 10})
-    assert chosen(sysfs, 2, environ=job, allowed=only_first, bus_ids=BUS_IDS[1:3]) == [None, None]
-
-
 @pytest.mark.parametrize("environ", [{}, {"SLURM_CPUS_ON_NODE": "8"}])
 def test_ranks_do_not_divide_cpus_that_other_jobs_may_use_with_fake_gpus(sysfs, environ):
     assert chosen(sysfs, 4, environ=environ, bus_ids=BUS_IDS) == ["4-7,12-15"] * 2 + ["0-3,8-11"] * 2
-    assert chosen(sysfs, 2, environ=environ) == [None, None]
-
-
-@pytest.mark.parametrize(("count", "bus_ids"), [(1, BUS_IDS[:1]), (1, BUS_IDS), (2, BUS_IDS)])
-def test_rank_that_may_use_several_fake_gpus_or_all_cpus_is_not_bound(sysfs, count, bus_ids):
-    assert chosen(sysfs, count, bus_ids=bus_ids) == [None] * count
-
-
-def test_rank_with_a_fake_gpu_of_its_own_uses_all_cpus_next_to_it(sysfs):
-    environ = {**WHOLE_NODE, "SLURM_GPUS_ON_NODE": "4"}
-    assert chosen(sysfs, 4, environ=environ, bus_ids=BUS_IDS[3:]) == ["0-3,8-11"] * 4
-
-
-def test_ranks_without_gpus_divide_fake_numa_nodes(sysfs):
-    assert chosen(sysfs, 2) == list(SOCKETS)
-    assert chosen(sysfs, 4) == ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]
-    # A rank would be on two NUMA nodes, shares would differ, or there is nothing to gain.
-    assert chosen(sysfs, 3) == [None] * 3
-    assert chosen(sysfs, 2, allowed=ALL - {5}, environ={"SLURM_CPUS_ON_NODE": "15"}) == [None] * 2
-    assert chosen(sysfs, 1) == [None]
-    socket = frozenset(range(4))
-    assert chosen(sysfs, 2, allowed=socket, environ={"SLURM_CPUS_ON_NODE": "4"}) == [None] * 2
-    assert chosen(sysfs, 4, environ={**WHOLE_NODE, "OMP_NUM_THREADS": "5"}) == [None] * 4
-
-
-def test_unreadable_fake_sysfs_leaves_ranks_unbound(tmp_path):
-    assert chosen(tmp_path, 4, bus_ids=BUS_IDS) == [None] * 4
-    assert chosen(tmp_path, 2) == [None] * 2
 
 
 class TwoGpus(FakeDriver):
@@ -133,7 +93,6 @@ class TwoGpus(FakeDriver):
         (None, ["0000:3b:00.0", "0001:af:00.0"]),
         ("1,0", ["0001:af:00.0", "0000:3b:00.0"]),
         ("GPU-b", ["0001:af:00.0"]),
-        ("0,7,1", ["0000:3b:00.0"]),
         ("", []),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 
@@ -77,15 +76,6 @@ def test_each_rank_takes_the_gpu_of_its_local_rank(fake_driver):
     assert choose_device(ranks(2, 3), *gpus("abc"), use_gpus=False) == torch.device("cpu")
 
 
-def test_tasks_bound_to_alternating_gpu_pairs_take_distinct_gpus(fake_driver):
-    environs = gpus("ab", "cd", "ab", "cd", SLURM_GPUS_ON_NODE="4")
-    assignments = assign_all([ranks(i, 4) for i in range(4)], environs)
-    assigned = [
-        environ["GPUS"][result.device.index] for environ, result in zip(environs, assignments, strict=True)
-    ]
-    assert sorted(assigned) == list("abcd")
-
-
 def test_two_ranks_on_one_gpu_are_reported_on_all_ranks(fake_driver):
     errors = assign_all([ranks(i, 3) for i in range(3)], gpus("a", "b", "a"))
     assert {str(error) for error in errors} == {str(errors[0])}
@@ -118,15 +108,6 @@ def test_entry_of_another_program_is_refused(key, entry):
     store.set(key, entry)
     with pytest.raises(RendezvousError, match=key):
         assign_device(ranks(1, 2), {"SLURMD_NODENAME": "n1"}, store)
-
-
-def test_entry_of_another_program_ends_all_ranks(monkeypatch):
-    monkeypatch.setattr(module, "_READ_LIMIT_S", 0.1)
-    store = HashStore()
-    store.set("seats/1", "[1]")
-    with pytest.raises(RendezvousError, match="seats/1"):
-        assign_device(ranks(0, 2), {"SLURMD_NODENAME": "n1"}, store)
-    assert json.loads(store.get("answer"))["missing"]
 
 
 @pytest.mark.gpu

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.failure_file import failure_record, no_death_handler
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.failures.classify import classify
-from hpctrain.supervisor.failures.failure_files import RankFailure
+from hpctrain.supervisor.failures.failure_files import RankFailure, classify
 
 #: The message of Lightning's SaveConfigCallback.
 SAVE_CONFIG = (
@@ -24,15 +23,10 @@ SAVE_CONFIG = (
 
 
 class Tensors(Dataset):
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
     def __len__(self) -> int:
         return 1000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if self.error is not None:
-            raise self.error
         return torch.full((10,), index)
 
 
@@ -82,27 +76,11 @@ def test_killed_data_worker_is_named(number, reset, reason, kind):
     assert not reset or "ConnectionResetError" in record["traceback"]
 
 
-def test_unknown_signal_handler_is_replaced(monkeypatch):
-    """Python returns None for the handler of C code."""
-    install = signal.signal
-    monkeypatch.setattr(signal, "signal", lambda *change: install(*change) and None)
-    with no_death_handler():
-        pass
-
-
 def test_report_of_torch_names_the_signal():
     words = "DataLoader worker (pid 7) is killed by signal: Segmentation fault. It is possible that"
     record = failure_record(RuntimeError(words), {})
     assert record["message"] == "Data worker (pid 7) was killed by SIGSEGV."
     assert kind_of(record) is EndKind.SIGNAL
-
-
-@pytest.mark.slow
-def test_error_of_the_data_set_is_kept():
-    record = record_of(DataLoader(Tensors(ConnectionResetError("reset by peer")), num_workers=1))
-    assert record["error"] == "ConnectionResetError"
-    # The data set lost the connection to a server, not to another rank.
-    assert kind_of(record) is EndKind.PYTHON
 
 
 def test_message_of_a_spawned_process_is_the_last_line_of_its_traceback():

@@ -15,7 +15,7 @@ from helpers.disks import mounted_disk
 
 from hpctrain.errors import StagingError
 from hpctrain.runtime import stage_node as module
-from hpctrain.runtime.stage_node import _choose_pack, list_contents, pack_environment, relocate, stage
+from hpctrain.runtime.stage_node import list_contents, pack_environment, relocate, stage
 
 #: They start many processes, so `make test-fast` leaves them out.
 pytestmark = pytest.mark.slow
@@ -204,13 +204,6 @@ def test_packs_of_another_user_are_refused(environment, tmp_path, disk):
     os.chown(tmp_path / "packs", 65534, -1)
     with pytest.raises(PermissionError, match="packs belongs to user 65534, not to user 0"):
         pack_environment(tmp_path / "packs", disk)
-
-
-def test_removed_pack_is_packed_again(environment, tmp_path, disk):
-    chosen = tmp_path / "staging/environment-1"
-    chosen.parent.mkdir()
-    chosen.write_text(str(tmp_path / "removed.tar"))
-    assert _choose_pack(chosen, tmp_path / "packs", disk, is_first=True).exists()
 
 
 @pytest.mark.parametrize(

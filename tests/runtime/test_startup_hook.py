@@ -69,11 +69,3 @@ def test_process_of_another_job_is_not_observed(tmp_path, variables):
     result = run(sys.executable, environ, script)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith(f"{signal.SIG_DFL} 1\n")
-
-
-def test_environment_without_a_sitecustomize(tmp_path, variables):
-    (tmp_path / "sitecustomize.py").unlink()
-    result = run(sys.executable, {**variables, "HPCTRAIN_COMMAND": "damaged"})
-    assert result.returncode == 0
-    assert result.stdout.startswith("imported torch\n")
-    assert result.stderr.startswith("hpctrain: cannot monitor this process: JSONDecodeError(")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
 from helpers.commands import run_command
 
 SCRIPT = """
@@ -27,18 +28,11 @@ os._exit(7)
 """
 
 
-def steps_at_exit(tmp_path, mode: str) -> list[int]:
+@pytest.mark.parametrize(("mode", "steps"), [("free", [3]), ("blocked", [])])
+def test_steps_are_written_once_at_os_exit(tmp_path, mode, steps):
+    """A signal handler may exit during a write, and a disk may hang."""
     result = run_command([sys.executable, "-c", SCRIPT, tmp_path, mode], timeout=30, check=False)
     assert result.returncode == 7, result.stderr
     metrics = tmp_path / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return [json.loads(line)["step"] for line in lines]
-
-
-def test_steps_are_written_once_at_os_exit(tmp_path):
-    assert steps_at_exit(tmp_path, "free") == [3]
-
-
-def test_blocked_write_does_not_delay_os_exit(tmp_path):
-    """A signal handler may exit during a write, and a disk may hang."""
-    assert steps_at_exit(tmp_path, "blocked") == []
+    assert [json.loads(line)["step"] for line in lines] == steps

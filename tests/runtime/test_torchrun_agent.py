@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from base64 import b64encode
 from pathlib import Path
@@ -14,9 +13,6 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 from hpctrain.runtime.program.signed_rendezvous import ForgedState, SignedBackend, register
 from hpctrain.runtime.torchrun_agent import torchrun_options
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.supervisor.launch.task_command import worker_command
 
 pytestmark = pytest.mark.ranks
 
@@ -79,9 +75,3 @@ def test_agents_use_the_signed_state_with_all_pickling_backends(tmp_path):
     params.config["endpoint"] = ""
     handler = rendezvous_handler_registry.create_handler(params)
     assert isinstance(handler._state_holder._backend, SignedBackend)
-
-
-def test_agents_receive_the_number_of_allocated_nodes():
-    fields = dict.fromkeys(("script", "name", "run_id", "run_dir", "python", "workdir"), "/x")
-    spec = JobSpec(**fields, backend="slurm", nodes=4, min_nodes=2, torchrun=TorchrunConfig())
-    assert json.loads(worker_command(spec, 3)[-1])["nodes"] == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -78,15 +77,6 @@ def test_exception_keeps_the_file_and_is_recorded(run):
     assert record["message"].endswith("before Trainer.fit() finished (after step 4 of 10)")
 
 
-def test_second_training_in_the_same_folder_replaces_the_first(run):
-    with pytest.raises(MemoryError), marker(run):
-        raise MemoryError
-    with marker(run):
-        pass
-    assert unfinished_training.find_unfinished_training() is None
-    assert run.unfinished_files(4) == []
-
-
 def test_training_in_another_folder_does_not_clear_the_first(run):
     with pytest.raises(MemoryError), marker(run):
         raise MemoryError
@@ -105,22 +95,8 @@ def test_no_training_begins_after_a_stop(run):
     assert exit_info.value.code == 75
 
 
-def test_without_a_run_there_is_no_file_and_a_stop_ends_one_training(tmp_path):
-    for _ in range(2):
-        with pytest.raises(SystemExit), TrainingMarker("Trainer.fit()", tmp_path, {}):
-            raise SystemExit(75)
-    assert os.listdir(tmp_path) == []
-
-
-def test_unwritable_folder_does_not_end_the_training(run):
-    (run.path / "unfinished").write_text("in the way")
-    with marker(run) as training:
-        training.set_last_step(3)
-
-
-@pytest.mark.parametrize("ending", ["sys.exit(0)", "sys.exit()"])
-def test_script_that_exits_during_training_has_failed(run, ending):
-    text = f"with training:\n    training.step = 4\n    training.set_last_step(10)\n    {ending}"
+def test_script_that_exits_during_training_has_failed(run):
+    text = "with training:\n    training.step = 4\n    training.set_last_step(10)\n    sys.exit()"
     assert run_script(run, text) == 1
     assert failure(run)["kind"] == "unfinished"
     assert failure(run)["error"].endswith("before Trainer.fit() finished (after step 4 of 10)")
@@ -128,14 +104,7 @@ def test_script_that_exits_during_training_has_failed(run, ending):
     assert "before Trainer.fit() finished" in run.rank_log(4, 1).read_text()
 
 
-def test_script_that_caught_the_exception_has_failed_with_it(run):
-    text = "try:\n    with training:\n        raise KeyError('x')\nexcept KeyError:\n    pass"
-    assert run_script(run, text) == 1
-    assert (failure(run)["kind"], failure(run)["error"]) == ("exception", "KeyError")
-    assert "raise KeyError('x')" in failure(run)["traceback"]
-
-
-@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "sys.exit(1)", "raise ValueError('late')"])
+@pytest.mark.parametrize("ending", ["", "raise ValueError('late')"])
 def test_script_that_swallowed_a_stop_is_continued(run, ending):
     text = f"try:\n    with training:\n        sys.exit(75)\nexcept BaseException:\n    pass\n{ending}"
     assert run_script(run, text) == 75

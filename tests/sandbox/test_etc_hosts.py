@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.sandbox import etc_hosts
+from hpctrain.sandbox import layout
 
 ADDRESSES = {"box-1": "127.26.1.1", "box-2": "127.26.1.2"}
 
@@ -18,7 +18,7 @@ def _file(tmp_path: Path, content: bytes) -> Path:
 
 def test_each_node_gets_a_line(tmp_path: Path) -> None:
     path = _file(tmp_path, b"127.0.0.1 localhost\n")
-    etc_hosts.add_hosts("box", ADDRESSES, path)
+    layout.add_hosts("box", ADDRESSES, path)
     assert path.read_text().splitlines() == [
         "127.26.1.1 box-1 # hpctrain sandbox box",
         "127.26.1.2 box-2 # hpctrain sandbox box",
@@ -30,24 +30,16 @@ def test_each_node_gets_a_line(tmp_path: Path) -> None:
 @given(content=st.binary())
 def test_other_lines_are_unchanged(tmp_path_factory: object, content: bytes) -> None:
     path = _file(tmp_path_factory.mktemp("etc"), content)  # type: ignore[attr-defined]
-    etc_hosts.add_hosts("box", ADDRESSES, path)
-    etc_hosts.remove_hosts("box", path)
+    layout.add_hosts("box", ADDRESSES, path)
+    layout.remove_hosts("box", path)
     assert path.read_bytes() == content
-
-
-def test_adding_twice_has_no_further_effect(tmp_path: Path) -> None:
-    path = _file(tmp_path, b"# no newline at the end")
-    etc_hosts.add_hosts("box", ADDRESSES, path)
-    once = path.read_bytes()
-    etc_hosts.add_hosts("box", ADDRESSES, path)
-    assert path.read_bytes() == once
 
 
 def test_sandbox_removes_only_its_own_lines(tmp_path: Path) -> None:
     path = _file(tmp_path, b"")
-    etc_hosts.add_hosts("box", ADDRESSES, path)
-    etc_hosts.add_hosts("box-2", {"box-2-1": "127.26.2.1"}, path)
-    etc_hosts.remove_hosts("box", path)
+    layout.add_hosts("box", ADDRESSES, path)
+    layout.add_hosts("box-2", {"box-2-1": "127.26.2.1"}, path)
+    layout.remove_hosts("box", path)
     assert path.read_bytes() == b"127.26.2.1 box-2-1 # hpctrain sandbox box-2\n"
 
 
@@ -55,6 +47,6 @@ def test_file_keeps_its_inode_and_mode(tmp_path: Path) -> None:
     path = _file(tmp_path, b"127.0.0.1 localhost\n")
     path.chmod(0o640)
     before = path.stat()
-    etc_hosts.add_hosts("box", ADDRESSES, path)
+    layout.add_hosts("box", ADDRESSES, path)
     after = path.stat()
     assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SpecError, UserError
+from hpctrain.sandbox.cluster import check_requirements
 from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, allocate, folder_of, list_names
-from hpctrain.sandbox.requirements import check_requirements
 from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
@@ -47,27 +47,16 @@ def test_nodes_ports_and_addresses_belong_together(tmp_path: Path) -> None:
     plan = _layout(tmp_path / "box", nodes=3)
     assert plan.nodes == ["box-1", "box-2", "box-3"]
     assert plan.addresses == {"box-1": "127.26.7.1", "box-2": "127.26.7.2", "box-3": "127.26.7.3"}
-    assert list(plan.ports) == [26800, 26801, 26802, 26803]
-    plan = _layout(tmp_path / "box", nodes=3, accounting=True)
-    assert plan.slurmdbd_port == 26804
     assert list(plan.ports) == [26800, 26801, 26802, 26803, 26804]
 
 
 def test_longest_path_fits_into_a_unix_socket() -> None:
-    plan = _layout(folder_of("a" * 15), nodes=64, accounting=True)
+    plan = _layout(folder_of("a" * 15), nodes=64)
     node = plan.nodes[-1]
     # The socket of slurmstepd for the batch step of a job with Slurm's highest default id.
     socket_path = plan.spool / node / f"{node}_67043328.4294967291"
     assert len(str(socket_path)) <= 107
     assert len(str(plan.munge_socket)) <= 107
-    assert len(str(plan.database_socket)) <= 107
-
-
-def test_layout_round_trips(tmp_path: Path) -> None:
-    for accounting in (False, True):
-        plan = _layout(tmp_path, nodes=2, preempt_grace_s=0, accounting=accounting)
-        plan.save()
-        assert SandboxLayout.load(tmp_path) == plan
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"shape": {"nodes": 0}, "port": 1, "block": 1}'])
@@ -78,22 +67,23 @@ def test_damaged_layout_is_ignored(tmp_path: Path, content: str) -> None:
 
 def test_concurrent_sandboxes_share_no_port_and_no_address(tmp_path: Path) -> None:
     plans = []
-    for name, accounting in (("one", False), ("two", True), ("three", False)):
+    for name in ("one", "two", "three"):
         (tmp_path / name).mkdir()
-        plan = allocate(tmp_path / name, SandboxSize(nodes=5, accounting=accounting))
+        shape = SandboxSize(nodes=5)
+        plan = SandboxLayout(tmp_path / name, shape, *allocate(tmp_path / name, shape))
         plan.save()
         plans.append(plan)
-    assert len({port for plan in plans for port in plan.ports}) == 3 * 6 + 1
+    assert len({port for plan in plans for port in plan.ports}) == 3 * 7
     assert len({address for plan in plans for address in plan.addresses.values()}) == 3 * 5
     assert list_names(tmp_path) == ["one", "three", "two"]
 
 
 def test_port_in_use_is_not_allocated(tmp_path: Path) -> None:
-    first = allocate(tmp_path / "one", SandboxSize(nodes=2))
+    port, _ = allocate(tmp_path / "one", SandboxSize(nodes=2))
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", first.ports[1]))
+        listener.bind(("127.0.0.1", port + 1))
         listener.listen()
-        assert listener.getsockname()[1] not in allocate(tmp_path / "one", SandboxSize(nodes=2)).ports
+        assert allocate(tmp_path / "one", SandboxSize(nodes=2))[0] > port + 1
 
 
 def test_config_has_nodes_devices_and_partitions(tmp_path: Path) -> None:
@@ -108,16 +98,6 @@ def test_config_has_nodes_devices_and_partitions(tmp_path: Path) -> None:
         in conf
     )
     assert f"NodeName=box-[1-4] Name=gpu File={tmp_path}/box/dev/nvidia[0-1]" in gres_conf(plan)
-
-
-def test_config_has_slurmdbd_only_with_accounting(tmp_path: Path) -> None:
-    conf = slurm_conf(_layout(tmp_path / "box"), "here", 4096)
-    assert "AccountingStorageType=accounting_storage/none\n" in conf
-    assert "AccountingStoragePort" not in conf
-    conf = slurm_conf(_layout(tmp_path / "box", accounting=True), "here", 4096)
-    assert "AccountingStorageType=accounting_storage/slurmdbd\n" in conf
-    assert "AccountingStoragePort=26805\n" in conf
-    assert "Port=[26801-26804] " in conf
 
 
 def test_settings_replace_or_add_lines(tmp_path: Path) -> None:
@@ -150,14 +130,3 @@ def test_missing_requirements_are_reported(
     path = str(tmp_path) if search_path == "programs" else search_path or ""
     with pytest.raises(UserError, match=message):
         check_requirements(system, uid, path)
-
-
-def test_missing_accounting_requirements_are_reported_only_if_needed(tmp_path: Path) -> None:
-    for program in (*PROGRAMS, "slurmdbd", "sacct", "sacctmgr"):
-        (tmp_path / program).touch(mode=0o755)
-    check_requirements("Linux", 0, str(tmp_path))
-    with pytest.raises(UserError, match=r"missing: .*mariadbd, .*apt-get install slurmdbd mariadb-server"):
-        check_requirements("Linux", 0, str(tmp_path), accounting=True)
-    for program in ("mariadbd", "mariadb-install-db", "my_print_defaults"):
-        (tmp_path / program).touch(mode=0o755)
-    check_requirements("Linux", 0, str(tmp_path), accounting=True)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,8 @@ from helpers.waiting import wait_for
 
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError
+from hpctrain.sandbox.daemons import NODE_VARIABLE, SANDBOX_VARIABLE, belongs_to_sandbox, kill_all
 from hpctrain.sandbox.layout import sandbox_lock
-from hpctrain.sandbox.processes import NODE_VARIABLE, SANDBOX_VARIABLE, belongs_to_sandbox, kill_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -45,20 +43,6 @@ def test_matching_processes_and_their_descendants_are_killed() -> None:
             target.kill()
 
 
-def test_reused_pid_is_not_killed() -> None:
-    with subprocess.Popen(["sleep", "64"]) as child:
-        try:
-            current = next(process for process in processes() if process.pid == child.pid)
-            earlier = ProcessInfo(
-                current.pid, current.parent, current.started - 1, current.argv, current.environ
-            )
-            earlier.kill()
-            with pytest.raises(subprocess.TimeoutExpired):
-                child.wait(0.2)
-        finally:
-            child.kill()
-
-
 def _process(**environ: str) -> ProcessInfo:
     return ProcessInfo(1, 0, 0, ("x",), environ)
 
@@ -82,28 +66,6 @@ def test_processes_of_a_sandbox_are_recognized(tmp_path: Path) -> None:
         False,
     ]
     assert not any(belongs_to_sandbox(box, process, "box-1") for process in (slurmd, rank))
-
-
-def test_lock_is_exclusive(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    inside: list[int] = []
-    counts: list[int] = []
-
-    def worker(number: int) -> None:
-        for _ in range(20):
-            with sandbox_lock(root, limit_s=30):
-                inside.append(number)
-                counts.append(len(inside))
-                time.sleep(0.001)
-                inside.remove(number)
-
-    threads = [threading.Thread(target=worker, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(counts) == 80
-    assert max(counts) == 1
 
 
 def test_waiting_for_the_lock_has_a_limit(tmp_path: Path) -> None:

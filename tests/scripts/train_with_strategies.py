@@ -158,8 +158,6 @@ def train(settings: dict) -> dict:
     kind = lightning_blocks() if settings.pop("lightning", False) else kind
     names = ("norm", "stop_at", "overflow_at", "sleep", "optimizers", "sometimes")
     module = kind(**{name: settings.pop(name) for name in names if name in settings})
-    if settings.get("strategy") == "late":
-        register_late()
     steps = settings.pop("max_steps", 2)
     predicts = settings.pop("predict", False)
     data = Stream() if settings.pop("stream", False) else samples()
@@ -180,15 +178,6 @@ def train(settings: dict) -> dict:
     if predicts:
         result["predictions"] = torch.cat(trainer.predict(module, samples()))
     return result
-
-
-def register_late() -> None:
-    """zero3 whose ranks keep whole gradients until the last micro-batch."""
-    from hpctrain.training.strategies.sharded import ZeRO3
-
-    @hpctrain.register_strategy("late")
-    class Late(ZeRO3):
-        averages_every_micro_batch = False
 
 
 def equal_on_all_ranks(weights: dict[str, torch.Tensor]) -> bool:

@@ -13,11 +13,11 @@ from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import SchedulerError
 from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
-from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
-from hpctrain.supervisor.node_monitors import ScaleUpMonitor
+from hpctrain.supervisor.monitors import ScaleUpMonitor
 from hpctrain.supervisor.notifications import Notifier
 from hpctrain.supervisor.policy import job_intent
 from hpctrain.supervisor.policy.history import History
+from hpctrain.supervisor.slurm_nodes import SlurmNodes
 from hpctrain.supervisor.workers.rank_monitor import StopAgreement
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
@@ -76,8 +76,8 @@ MUTATIONS: dict[str, list[Patch]] = {
         _edit(
             supervise.Supervisor,
             "_change_nodes",
-            "if host not in hosts and host not in gone",
-            "if host not in gone",
+            "if host not in hosts and host not in released",
+            "if host not in released",
         )
     ],
     "unusable standby workers are not ended": [
@@ -98,7 +98,12 @@ MUTATIONS: dict[str, list[Patch]] = {
         _edit(ScaleUpMonitor, "check", "self.num_nodes + nodes.num_free(excluded)", "self.spec.nodes")
     ],
     "the end of a run is not notified": [
-        _edit(Notifier, "run", "self._check_with_retries()\n    deadline", "deadline")
+        _edit(
+            Notifier,
+            "run",
+            "    self._check_with_retries()\n    self._check_with_retries()",
+            "    self._check_with_retries()",
+        )
     ],
 }
 

@@ -17,7 +17,7 @@ from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor import main as supervisor_main
-from hpctrain.supervisor.job_control.slurm import prepare_job_end
+from hpctrain.supervisor.job_control import prepare_job_end
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
 from simulation import simulated_system as system
 from simulation.config import Fault, SimConfig

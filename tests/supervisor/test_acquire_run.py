@@ -63,16 +63,6 @@ def test_requeued_job_of_a_failed_run_exits_with_its_code(run, spec, capsys):
     assert f"To continue the run, use hpctrain resume {run.path}" in capsys.readouterr().out
 
 
-def test_successor_exits_if_the_run_ends_while_it_waits_for_the_lease(run, spec):
-    def acquire(predecessor, deaths):
-        run.log_event("finished", 0, state="COMPLETED", exit_code=0, cause=None)
-
-    lease = SimpleNamespace(acquire=acquire)
-    job_control = SimpleNamespace(job_id="8", successors=SimpleNamespace(predecessor="7", lease=lease))
-    assert acquire_run.acquire_run(run, spec, job_control) == Exit(0)
-    assert newest_job(run) == "7"
-
-
 def test_one_of_two_successors_continues_after_the_other_was_recorded(run, spec):
     """Slurm accepted job 8 so late that the supervisor also submitted, and recorded, job 9."""
     run.log_event("handover", 0, job_id="7")

@@ -12,8 +12,7 @@ from helpers.waiting import slowness
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.job_control import LocalJobControl
-from hpctrain.supervisor.job_control.slurm import SlurmJobControl
+from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,
     RankSignalled,
@@ -120,14 +119,6 @@ def replay(monkeypatch, script):
     return attempt.wait(step), step, attempt
 
 
-def test_pause_of_the_job_extends_the_time_to_stop(monkeypatch):
-    monkeypatch.setattr(attempt_monitor, "STOP_GRACE_S", 30.0)
-    stops = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
-    outcome, step, _ = replay(monkeypatch, [SignalReceived(signal.SIGUSR2), 5.0, 3600.0, 8.0, *stops])
-    assert outcome is AttemptOutcome.STOPPED
-    assert not step.killed
-
-
 @pytest.mark.parametrize(
     ("waits", "is_stopping"),
     [([10.0] * 10, True), ([10.0] * 19, False), ([10.0, 3600.0, 10.0], True)],
@@ -173,19 +164,6 @@ def test_unreachable_controller_before_the_time_limit_does_not_fail_the_run(monk
 def test_step_that_survives_its_kill_is_an_error():
     with pytest.raises(TimeoutError, match="still running"):
         monitor(TaskExit(0, 1), stubborn=True)
-
-
-def test_killed_step_has_its_full_time_to_end(monkeypatch):
-    monkeypatch.setattr(attempt_monitor, "_KILL_LIMIT_S", 0.5)
-    begun = time.monotonic()
-    with pytest.raises(TimeoutError):
-        monitor(
-            HangDetected("no progress", 0, "n1"),
-            TaskExit(0, 1),
-            SignalReceived(signal.SIGTERM),
-            stubborn=True,
-        )
-    assert time.monotonic() - begun >= 0.5
 
 
 def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):

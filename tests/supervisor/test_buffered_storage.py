@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,9 +15,8 @@ from helpers.waiting import slowness, wait_for
 
 from hpctrain.errors import HpctrainError
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor import buffered_storage
-from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
+from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage
 from hpctrain.supervisor.run_end import finish_run
 
 
@@ -114,39 +110,3 @@ def test_missing_folder_ends_the_run_and_is_not_created(tmp_path):
     with pytest.raises(HpctrainError, match="no longer exists"):
         run.new_attempt()
     assert not run.path.exists()
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO])
-def test_disk_errors_are_distinguished_from_others(number):
-    assert "/x" in str(describe_disk_error(OSError(number, "what"), Path("/x")))
-    assert describe_disk_error(FileNotFoundError(errno.ENOENT, "no", "/y"), Path("/x")) is None
-
-
-@pytest.mark.long
-def test_supervisor_with_all_output_on_a_full_disk_ends_without_a_traceback(disk, tmp_path):
-    """The job's own log is also on the disk, which was full before the start."""
-    run = RunDir(disk)
-    script = tmp_path / "script.py"
-    script.write_text("print('here')\n")
-    spec = JobSpec(
-        script=str(script),
-        name="x",
-        run_id="x",
-        run_dir=str(disk),
-        backend="local",
-        python=sys.executable,
-        workdir=str(tmp_path),
-        ntasks_per_node=1,
-    )
-    run.spec.write_text(spec.text())
-    run.lock.touch()
-    stderr_file = tmp_path / "said"
-    with open(stderr_file, "wb") as errors, open(disk / "output", "ab") as output:
-        fill(disk)
-        command = [sys.executable, "-m", "hpctrain.supervisor", str(disk)]
-        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
-    wait_for(lambda: "cannot write" in stderr_file.read_text(), 60, "the supervisor to notice")
-    free(disk)
-    assert process.wait(100) == 0, stderr_file.read_text()
-    assert "Traceback" not in stderr_file.read_text()
-    assert kinds(run)[-1] == "finished"

@@ -17,8 +17,7 @@ from hpctrain.spec.restart_policy import (
     RestartPolicy,
     RestartRule,
 )
-from hpctrain.supervisor.failures.classify import classify, is_deterministic
-from hpctrain.supervisor.failures.failure_files import RankFailure, root_cause
+from hpctrain.supervisor.failures.failure_files import RankFailure, classify, is_deterministic, root_cause
 from hpctrain.supervisor.launch.job_step import TaskExit
 from hpctrain.supervisor.launch.srun import parse_task_report
 from hpctrain.supervisor.policy.decide import (
@@ -502,71 +501,43 @@ def failure(rank, kind="exception", error="ValueError", message="", order=None, 
     return RankFailure(rank, "n1", kind, error, message, "log", order, time, **fields)
 
 
-RUNTIME = ("RuntimeError", "Exception")
+@pytest.mark.parametrize(
+    ("error", "message", "bases", "kind", "deterministic"),
+    [
+        ("ValueError", "", (), EndKind.PYTHON, True),
+        ("FileNotFoundError", "", ("OSError",), EndKind.PYTHON, False),
+        ("MemoryError", "", (), EndKind.OOM, True),
+        ("RuntimeError", "can't allocate memory: you tried", (), EndKind.OOM, True),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate", (), EndKind.GPU_OOM, True),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED", (), EndKind.GPU_OOM, True),
+        ("AcceleratorError", "CUDA error: uncorrectable ECC error encountered", (), EndKind.GPU, False),
+        ("AcceleratorError", "CUDA error: device-side assert triggered", (), EndKind.PYTHON, False),
+        ("DistBackendError", "", ("DistError",), EndKind.COMMUNICATION, False),
+        ("RuntimeError", "NCCL error: unhandled system error", (), EndKind.COMMUNICATION, True),
+        ("ValueError", "[gloo] Connection closed by peer", (), EndKind.COMMUNICATION, True),
+        ("RendezvousError", "", ("HpctrainError",), EndKind.COMMUNICATION, False),
+        ("DiskFull", "", ("CheckpointError",), EndKind.DISK_FULL, False),
+    ],
+)
+def test_exceptions_are_classified(error, message, bases, kind, deterministic):
+    rank_failure = failure(0, error=error, message=message, classes=(error, *bases, "Exception"))
+    assert classify(rank_failure) is kind
+    assert is_deterministic(rank_failure) is deterministic
 
 
 @pytest.mark.parametrize(
-    ("rank_failure", "kind", "deterministic"),
+    ("rank_failure", "kind"),
     [
-        (failure(0, classes=("ValueError", "Exception")), EndKind.PYTHON, True),
-        (
-            failure(0, error="FileNotFoundError", classes=("FileNotFoundError", "OSError")),
-            EndKind.PYTHON,
-            False,
-        ),
-        (failure(0, error="MemoryError", classes=("MemoryError",)), EndKind.OOM, True),
-        (
-            failure(0, error="RuntimeError", message="can't allocate memory: you tried", classes=RUNTIME),
-            EndKind.OOM,
-            True,
-        ),
-        (failure(0, "signal", "SIGKILL", out_of_memory=True), EndKind.OOM, False),
-        (failure(0, "signal", "SIGKILL"), EndKind.KILLED, False),
-        (failure(0, "signal", "SIGSEGV"), EndKind.SIGNAL, False),
-        (failure(0, "exit", "exit code 3"), EndKind.PYTHON, False),
-        (
-            failure(0, error="OutOfMemoryError", message="CUDA out of memory. Tried to allocate"),
-            EndKind.GPU_OOM,
-            True,
-        ),
-        (
-            failure(0, error="RuntimeError", message="CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
-            EndKind.GPU_OOM,
-            True,
-        ),
-        (
-            failure(0, error="AcceleratorError", message="CUDA error: uncorrectable ECC error encountered"),
-            EndKind.GPU,
-            True,
-        ),
-        (
-            failure(0, error="AcceleratorError", message="CUDA error: device-side assert triggered"),
-            EndKind.PYTHON,
-            True,
-        ),
-        (
-            failure(0, error="DistBackendError", classes=("DistBackendError", "DistError")),
-            EndKind.COMMUNICATION,
-            False,
-        ),
-        (
-            failure(0, error="RuntimeError", message="NCCL error: unhandled system error", classes=RUNTIME),
-            EndKind.COMMUNICATION,
-            True,
-        ),
-        (failure(0, message="[gloo] Connection closed by peer"), EndKind.COMMUNICATION, True),
-        (
-            failure(0, error="RendezvousError", classes=("RendezvousError", "HpctrainError")),
-            EndKind.COMMUNICATION,
-            False,
-        ),
-        (failure(0, error="DiskFull", classes=("DiskFull", "CheckpointError")), EndKind.DISK_FULL, False),
-        (failure(0, "unfinished", "the script exited with code 0"), EndKind.UNFINISHED, False),
+        (failure(0, "signal", "SIGKILL", out_of_memory=True), EndKind.OOM),
+        (failure(0, "signal", "SIGKILL"), EndKind.KILLED),
+        (failure(0, "signal", "SIGSEGV"), EndKind.SIGNAL),
+        (failure(0, "exit", "exit code 3"), EndKind.PYTHON),
+        (failure(0, "unfinished", "the script exited with code 0"), EndKind.UNFINISHED),
     ],
 )
-def test_failures_are_classified(rank_failure, kind, deterministic):
+def test_exits_are_classified(rank_failure, kind):
     assert classify(rank_failure) is kind
-    assert is_deterministic(rank_failure) is deterministic
+    assert not is_deterministic(rank_failure)
 
 
 PEER_LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"

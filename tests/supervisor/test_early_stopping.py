@@ -7,10 +7,9 @@ import queue
 import pytest
 
 from hpctrain.rundir import STOPPED_EARLY, RunDir
-from hpctrain.supervisor import early_stopping
-from hpctrain.supervisor.early_stopping import EarlyStoppingMonitor
+from hpctrain.supervisor import monitors
 from hpctrain.supervisor.launch.job_step import StopRequested
-from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
+from hpctrain.supervisor.monitors import EarlyStoppingMonitor
 from hpctrain.supervisor.run_end import finish_run
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.sweeps.sweep_record import SweepRecord
@@ -19,7 +18,7 @@ from hpctrain.sweeps.sweep_record import SweepRecord
 @pytest.fixture
 def trials(tmp_path, monkeypatch) -> list[RunDir]:
     """Three trials of a sweep with ASHA; two have reported losses of 1 and 2 at step 10."""
-    monkeypatch.setattr(early_stopping, "_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(monitors, "_TRIAL_INTERVAL_S", 0.01)
     array = RunDir(tmp_path / "sweep")
     trials = [array.task(number) for number in range(3)]
     for trial in trials:
@@ -70,14 +69,3 @@ def test_damaged_records_do_not_stop_a_trial(trials):
     trials[0].array.sweep.write_text("{")
     with EarlyStoppingMonitor(trials[1], events), pytest.raises(queue.Empty):
         events.get(timeout=0.3)
-
-
-def test_user_cancellation_is_not_early_stopping(trials):
-    trials[0].cancel_request.touch()
-    finish_run(trials[0], "CANCELLED")
-    assert list(trials[0].read_events())[-1]["state"] == "CANCELLED"
-
-
-def test_stopped_trial_is_not_trained_again_if_slurm_requeues_its_job():
-    ended = OwnershipState("7", newest="7", ended=STOPPED_EARLY)
-    assert decide_ownership(ended) is OwnershipDecision.OVER

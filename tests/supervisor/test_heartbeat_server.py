@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from helpers.waiting import wait_for
 
 from hpctrain.authentication import Signed, code, new_nonce, seal
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.errors import Unauthenticated
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
 from hpctrain.runtime.supervisor_connection import SupervisorConnection, start_heartbeat
@@ -124,57 +123,12 @@ def test_invalid_data_of_strangers_is_refused_unread(server, listener, data, cap
     assert "127.0.0.1" in caplog.text
 
 
-def test_stranger_with_half_a_line_is_dropped(server, listener, monkeypatch):
-    monkeypatch.setattr(module, "_UNPROVEN_S", 0.3)
-    with connect(server) as silent, connect(server) as slow:
-        slow.sendall(b"0" * 10)
-        assert is_closed(silent)
-        assert is_closed(slow)
-    assert works(server, listener)
-
-
-def test_flood_of_connections_leaves_room_for_ranks(server, listener, monkeypatch, caplog):
-    monkeypatch.setattr(module, "_MAX_UNPROVEN", 20)
-    rank = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(1), 3)
-    wait_for(lambda: server.num_connected(3), 10, "a rank before the flood")
-    flood = [connect(server) for _ in range(200)]
-    assert all(is_closed(connection) for connection in flood[:180])
-    rank.send({"x": 2})
-    assert listener.messages.get(timeout=120) == (3, 1, {"x": 2})
-    rank.close()
-    wait_for(lambda: not server.num_connected(3), 10, "the end of the line")
-    assert works(server, listener)
-    for connection in flood:
-        connection.close()
-    assert caplog.text.count("was refused") == 10
-    assert "further refused connections will not be reported" in caplog.text
-
-
 def test_message_that_fails_the_listener_closes_only_its_connection(server, listener):
     bad = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(1), 3)
     bad.send({"bad": "inf"})
     with pytest.raises((ConnectionResetError, ConnectionAbortedError)):
         bad.receive(10)
     assert works(server, listener)
-
-
-def test_rank_with_an_invalid_number_closes_only_its_connection(server, listener):
-    secret = server.variables[SUPERVISOR_ADDRESS_VARIABLE].rsplit(":", 1)[1].encode()
-    with connect(server) as connection:
-        peer_nonce, own_nonce = connection.recv(100).rstrip(b"\n"), new_nonce()
-        up = Signed(secret, "up", peer_nonce, own_nonce)
-        connection.sendall(own_nonce + b"\n" + up.seal({"attempt": float("inf"), "rank": 0}))
-        assert is_closed(connection)
-    assert works(server, listener)
-
-
-def test_error_of_the_server_thread_is_reported_and_survived(server, listener, monkeypatch, caplog):
-    with monkeypatch.context() as patch:
-        patch.setattr(server, "_accept", lambda: 1 // 0)
-        connection = connect(server)
-        wait_for(lambda: "could not receive messages from the ranks" in caplog.text, 10, "the report")
-    assert works(server, listener)
-    connection.close()
 
 
 def test_repeated_changed_or_reflected_lines_are_refused():
@@ -211,19 +165,6 @@ def test_rank_rejects_a_supervisor_without_the_secret():
             rank_connection.receive(10)
         thread.join()
         rank_connection.close()
-        connection.close()
-
-
-@pytest.mark.slow
-def test_rank_with_more_than_1024_open_files_connects(server, listener):
-    raise_fd_limit(1200)
-    with ExitStack() as files:
-        for _ in range(1024):
-            files.enter_context(open(os.devnull))
-        connection = SupervisorConnection(server.variables[SUPERVISOR_ADDRESS_VARIABLE], ranks(), 3)
-        connection.send({"hello": 1})
-        assert listener.messages.get(timeout=120) == (3, 0, {"hello": 1})
-        assert connection.receive(timeout_s=0.01) is None
         connection.close()
 
 

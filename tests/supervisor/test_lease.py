@@ -59,22 +59,6 @@ def test_folder_has_one_holder_until_it_releases_the_lease_or_is_silent(acquire,
     acquire("9")
 
 
-def test_names_of_old_leases_are_not_free_again(acquire, run):
-    """Other hosts may list old names, and create the lease after the last of them."""
-    for job_id in ("7", "8", "9", "10"):
-        acquire(job_id).release()
-    assert run.leases() == [0, 1, 2, 3]
-
-
-def test_lease_that_is_never_listed_counts_as_held(acquire, monkeypatch):
-    """An error of the disk would let this process train without a lease."""
-    acquire("7")
-    monkeypatch.setattr(module, "newest_lease", lambda run: None)
-    monkeypatch.setattr(module, "EXPIRY_S", 0.0)
-    with pytest.raises(LeaseHeld):
-        acquire("8")
-
-
 @pytest.mark.parametrize("full", ["size=256k", "size=1m,nr_inodes=16"], ids=["blocks", "inodes"])
 def test_full_disk_does_not_hide_the_holder(tmp_path, full):
     """A job that cannot create a lease trains without one, but only if no other job holds it."""

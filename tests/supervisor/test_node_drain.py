@@ -11,7 +11,7 @@ import pytest
 from hpctrain import system
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.launch.job_step import StopRequested
-from hpctrain.supervisor.node_monitors import NodeDrainMonitor
+from hpctrain.supervisor.monitors import NodeDrainMonitor
 
 
 @pytest.fixture
@@ -66,18 +66,3 @@ def test_ranks_leave_a_node_whose_gpu_reports_a_fault(run):
     assert requests(run, {}) == [StopRequested(f"n2: {cause}", {"n2": cause})]
     run.telemetry(0).write_text(json.dumps(line | {"time": time.time() - 60}) + "\n")
     assert requests(run, {}) == []
-
-
-@pytest.mark.parametrize(
-    ("spares", "min_nodes", "watches"), [((), 2, False), (("n3",), 2, True), ((), 1, True)]
-)
-def test_only_runs_that_can_leave_a_node_query_slurm(run, spares, min_nodes, watches):
-    monitor = NodeDrainMonitor(
-        run,
-        SimpleNamespace(min_nodes=min_nodes, scale_up_after_s=0),
-        SimpleNamespace(nodes=SimpleNamespace()),
-        0,
-        SimpleNamespace(hosts=["n1", "n2"], spares=list(spares)),
-        system.SimpleQueue(),
-    )
-    assert (monitor.first_s > 0) is watches

@@ -9,7 +9,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.job_control.job_control import LocalJobControl
+from hpctrain.supervisor.job_control import LocalJobControl
 from hpctrain.supervisor.launch.job_step import LauncherStuck, StepEnded
 from hpctrain.supervisor.workers import rank_monitor as module
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
@@ -62,11 +62,6 @@ def test_running_step_is_left_alone(run_monitor, answer):
     step, events = run_monitor(answer)
     wait_for(lambda: step.asked, 5, "the question")
     assert events.empty()
-
-
-def test_launcher_is_not_queried_while_a_rank_is_connected(run_monitor):
-    step, events = run_monitor(True, leave=(0,))
-    assert (step.asked, events.empty()) == (0, True)
 
 
 @pytest.fixture
@@ -132,12 +127,6 @@ def test_pause_of_ranks_is_recorded_once_and_makes_no_straggler(tmp_path, clock,
     events = list(RunDir(tmp_path).read_events())
     assert [(event["kind"], event["rank"], event["seconds"]) for event in events] == [("paused", 0, 25.0)]
     assert limits.max_duration_s["step"] < 2.0
-
-
-def test_sleep_of_the_machine_is_recorded(tmp_path, clock):
-    monitor = make_monitor(tmp_path, PhaseLimits(30))
-    monitor.on_message(0, {**beat(1), "paused": [5000.0, 0.0]})
-    assert [event["seconds"] for event in RunDir(tmp_path).read_events()] == [5000.0]
 
 
 def test_stuck_launcher_is_killed_and_the_attempt_has_failed():

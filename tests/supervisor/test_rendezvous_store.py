@@ -52,14 +52,3 @@ def test_supervisor_does_not_import_torch(tmp_path: Path):
     )
     submit = [sys.executable, "-m", "hpctrain", "submit", "--backend", "local", "--ntasks-per-node", "2"]
     run_command([*submit, "--follow", script], cwd=tmp_path)
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-def test_low_limit_of_open_files_is_raised(tmp_path: Path):
-    script = tmp_path / "limit.py"
-    script.write_text("import resource; print('soft limit', resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
-    submit = f"{sys.executable} -m hpctrain submit --backend local --ntasks-per-node 2 --follow {script}"
-    result = run_command(["bash", "-c", f"ulimit -Sn 50; {submit}"], cwd=tmp_path)
-    limit = int(result.stdout.split("soft limit ")[1].split()[0])
-    assert limit >= 64

@@ -9,8 +9,8 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor import node_monitors
-from hpctrain.supervisor.node_monitors import ScaleUpMonitor, should_scale_up
+from hpctrain.supervisor import monitors
+from hpctrain.supervisor.monitors import ScaleUpMonitor, should_scale_up
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_scale_up_must_be_worth_the_pause(nodes, new_nodes, left_s, pause_s, wor
 @pytest.mark.parametrize("refusals", [0, 1])
 def test_free_nodes_stop_the_ranks_for_a_requeue(monkeypatch, tmp_path, refusals):
     """If Slurm refuses the signal, it is sent again."""
-    monkeypatch.setattr(node_monitors, "_FREE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(monitors, "_FREE_INTERVAL_S", 0.01)
     run, requests = RunDir(tmp_path), []
 
     def stop_ranks():

@@ -12,8 +12,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm import config, node_queries
 from hpctrain.slurm.node_queries import NodeRecord, parse_nodes
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control import slurm_nodes
-from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes, node_trouble
+from hpctrain.supervisor import slurm_nodes
+from hpctrain.supervisor.slurm_nodes import SlurmNodes, node_trouble
 
 RECORD = """\
 NodeName=n1 Arch=x86_64 CoresPerSocket=1
@@ -97,11 +97,6 @@ def test_refused_change_of_the_job_does_not_prevent_the_others(tmp_path, monkeyp
     assert fields == {"ExcNodeList": "n8,n9", "MinMemoryCPU": "150"}
 
 
-@pytest.mark.parametrize("port", ["x", "-1", "6818x", "99999", "9" * 5000])
-def test_invalid_port_is_ignored(port):
-    assert parse_nodes(f"NodeName=n1 Port={port} State=IDLE\n") == [NodeRecord("n1", "n1", None, "IDLE")]
-
-
 @pytest.mark.parametrize(
     ("address", "state", "trouble"),
     [
@@ -132,13 +127,6 @@ def test_nodes_have_the_port_of_the_cluster_unless_slurm_names_another(monkeypat
     assert seen == {"n1": 26811, "n2": 7003}
 
 
-def test_node_of_the_supervisor_is_not_lost(monkeypatch, tmp_path):
-    monkeypatch.setattr(slurm_nodes, "query_nodes", lambda hosts, environ: parse_nodes(RECORD)[:1])
-    monkeypatch.setattr(slurm_nodes, "node_trouble", lambda node: "gone")
-    environ = {"SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n1"}
-    assert SlurmNodes(RunDir(tmp_path), None, environ).lost(["n1"]) == {}
-
-
 def test_node_without_slurmd_is_lost():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -161,17 +149,3 @@ def test_steps_are_killed_when_slurm_responds_again(tmp_path, monkeypatch):
     SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7"}).kill_steps()
     assert killed == ["7.0"]
     assert answers == []
-
-
-def test_supervisor_does_not_wait_forever_for_slurm(tmp_path, monkeypatch, caplog):
-    def list_rank_steps(job_ids, environ):
-        raise SchedulerError("squeue failed: Socket timed out")
-
-    monkeypatch.setattr(slurm_nodes, "list_rank_steps", list_rank_steps)
-    monkeypatch.setattr(slurm_nodes, "_POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr(slurm_nodes, "_STEPS_LISTED_S", 0.01)
-    SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7"}).kill_steps()
-    assert [record.message for record in caplog.records] == [
-        "cannot end the ranks of the killed supervisor yet (squeue failed: Socket timed out); will retry",
-        "could not end all ranks of the killed supervisor, so some may still be running",
-    ]

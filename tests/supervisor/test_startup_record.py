@@ -8,7 +8,7 @@ from hpctrain import system
 from hpctrain.jobs.runs.run_log_reader import describe_event
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.workers.worker_group import StartupRecord
-from hpctrain.telemetry.startup_parts import StartupDurations, StartupPart, durations_s
+from hpctrain.telemetry.startup_parts import StartupPart, durations_s
 
 PARTS = [part.value for part in StartupPart if part is not StartupPart.JOB]
 
@@ -49,29 +49,6 @@ def test_event_names_the_slowest_node_of_each_part(start_record):
     assert describe_event(event).startswith(line)
 
 
-def test_each_rank_counts_once(start_record):
-    run, record = start_record(world_size=2)
-    record.on_message(0, startup_message(1))
-    record.on_message(0, startup_message(5))
-    record.on_message(0, {"beats": 1})
-    assert not list(run.read_events())
-
-
 def test_parts_that_ended_before_the_attempt_took_no_time():
     ends = {"launch": 900.0, "interpreter": 901.0, "imports": 1002.0, "first step": 1002.5}
     assert durations_s(1000.0, ends) == {"launch": 0, "interpreter": 0, "imports": 2, "first step": 0.5}
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {},
-        {"seconds": "1", "parts": {}, "slowest_nodes": {}},
-        {"seconds": 1.0, "parts": {"launch": {"median": 1.0}}, "slowest_nodes": {}},
-        {"seconds": 1.0, "parts": {"launch": 1}, "slowest_nodes": {}},
-        {"seconds": 1.0, "parts": {}, "slowest_nodes": {"n1": {"launch": None}}},
-    ],
-)
-def test_damaged_event_is_not_shown(event):
-    assert StartupDurations.from_event(event) is None
-    assert describe_event({"kind": "startup", "attempt": 0, **event}) is None

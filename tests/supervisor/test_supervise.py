@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import re
 import signal
 import subprocess
-import threading
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
-from hpctrain.cluster import Ranks
-from hpctrain.errors import SchedulerError, SilentCorruption, StagingError, Suspect
-from hpctrain.files import make_folder
-from hpctrain.rundir import STOP_GRACE_VARIABLE, SUPERVISOR_ADDRESS_VARIABLE, VERIFIED_STEP_VARIABLE, RunDir
+from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
+from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
-from hpctrain.runtime.supervisor_connection import SupervisorConnection
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor import requeuer
@@ -27,7 +21,6 @@ from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, Ste
 from hpctrain.supervisor.main import main
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
-from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 from hpctrain.supervisor.workers.stager import StagePlan
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
@@ -210,32 +203,6 @@ def test_next_supervisor_removes_the_copies_of_a_killed_one(run):
     assert supervise_staged(run, [], job_with_successor(), deaths=1) == [("remove", ["n1", "n2"])]
 
 
-def test_copies_are_removed_from_excluded_nodes(run):
-    write_corruption(run, 0, FAULTY)
-    job = FakeJob(nodes=FakeNodes())
-    both = ["n1", "n2"]
-    assert supervise_staged(run, [CORRUPT, DONE], job, min_nodes=1) == [
-        ("copy", both),
-        ("remove", ["n2"]),
-        ("copy", ["n1"]),
-        ("remove", ["n1"]),
-    ]
-
-
-def test_copies_that_differ_between_nodes_fail_the_run(run, monkeypatch):
-    def start(launcher, command, variables, emit):
-        for node, source in enumerate("aba"):
-            path = run.staging_result(0, node)
-            make_folder(path.parent)
-            path.write_text(json.dumps({"staged": {"data": {"source": source}}, "error": None}))
-        return real(launcher, command, variables, emit)
-
-    real = StagingLauncher.start
-    monkeypatch.setattr(StagingLauncher, "start", start)
-    with pytest.raises(StagingError, match=r"data differs between n1 and n2, .* Keep the source unchanged"):
-        supervise_staged(run, [], FakeJob(nodes=FakeNodes()))
-
-
 def test_crash_restarts_and_completes(run):
     assert supervise(run, [KILLED, DONE]) == 0
     assert kinds(run) == ["started", "failure", "restart", "started", "finished"]
@@ -278,32 +245,6 @@ def test_ranks_that_train_without_a_process_group_are_noted(run, torchrun):
     assert supervise(run, [DONE], torchrun=torchrun) == 0
     words = "No rank created a process group, so each of the 2 ranks ran alone"
     assert (words in finished(run).get("note", "")) is (torchrun is None)
-
-
-def test_ranks_that_report_a_process_group_are_not_noted(run, monkeypatch):
-    run.metrics.write_text(TRAINED)
-    received, on_message = threading.Event(), RankMonitor.on_message
-
-    def record(monitor, rank, message):
-        on_message(monitor, rank, message)
-        received.set()
-
-    monkeypatch.setattr(RankMonitor, "on_message", record)
-
-    def report(variables, emit):
-        def rank():
-            ranks = Ranks(0, 2, 0, 1, 0, 2, "127.0.0.1", 1, "slurm")
-            connection = SupervisorConnection(variables[SUPERVISOR_ADDRESS_VARIABLE], ranks, 0)
-            beat = {"beats": 1, "phase": "step", "step": 1, "spent": [0.0, 0.0, 0.0], "timed": [1, 1]}
-            # The monitor may start after the ranks.
-            while not received.wait(0.1):
-                connection.send({**beat, "modules": [], "changed": [], "group": True})
-            emit(StepEnded(0))
-
-        threading.Thread(target=rank).start()
-
-    assert supervise(run, [[report]]) == 0
-    assert "note" not in finished(run)
 
 
 @pytest.mark.parametrize("shrinks", [True, False])
@@ -411,16 +352,6 @@ def test_wrong_results_on_the_only_node_restart_once(run):
     assert "GPU-7 on n2 computed wrong results 2 times" in end["note"]
 
 
-def test_wrong_results_without_a_majority_exclude_no_node(run):
-    both = (Suspect(0, "n1", "GPU-1"), Suspect(1, "n2", "GPU-7"))
-    write_corruption(run, 0, both)
-    write_corruption(run, 1, both)
-    job = FakeJob(nodes=FakeNodes())
-    assert supervise(run, [CORRUPT, CORRUPT, DONE], job, min_nodes=1) == 0
-    assert kinds(run)[:4] == ["started", "failure", "restart", "started"]
-    assert "excluded" not in kinds(run)
-
-
 def test_stop_requeues_and_completes(run):
     assert supervise(run, [STOPPED, DONE]) == 0
     assert kinds(run) == ["started", "requeue", "started", "finished"]
@@ -446,38 +377,11 @@ def test_end_of_a_rank_after_a_stop_request_is_part_of_the_stop(run, end):
     assert {*kinds(run)} == {"started", "requeue", "finished"}
 
 
-def test_requeue_request_also_explains_an_abort_that_no_rank_announced(run):
-    def ask(_variables, _emit):
-        run.requeue_request.write_text("0\n")
-
-    job = FakeJob()
-    assert supervise(run, [[ask, TaskExit(1, None, signal.SIGABRT), StepEnded(1)], DONE], job) == 0
-    assert [event["class"] for event in run.read_events() if event["kind"] == "requeue"] == ["requested"]
-
-
 def test_exception_after_a_stop_request_is_a_failure_but_releases_the_nodes(run):
     run.log_event("checkpoint", 0, step=1, path="x")
     job = FakeJob()
     assert supervise(run, [[SIGNALLED, *raise_on_rank_1(run)], DONE], job) == 0
     assert kinds(run) == ["checkpoint", "started", "failure", "requeue", "started", "finished"]
-
-
-def test_refused_requeue_fails_with_the_schedulers_message(run):
-    assert supervise(run, [STOPPED], FakeJob(refuses=True), resume_mode="requeue") == 4
-    assert (
-        "the ranks have stopped, but the requeue failed: scontrol says: Requeue is disabled"
-        in finished(run)["cause"]
-    )
-
-
-def test_refused_request_for_more_memory_keeps_the_cause_of_the_failure(run):
-    nodes = FakeNodes()
-    nodes.larger_memory = lambda hosts, excluded_hosts: "mem=96"
-    attempt = [TaskExit(1, None, signal.SIGKILL, out_of_memory=True), StepEnded(137)]
-    assert supervise(run, [attempt], FakeJob(refuses=True, nodes=nodes), resume_mode="requeue") == 4
-    assert "rank 1" in finished(run)["cause"]
-    assert "memory" in finished(run)["cause"]
-    assert finished(run)["note"] == "the requeue failed: scontrol says: Requeue is disabled"
 
 
 def test_killed_data_worker_of_a_rank_is_a_lack_of_memory(run):
@@ -516,12 +420,6 @@ def test_successor_continues_the_run(run, job, resume_mode, requeues):
     assert supervise(run, [STOPPED], job, resume_mode=resume_mode) == 75
     assert (job.successors.continued, job.num_requeues) == ([0], requeues)
     assert kinds(run) == ["started", "requeue"]
-
-
-def test_evicted_run_ends_without_a_successor_option(run):
-    job = FakeJob(disposition=JobDisposition.EVICTED, successors=FakeSuccessors("8"))
-    assert supervise(run, [STOPPED], job, resume_mode="requeue") == 75
-    assert kinds(run) == ["started"]
 
 
 def successor_job(run, record=True, job_id="8"):
@@ -564,49 +462,11 @@ def test_successor_of_a_cancelled_run_ends_it(run):
     assert finished(run)["state"] == "CANCELLED"
 
 
-def test_successor_ends_if_the_run_was_resubmitted(run):
-    job = successor_job(run, record=False)
-    run.log_event("submitted", 1, job_id="20", backend="slurm")
-    assert supervise(run, [], job) == 0
-
-
 @pytest.mark.parametrize("record", [True, False])
 def test_requeued_predecessor_leaves_the_run_to_its_successor(run, record):
     successor_job(run, record)
     assert supervise(run, [], FakeJob(successors=FakeSuccessors("8"))) == 0
     assert [event["job_id"] for event in run.read_events() if event["kind"] == "submitted"] == ["7", "8"]
-
-
-def test_requeued_predecessor_continues_without_a_successor(run):
-    run.log_event("handover", 0, job_id="7")
-    assert supervise(run, [DONE], FakeJob(successors=FakeSuccessors())) == 0
-
-
-def test_requeued_job_gets_more_memory_although_scontrol_was_ended_before_its_answer(run):
-    nodes, changed = FakeNodes(), []
-    nodes.larger_memory = lambda hosts, excluded_hosts: "mem=96"
-    nodes.change_job = lambda changes: changed.append(changes.memory)
-    job = FakeJob(refuses=True, disposition=JobDisposition.REQUEUED, nodes=nodes)
-    attempt = [TaskExit(1, None, signal.SIGKILL, out_of_memory=True), StepEnded(137)]
-    assert supervise(run, [attempt], job, resume_mode="requeue") == 75
-    assert changed == ["mem=96"]
-
-
-def test_requeue_by_slurm_itself_is_not_a_failure(run):
-    assert supervise(run, [STOPPED], FakeJob(refuses=True, disposition=JobDisposition.REQUEUED)) == 75
-    assert "finished" not in kinds(run)
-
-
-def test_supervisor_log_has_no_python_values(run, caplog):
-    caplog.set_level(logging.INFO)
-    refused = [StepEnded(1, "srun: error: Unable to create step for job 7: Node down")]
-    assert supervise(run, [KILLED, refused, DONE]) == 0
-    text = "\n".join(caplog.messages)
-    assert "attempt 0: starting 2 ranks on n[1-2]" in text
-    assert "attempt 0 ended (killed): restart the ranks on n[1-2]" in text
-    assert "attempt 1 ended (not-started): requeue the job" in text
-    assert "attempt 2 ended (done): mark the run as completed" in text
-    assert not re.search(r"\w\(\w+=|<\w+|\[['\"]|\{['\"]|\('", text)
 
 
 def test_stop_after_a_cancel_request_ends_the_run(run):
@@ -767,35 +627,6 @@ def test_nodes_are_checked_after_a_communication_failure(run):
     assert run.node_check_results(1)
 
 
-@pytest.mark.slow
-def test_slow_saves_extend_the_signal_lead(run):
-    run.log_event("checkpoint", 0, step=1, path="x", seconds=400.0)
-    seen, job = [], job_with_successor()
-    job.left = 512.0 + 1
-
-    def record_grace(variables, _emit):
-        seen.append(variables[STOP_GRACE_VARIABLE])
-
-    class RecordingStep(FakeStep):
-        def signal(self, number):
-            seen.append(number)
-            self.emit(TaskExit(0, 75))
-            self.emit(StepEnded(75))
-
-    class Launcher(FakeLauncher):
-        def start(self, command, variables, emit):
-            record_grace(variables, emit)
-            step = RecordingStep()
-            step.emit = emit
-            return step
-
-    spec = spec_of(run, stop_before_limit_s=120)
-    grace = {STOP_GRACE_VARIABLE: "SIGTERM=30,SIGUSR2=120"}
-    supervisor = Supervisor(run, spec, Launcher([]), job, grace)
-    supervisor.run()
-    assert seen == ["SIGTERM=30,SIGUSR2=512", signal.SIGUSR2]
-
-
 @pytest.mark.parametrize(("limit_s", "code"), [(60.0, 0), (0.0, 4)])
 def test_unreachable_controller_is_retried_until_a_limit(run, monkeypatch, limit_s, code):
     monkeypatch.setattr(requeuer, "_PAUSE_S", 0.01)
@@ -844,13 +675,6 @@ def test_damaged_unfinished_markers_do_not_end_the_supervisor(run, content):
     assert supervise(run, [DONE]) == 4
     assert "the script exited with code 0 before" in finished(run)["cause"]
     assert not path.exists()
-
-
-def test_unfinished_marker_of_an_invalid_rank_is_ignored(run):
-    path = run.unfinished_marker(0, 99999, "00000000")
-    path.parent.mkdir()
-    path.write_text("{}")
-    assert supervise(run, [DONE]) == 0
 
 
 def stop_without_saving(run):
@@ -943,23 +767,6 @@ def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoi
 def test_restart_that_trains_no_step_may_be_complete(run, attempts):
     assert supervise(run, attempts(run)) == 0
     assert finished(run)["state"] == "COMPLETED"
-
-
-def test_unreadable_metrics_do_not_fail_a_complete_run(run):
-    run.metrics.mkdir()
-    assert supervise(run, [DONE]) == 0
-
-
-def test_new_submission_may_train_no_step(run):
-    assert supervise(run, [[train_steps(run), *KILLED]], max_failures=1) == 4
-    run.log_event("submitted", 1, job_id="7", backend="slurm")
-    assert supervise(run, [DONE]) == 0
-
-
-def test_stopped_ranks_with_exit_code_0_are_continued(run):
-    stopped = end_unfinished(run, [stop_without_saving(run)[0], *DONE])
-    assert supervise(run, [stopped, DONE]) == 0
-    assert [event["class"] for event in run.read_events() if event["kind"] == "requeue"] == ["time-limit"]
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])

@@ -26,14 +26,6 @@ def test_rules_are_parsed():
             StoppingRule.parse(text, "loss", "min", 5)
 
 
-def test_steps_of_decisions():
-    steps = (9, 10, 29, 30, 10**12)
-    assert [MEDIAN.last_decision(step) for step in steps] == [None, 10, 20, 30, 10**12]
-    assert [ASHA.last_decision(step) for step in (*steps[:4], 269, 270)] == [None, 10, 10, 30, 90, 270]
-    with pytest.raises(ValueError, match="min_steps is 0"):
-        StoppingRule("median", "loss", "min", 0)
-
-
 def test_median_rule_compares_with_the_means_of_the_others():
     others = [report(0, mean) for mean in (1.0, 2.0, 3.0)]
     assert MEDIAN.reason_to_stop(report(2.0), others) is None

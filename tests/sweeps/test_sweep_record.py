@@ -35,12 +35,6 @@ def test_invalid_formats_are_refused(form):
         record(format=form)
 
 
-def test_grid_is_extended_by_new_combinations():
-    small = record().with_trials()
-    large = record(space={**small.space, "lr": "2,3"}, trials=small.trials).with_trials()
-    assert [trial["lr"] for trial in large.trials] == ["1", "1", "2", "2", "3", "3"]
-
-
 def test_array_notation():
     assert record(concurrent=3).array(range(4)) == "0-3%3"
     assert record().array([5]) == "5"
@@ -70,11 +64,6 @@ def test_values_are_added_to_a_grid(tmp_path):
     assert len(made.with_trials().trials) == 18
     every = {(trial["lr"], trial["name"], trial["seed"]) for trial in made.trials}
     assert every == set(itertools.product(["1", "2", "3"], names, seeds))
-
-
-def test_values_of_a_sampler_are_replaced(tmp_path):
-    made = record(sampler="random", space={"lr": "1,2"}).with_values({"lr": "3..4"}, tmp_path)
-    assert made.space == {"lr": "3..4"}
 
 
 def test_too_many_trials_are_refused():

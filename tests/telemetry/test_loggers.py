@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from importlib.util import find_spec
@@ -19,9 +18,9 @@ from helpers.logger_recorder import Recorder
 from helpers.waiting import wait_for
 
 from hpctrain.errors import UserError
-from hpctrain.files import append_json_line
+from hpctrain.files import append_json_line, make_folder
+from hpctrain.records.serialization import dumps
 from hpctrain.rundir import RunDir
-from hpctrain.serialization import dumps
 from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, Neptune, TensorBoard, find_loggers
 from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher, LoggerState
 from hpctrain.telemetry.loggers.process import LoggerConfig
@@ -33,7 +32,7 @@ from hpctrain.telemetry.sampling.sampler import TelemetrySampler
 @pytest.fixture
 def run(tmp_path) -> RunDir:
     run = RunDir(tmp_path / "run")
-    run.path.mkdir()
+    make_folder(run.telemetry(0).parent)
     return run
 
 
@@ -76,17 +75,6 @@ def test_repeated_steps_are_logged_once(run, rewinds, reads_between):
     assert logger.known == ([None, "abc"] if reads_between else [None])
 
 
-def test_late_metric_of_a_logged_step_is_logged(run):
-    logger = Recorder()
-    train(run, 0, 1, 9)
-    dispatcher_of(run, logger).advance()
-    line = {"step": 9, "time": 1.0, "attempt": 1, "loss": 7.0, "val_loss": 8.0}
-    append_json_line(run.metrics, line)
-    dispatcher_of(run, logger).advance()
-    assert logger.points[-1] == ("val_loss", 9, 8.0)
-    assert [point for point in logger.points if point[:2] == ("loss", 9)] == [("loss", 9, 1 / 9)]
-
-
 def test_rejected_metrics_are_sent_later(run):
     logger, messages = Recorder(), []
     logger.fails = True
@@ -100,17 +88,6 @@ def test_rejected_metrics_are_sent_later(run):
     assert dispatcher.advance()
     assert "again" in messages[1]
     assert sorted(logger.points) == expected((1, 10, 1))
-
-
-def test_rejected_metrics_are_sent_in_the_next_attempt(run):
-    logger = Recorder()
-    logger.fails = True
-    train(run, 0, 1, 10)
-    dispatcher_of(run, logger).advance()
-    logger.fails = False
-    train(run, 1, 6, 12)
-    dispatcher_of(run, logger).advance()
-    assert sorted(logger.points) == expected((1, 12, 1))
 
 
 def test_metrics_in_flight_during_a_kill_are_not_sent_twice(run):
@@ -137,40 +114,6 @@ def test_metrics_in_flight_during_a_kill_are_not_sent_twice(run):
     assert sorted(logger.points) == expected((1, 12, 1))
 
 
-def test_kill_during_a_large_delivery_loses_few_steps(run):
-    class Killed(BaseException):
-        pass
-
-    logger = Recorder()
-    train(run, 0, 1, 100)
-    dispatcher = dispatcher_of(run, logger)
-    original_log = logger.log
-
-    def log(lines) -> None:
-        if logger.points:
-            dispatcher._state.save = lambda sending=None: None
-            raise Killed
-        original_log(lines)
-
-    logger.log = log
-    with pytest.raises(Killed):
-        dispatcher.advance()
-    logger.log = original_log
-    dispatcher_of(run, logger).advance()
-    assert sorted(logger.points) == expected((1, 32, 1), (65, 100, 1))
-
-
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"known": 3}', '{"known": null, "offset": "x"}', "\xff"])
-def test_damaged_state_is_ignored(run, damage):
-    path = run.logger_state("recorder")
-    path.parent.mkdir()
-    path.write_text(damage, encoding="latin-1")
-    logger = Recorder()
-    train(run, 0, 1, 3)
-    assert dispatcher_of(run, logger).advance()
-    assert sorted(logger.points) == expected((1, 3, 1))
-
-
 def test_cut_lines_and_a_replaced_file_are_handled(run):
     logger = Recorder()
     train(run, 0, 1, 12)
@@ -185,15 +128,81 @@ def test_cut_lines_and_a_replaced_file_are_handled(run):
     assert sorted(logger.points) == expected((1, 13, 1))
 
 
-def test_metrics_before_the_end_are_delivered(run):
-    logger, ended = Recorder(), threading.Event()
-    thread = threading.Thread(target=dispatcher_of(run, logger).run, args=(ended, lambda: "stopped"))
-    thread.start()
-    train(run, 0, 1, 5)
-    ended.set()
-    thread.join(120)
-    assert sorted(logger.points) == expected((1, 5, 1))
-    assert logger.endings == ["stopped"]
+def measure(run: RunDir, node: int, time: float, util: list[float | None], **more: object) -> None:
+    append_json_line(
+        run.telemetry(node), {"time": 1_764_000_000.0 + time, "host": "n", "gpu_util": util, **more}
+    )
+
+
+def sent(logger: Recorder) -> list[tuple[str, int, float]]:
+    return [point for point in logger.points if point[0].startswith("gpu/")]
+
+
+def test_gpus_of_all_nodes_are_sent_with_the_last_step(run):
+    logger = Recorder()
+    dispatcher = dispatcher_of(run, logger)
+    train(run, 0, 1, 3)
+    measure(run, 0, 2, [50.0, None], gpu_memory=[8, 9], gpu_throttled=[["power cap"], []])
+    measure(run, 1, 2, [70.0, 80.0])
+    assert dispatcher.advance()
+    first = [
+        ("gpu/node-000/0/util", 3, 50.0),
+        ("gpu/node-000/0/memory", 3, 8.0),
+        ("gpu/node-000/1/memory", 3, 9.0),
+        ("gpu/node-001/0/util", 3, 70.0),
+        ("gpu/node-001/1/util", 3, 80.0),
+    ]
+    assert sent(logger) == first
+    assert [step for name, step, _ in logger.points if name == "loss"] == [1, 2, 3]
+    train(run, 0, 4, 4)
+    dispatcher.advance()
+    assert sent(logger) == first, "without a new measurement, nothing is repeated"
+    train(run, 0, 5, 5)
+    measure(run, 1, 5, [10.0, 20.0])
+    dispatcher.advance()
+    assert sent(logger)[5:] == [("gpu/node-001/0/util", 5, 10.0), ("gpu/node-001/1/util", 5, 20.0)]
+
+
+def test_gpu_measurements_survive_an_outage_and_are_not_repeated_after_a_restart(run):
+    logger = Recorder()
+    measure(run, 0, 0, [99.0])  # of an earlier attempt
+    dispatcher = dispatcher_of(run, logger)
+    train(run, 0, 1, 2)
+    measure(run, 0, 2, [50.0])
+    logger.fails = True
+    assert not dispatcher.advance()
+    logger.fails = False
+    train(run, 0, 3, 3)
+    dispatcher.advance()
+    assert sent(logger) == [("gpu/node-000/0/util", 3, 50.0)]
+    again = dispatcher_of(run, logger)
+    train(run, 1, 2, 2)
+    measure(run, 0, 3, [60.0])
+    again.advance()
+    assert sent(logger)[1:] == [], "the tracker cannot go back to step 2"
+    train(run, 1, 3, 4)
+    again.advance()
+    assert sent(logger)[1:] == [("gpu/node-000/0/util", 4, 60.0)]
+
+
+def test_many_gpus_are_summarized(run):
+    logger = Recorder()
+    dispatcher = dispatcher_of(run, logger)
+    for node in range(9):
+        append_json_line(run.telemetry(node), {"time": 1_764_000_000.0, "gpu_names": ["A"] * 8})
+    train(run, 0, 1, 1)
+    measure(run, 0, 1, [10.0] * 8)
+    measure(run, 1, 1, [30.0] * 8)
+    dispatcher.advance()
+    assert sent(logger) == [("gpu/mean/util", 1, 20.0), ("gpu/min/util", 1, 10.0), ("gpu/max/util", 1, 30.0)]
+    train(run, 0, 2, 2)
+    measure(run, 1, 2, [50.0] * 8)
+    dispatcher.advance()
+    assert sent(logger)[3:] == [
+        ("gpu/mean/util", 2, 30.0),
+        ("gpu/min/util", 2, 10.0),
+        ("gpu/max/util", 2, 50.0),
+    ]
 
 
 def test_csv_table_adds_columns_and_drops_repeated_steps(run):
@@ -211,7 +220,6 @@ def test_csv_table_adds_columns_and_drops_repeated_steps(run):
 @pytest.mark.parametrize(
     ("loggers", "message"),
     [
-        ("cvs", "Did you mean 'csv'"),
         (["cvs"], "Did you mean 'csv'"),
         ([3], "3 is not a logger"),
         (["csv", "csv"], "2 loggers are named 'csv'"),
@@ -224,7 +232,7 @@ def test_invalid_loggers_are_refused(loggers, message):
 
 
 def test_missing_package_is_reported_with_the_install_command(monkeypatch):
-    monkeypatch.setattr("hpctrain.telemetry.loggers.logger_registry.find_spec", lambda name: None)
+    monkeypatch.setattr("hpctrain.telemetry.loggers.logger.find_spec", lambda name: None)
     assert find_loggers(["csv"])[0].name == "csv"
     with pytest.raises(UserError, match="Run `pip install wandb`"):
         find_loggers(["wandb"])
@@ -236,7 +244,7 @@ def test_end_of_the_neptune_service_is_stated(monkeypatch, run, capsys):
     monkeypatch.setitem(sys.modules, "neptune_scale", Mock())
     Neptune().start(LoggedRun("r", run.path))
     assert "Neptune's hosted service has shut down" in capsys.readouterr().err
-    monkeypatch.setattr("hpctrain.telemetry.loggers.logger_registry.find_spec", lambda name: None)
+    monkeypatch.setattr("hpctrain.telemetry.loggers.logger.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install neptune-scale.* hosted service has shut down"):
         find_loggers(["neptune"])
 

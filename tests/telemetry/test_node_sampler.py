@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.commands import environment, run_command
+from helpers.commands import run_command
 from helpers.processes import assert_no_process_left, run_processes
 from helpers.waiting import wait_for
 
@@ -82,34 +82,3 @@ def test_sampling_can_be_switched_off(script):
     (run.path / "go-on").touch()
     assert hpctrain("wait", str(run.path)) == 0
     assert run.all_telemetry() == []
-
-
-def test_unwritable_telemetry_does_not_end_the_training(script):
-    run = submit(script, "--backend=local", "--setup", f"touch {script.parent}/run/telemetry")
-    log = run.rank_log(0, 0)
-    wait_for(lambda: "node measurements have stopped" in log.read_text(), 30, "the end of the sampler")
-    (run.path / "go-on").touch()
-    assert hpctrain("wait", str(run.path)) == 0
-
-
-def test_interpreter_without_installed_package_is_sampled(tmp_path):
-    """As in a container, where the package is mounted separately."""
-    bare = tmp_path / "bare"
-    run_command([sys.executable, "-m", "venv", "--without-pip", bare])
-    root = Path(__file__).resolve().parents[2]
-    code = f"""
-import os, sys
-sys.path.append({str(root)!r})
-from pathlib import Path
-from hpctrain.cluster import Ranks, detect
-from hpctrain.rundir import RunDir
-from hpctrain.runtime.sidecar import NodeSampler
-sampler = NodeSampler(RunDir(Path({str(tmp_path / "run")!r})), detect({{}}), {{}})
-import time
-while not list(Path({str(tmp_path)!r}).glob("run/telemetry/*")):
-    time.sleep(0.02)
-sampler.stop()
-"""
-    env = {**environment(), "PYTHONPATH": ""}
-    run_command([bare / "bin" / "python", "-c", code], env, timeout=30)
-    assert read_json_lines(RunDir(tmp_path / "run").telemetry(0))

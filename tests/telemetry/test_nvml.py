@@ -7,8 +7,7 @@ import pytest
 from helpers.fake_gpu_driver import DetailedFakeDriver, FakeDriver, install_fake_driver
 
 from hpctrain.files import read_json_lines
-from hpctrain.telemetry.sampling import nvml
-from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus
+from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus, count_visible
 from hpctrain.telemetry.sampling.procfs import ProcfsReader
 from hpctrain.telemetry.sampling.sampler import TelemetrySampler
 
@@ -121,7 +120,20 @@ def test_no_gpus_without_a_working_driver(monkeypatch, number):
     assert count_gpus({}) == 0
 
 
-def test_no_gpus_without_pynvml(monkeypatch):
-    monkeypatch.setattr(nvml, "pynvml", None)
-    with GpuReader() as gpus:
-        assert gpus.read() == []
+INSTALLED = ["GPU-aa11", "GPU-bb22", "GPU-cc33"]
+
+
+@pytest.mark.parametrize(
+    ("listed", "number"),
+    [
+        (None, 3),
+        ([], 0),
+        (["2", "0"], 2),
+        (["0", "5", "1"], 1),
+        (["GPU-bb", "GPU-aa11"], 2),
+        (["GPU-zz", "GPU-aa11"], 0),
+        (["MIG-1", "MIG-2"], 2),
+    ],
+)
+def test_listed_gpus_count_up_to_the_first_invalid_one(listed, number):
+    assert count_visible(INSTALLED, listed) == number

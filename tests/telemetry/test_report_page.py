@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from html import unescape
 from pathlib import Path
@@ -21,7 +20,6 @@ from hpctrain.telemetry.report.pages import (
 from hpctrain.telemetry.report.run_data import RunContext, RunData
 from hpctrain.telemetry.report.summary import (
     describe_attempt_end,
-    describe_follow_up,
     key_figures,
     summarize,
 )
@@ -78,7 +76,6 @@ def test_summary_shows_what_happened_and_what_it_cost(run):
             ],
             "preempted by SIGTERM after step 5",
         ),
-        ([("requeue", {"class": "preempted"})], "preempted"),
         (
             [
                 ("chaos", {"fault": "kill-rank"}),
@@ -95,12 +92,6 @@ def test_end_of_an_attempt_is_explained(tmp_path, events, end):
         history.after(1, kind, **fields)
     (attempt,) = facts_of(write_run(tmp_path / "run", history)).attempts
     assert describe_attempt_end(attempt) == end
-
-
-def test_active_attempt_is_still_running(tmp_path):
-    facts = facts_of(write_run(tmp_path / "run", started_run(0).steps(1, 5, every=1)), "RUNNING")
-    (attempt,) = facts.attempts
-    assert describe_attempt_end(attempt) == describe_follow_up(attempt) == "still running"
 
 
 def test_figures_match_the_run_folder(run):
@@ -138,12 +129,6 @@ HOSTILE = [
     "]]>--></style><b>",
     "\x1b]0;title\x07\x1b[2J\u202e",
 ]
-
-
-def test_too_deeply_nested_code_records_are_ignored(run):
-    run.code.mkdir()
-    (run.code / "submission-000.json").write_text('{"a":' * 100_000)
-    assert facts_of(run).codes == []
 
 
 def hostile_run(folder: Path) -> RunDir:
@@ -202,30 +187,6 @@ def test_hostile_texts_are_escaped_in_comparisons(tmp_path):
     assert not re.search(r"<(img|b)\b|<svg onload", page)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", range(40))
-def test_damaged_folder_gives_a_report(tmp_path, damage):
-    generator = random.Random(damage)
-    run = (
-        hostile_run(tmp_path / "run") if damage % 2 else write_run(tmp_path / "run", disturbed_run(), **SPEC)
-    )
-    for path in [path for path in run.path.rglob("*") if path.is_file()]:
-        content = bytearray(path.read_bytes())
-        match generator.randrange(4):
-            case 0:
-                path.unlink()
-            case 1:
-                path.write_bytes(content[: generator.randrange(len(content))])
-            case 2:
-                for _ in range(20):
-                    content[generator.randrange(len(content))] = generator.randrange(256)
-                path.write_bytes(content)
-    facts = facts_of(run)
-    assert sum(facts.breakdown.totals_us.values()) == facts.breakdown.wall_us
-    page_data(render_run_page(facts))
-    json.dumps(json_report(facts))
-
-
 def test_empty_folder_gives_a_report(tmp_path):
     facts = facts_of(RunDir(tmp_path))
     assert "Nothing has been recorded" in render_run_page(facts)
@@ -237,13 +198,6 @@ def test_active_run_is_reported_up_to_now(tmp_path):
     assert facts.end == START + 5000
     assert "so far" in " ".join(summarize(facts))
     assert "now" in {name: meaning for name, _, meaning in key_figures(facts)}["Time"]
-
-
-def test_run_without_metrics_is_reported(tmp_path):
-    run = write_run(tmp_path / "run", started_run(60).after(100, "finished", state="COMPLETED"))
-    page = render_run_page(facts_of(run))
-    assert page_data(page)["charts"] == []
-    assert "Lost work and productive time are unknown: the script reports no steps." in page
 
 
 def test_figures_from_steps_are_unknown_without_steps(tmp_path):
@@ -269,15 +223,6 @@ def test_figures_from_steps_are_unknown_without_steps(tmp_path):
     assert comparison.count('<td class="n">unknown</td>') == 6
 
 
-def test_run_that_may_still_report_steps_is_not_said_to_report_none(tmp_path):
-    run = write_run(tmp_path / "run", started_run(60))
-    assert facts_of(run, "RUNNING").reports_steps is None
-    assert "unknown: no steps have been reported." in " ".join(summarize(facts_of(run, "RUNNING")))
-    assert facts_of(run, "FAILED").reports_steps is None
-    run.environment.write_text('{"torch": "2"}\n')
-    assert facts_of(run, "FAILED").reports_steps is True
-
-
 def cancelled_run(job_id: str = "7") -> RunHistory:
     """Return a cancelled run whose supervisor was killed before it recorded the end."""
     return started_run(5).steps(1, 5, every=1).after(10, "seen", job_id=job_id, job_state="CANCELLED by 1000")
@@ -291,35 +236,6 @@ def test_cancelled_run_without_a_recorded_end_is_not_a_lost_job(tmp_path):
         assert (facts.state, attempt.end, attempt.interrupted) == ("CANCELLED", "cancelled", False)
         assert "lost job" not in render_run_page(facts)
         assert "cause unknown" not in render_run_page(facts)
-
-
-def test_cancellation_is_known_after_a_resubmission(tmp_path):
-    history = cancelled_run().after(100, "submitted", job_id="8", backend="slurm").after(3, "started")
-    history.steps(6, 9, every=1).after(1, "finished", state="COMPLETED")
-    facts = facts_of(write_run(tmp_path / "run", history))
-    ends = [(item.end, item.followed_by, item.away_us) for item in facts.attempts]
-    assert ends == [("cancelled", "submission", 0), ("completed", None, 0)]
-
-
-def test_observed_state_of_an_earlier_job_does_not_end_an_attempt(tmp_path):
-    facts = facts_of(write_run(tmp_path / "run", cancelled_run(job_id="6").steps(6, 9, every=1)), "RUNNING")
-    assert [item.end for item in facts.attempts] == [None]
-
-
-def test_cancelled_and_resubmitted_run_had_interruptions(tmp_path):
-    history = started_run(1)
-    for first in (1, 6):
-        history.steps(first, first + 4, every=1).after(
-            1, "signal", signal="SIGTERM", step=first + 4, saved=True
-        )
-        history.after(1, "finished", state="CANCELLED").after(9, "submitted", job_id="8").after(1, "started")
-    facts = facts_of(
-        write_run(tmp_path / "run", history.steps(11, 20, every=1).after(1, "finished", state="COMPLETED"))
-    )
-    text = " ".join(summarize(facts))
-    assert "3 attempts. The run was cancelled and resubmitted 2 times." in text
-    for view in (text, render_run_page(facts)):
-        assert "There were no interruptions" not in view
 
 
 def run_with_losses(values: list[float]) -> RunHistory:

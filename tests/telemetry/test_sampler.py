@@ -71,14 +71,6 @@ def test_missing_kernel_data_is_unknown(tmp_path, text):
     assert (reading.disk_read or 0, reading.net_rx or 0) == (0, 0)
 
 
-def test_this_node_can_be_read():
-    node = ProcfsReader()
-    sum(number * number for number in range(3_000_000))
-    reading = node.read()
-    assert reading.cpu is None or 0 <= reading.cpu <= 100
-    assert 0 < reading.memory < node.memory_bytes
-
-
 class FakeGpus(GpuReader):
     """Two GPUs; the second one has few readings, like a MIG part."""
 
@@ -138,24 +130,6 @@ def test_record_aggregates_readings_of_fake_gpus(tmp_path):
     assert line["memory"] > 0
 
 
-def test_records_cover_longer_intervals_in_a_long_run(tmp_path):
-    path = tmp_path / "node-000.jsonl"
-    lines = sample(path, 1200, FakeGpus())[1:]
-    assert {line["seconds"] for line in lines[:119]} == {5}
-    assert {line["seconds"] for line in lines[125:-1]} == {30}
-    assert len(lines) < 150
-    devices = read_device_metrics([path], 1000.0, 2200.0)
-    assert devices.gpus == ["n1 · GPU 0", "n1 · GPU 1"]
-
-
-def test_only_the_node_is_sampled_without_a_driver(tmp_path):
-    with GpuReader([]) as gpus:
-        lines = sample(tmp_path / "telemetry" / "node-000.jsonl", 11, gpus)
-    assert len(lines) == 4
-    assert not any(name in line for line in lines[1:] for name in ("gpu_util", "gpu_memory"))
-    assert all("memory" in line for line in lines[1:])
-
-
 def start(run: RunDir) -> subprocess.Popen:
     command = [sys.executable, "-m", sampler.__name__, str(run.path), "3"]
     process = subprocess.Popen(
@@ -191,21 +165,6 @@ def test_means_are_weighted_by_the_time_of_the_lines(tmp_path):
     (node,) = devices.nodes
     assert node.throttled == {"temperature": pytest.approx(0.5, abs=0.02)}
     assert node.clock_mhz == pytest.approx(1500, abs=20)
-
-
-def test_unusable_folder_ends_the_sampler_with_a_message(tmp_path, monkeypatch):
-    blocked = tmp_path / "run"
-    blocked.write_text("a file")
-    result = subprocess.run(
-        [sys.executable, "-m", sampler.__name__, str(blocked), "0"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env=environment(),
-        text=True,
-        timeout=30,
-    )
-    assert result.returncode == 1
-    assert "node measurements have stopped" in result.stderr
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from test_report_page import facts_of
 
 from hpctrain.cli.report import json_report
 from hpctrain.cli.resubmit_command import resubmit_command
-from hpctrain.redaction import redact, redact_args
+from hpctrain.spec.redaction import redact, redact_args
 from hpctrain.telemetry.report.pages import render_run_page
 
 SPEC = {
@@ -49,17 +49,6 @@ def test_secrets_are_in_no_report(tmp_path):
     page = render_run_page(facts)
     assert all(f"shown{number}" in page for number in range(1, 5))
     assert "hooks.example" in page
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["A" * 10**6, "key" * 10**5, "-" * 10**5, "a-" * 10**5, "http://" * 10**5, "key" + " " * 10**5],
-    ids=lambda text: f"{text[:8]}…",
-)
-def test_long_text_is_redacted_in_linear_time(text):
-    # A search that starts at each character would take hours.
-    assert redact(text) == text
-    assert redact_args([text, "shown"])[0] == text
 
 
 @pytest.mark.parametrize(

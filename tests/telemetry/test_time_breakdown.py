@@ -62,26 +62,10 @@ def test_steps_after_the_checkpoint_are_lost_in_a_crash():
     ]
 
 
-def test_steps_lost_twice_count_twice():
-    history = started_run(0).steps(1, 1, every=1)
-    for _ in range(2):
-        history.steps(2, 11, every=1).after(0, "failure", rank=0).after(0, "restart").after(0, "started")
-        history.after(0, "resumed", step=1)
-    history.steps(2, 11, every=1)
-    assert seconds(history) == {"starting": 1, "training": 10, "lost work": 20}
-    assert breakdown_of(history).lost_steps == 20
-
-
 def test_all_steps_are_lost_without_a_checkpoint():
     history = started_run(0).steps(1, 10, every=1).after(0, "failure", rank=0).after(1, "restart")
     history.after(0, "started").steps(1, 1, every=5).steps(2, 20, every=1)
     assert seconds(history) == {"starting": 1 + 5, "lost work": 9, "restarting": 1, "training": 19}
-    assert breakdown_of(history).lost_steps == 10
-
-
-def test_attempt_that_logs_its_first_step_late_repeats_all_steps():
-    history = started_run(0).steps(5, 10, every=1).after(0, "failure", rank=0).after(1, "restart")
-    history.after(0, "started").steps(8, 8, every=5, first_step=1).steps(9, 20, every=1)
     assert breakdown_of(history).lost_steps == 10
 
 
@@ -93,26 +77,11 @@ def test_pause_of_the_ranks_is_idle():
     assert seconds(history) == {"starting": 1, "training": 19, "idle": 100}
 
 
-def test_jointly_logged_steps_are_lost_from_the_checkpoint_on():
-    history = started_run(0).steps(10, 10, every=30)
-    history.metrics += [{"step": 20, "time": history.now + 10, "attempt": 0, "loss": 1.0}]
-    history.now += 10
-    history.after(0, "failure", rank=0).after(0, "restart").after(0, "started").after(0, "resumed", step=13)
-    assert seconds(history) == {"starting": 30, "training": 3, "lost work": 7}
-
-
 def test_unlogged_steps_in_a_checkpoint_are_not_lost():
     history = started_run(0).after(2, "resumed", step=0).steps(100, 100, every=100)
     history.after(50, "checkpoint", step=150, seconds=0.0, stall_s=0.0)
     history.after(25, "failure", rank=0).after(0, "restart").after(0, "started").after(0, "resumed", step=150)
     assert seconds(history) == {"starting": 2, "training": 150, "lost work": 25}
-
-
-def test_script_with_checkpoints_but_without_steps():
-    history = started_run(1).after(29, "checkpoint", step=None).after(1, "failure", rank=0, cause="…")
-    history.after(0, "finished", state="FAILED")
-    assert seconds(history) == {"queued": 1, "training": 30}
-    assert breakdown_of(history).lost_steps is None
 
 
 def test_preempted_run_is_queued():
@@ -145,19 +114,6 @@ def test_async_save_counts_only_its_stall():
     assert seconds(history) == {"starting": 1, "training": 9.75, "saving": 0.25}
 
 
-def test_final_save_counts_in_full():
-    history = started_run(0).steps(1, 1, every=1).steps(2, 11, every=1)
-    history.after(4, "checkpoint", step=11, seconds=4.0).after(1, "finished", state="COMPLETED")
-    assert seconds(history) == {"starting": 1, "training": 10, "saving": 4, "idle": 1}
-
-
-def test_failed_save_does_not_end_the_attempt():
-    history = (
-        started_run(0).steps(1, 5, every=1).after(0.5, "failure", cause="disk full").steps(6, 6, every=0.5)
-    )
-    assert seconds(history) == {"starting": 1, "training": 5}
-
-
 def test_times_reported_by_ranks_are_separate_categories():
     history = (
         started_run(0).steps(1, 1, every=1).steps(2, 11, every=2, spent={"data": 0.5, "validation": 0.25})
@@ -173,17 +129,6 @@ def test_times_reported_by_ranks_are_separate_categories():
     assert TimeCategory.COMMUNICATING not in breakdown.measured
 
 
-def test_reported_times_never_exceed_the_step():
-    history = started_run(0).steps(1, 1, every=1).steps(2, 2, every=2, spent={"data": 5.0, "validation": 1.0})
-    assert seconds(history) == {"starting": 1, "waiting for data": 2}
-
-
-def test_loading_counts_if_measured():
-    history = started_run(0).steps(1, 1, every=1).after(0, "requeue").after(0, "started")
-    history.after(9, "resumed", step=1, seconds=2.0)
-    assert seconds(history) == {"starting": 1 + 7, "loading": 2}
-
-
 def test_script_without_steps():
     history = started_run(3).after(20, "failure", rank=0).after(1, "restart").after(0, "started")
     history.after(30, "finished", state="COMPLETED")
@@ -192,18 +137,6 @@ def test_script_without_steps():
     assert breakdown.notes == (NO_STEPS_NOTE,)
     assert (breakdown.lost_steps, breakdown.knows_lost_work) == (None, False)
     assert compute_goodput(breakdown) == Goodput(ettr=None, training=None)
-
-
-def test_ended_run_that_is_resubmitted():
-    history = started_run(0).steps(1, 1, every=1).steps(2, 5, every=1).after(1, "finished", state="FAILED")
-    history.after(1000, "submitted").after(2, "started").after(3, "resumed", step=5).steps(6, 6, every=1)
-    assert seconds(history) == {"starting": 1 + 3, "training": 4 + 1, "idle": 1 + 1000, "queued": 2}
-
-
-def test_cancelled_run():
-    history = started_run(0).steps(1, 5, every=1).after(1, "signal", step=5, saved=True)
-    history.after(2, "finished", state="CANCELLED")
-    assert seconds(history) == {"starting": 1, "training": 4, "saving": 1, "idle": 2}
 
 
 @pytest.mark.parametrize(
@@ -229,20 +162,6 @@ def test_training_without_a_supervisor():
     history.attempt, history.now = 1, history.now + 100
     history.after(0, "resumed", step=8).steps(9, 20, every=1)
     assert seconds(history) == {"training": 8 + 12, "lost work": 2, "idle": 100}
-
-
-def test_empty_folder():
-    breakdown = TimeBreakdown.from_records([])
-    assert breakdown.spans == ()
-    assert breakdown.wall_us == 0
-    assert compute_goodput(breakdown).ettr is None
-
-
-def test_clock_that_goes_backward_takes_no_time():
-    history = started_run(10)
-    history.now -= 5  # rank 0 runs on a host whose clock is late
-    history.steps(1, 1, every=1).steps(2, 10, every=1)
-    assert seconds(history)["queued"] + seconds(history)["training"] == 10 + 5
 
 
 ANYTHING = st.one_of(

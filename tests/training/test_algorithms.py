@@ -93,16 +93,12 @@ def test_small_gpt_learns_equally(tmp_path, plain_gpt, algorithm, ranks):
     assert result["val_loss"] == pytest.approx(plain_gpt, abs=0.2)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "close"), [("fp16", 1e-3), pytest.param("bf16", 1e-2, marks=pytest.mark.long)]
-)
-def test_first_step_differs_only_by_rounding(tmp_path, algorithm, close):
+def test_first_step_differs_only_by_rounding(tmp_path):
     """AdamW's first step depends on the sign of a gradient; only signs next to zero may flip."""
     exact = torch.tensor(train(tmp_path / "plain", "allreduce", 1)["weights"])
-    rounded = torch.tensor(train(tmp_path / "rounded", algorithm, 1)["weights"])
+    rounded = torch.tensor(train(tmp_path / "rounded", "fp16", 1)["weights"])
     assert not torch.equal(exact, rounded)
-    flipped = ((exact - rounded).abs() > 1e-4).double().mean()
-    assert flipped < 0.05 + close
+    assert ((exact - rounded).abs() > 1e-4).double().mean() < 0.051
 
 
 def train_replicas(
@@ -153,7 +149,7 @@ def test_decentralized_averages_replicas_in_pairs(tmp_path):
     )
 
 
-@pytest.mark.parametrize("world_size", range(2, 10))
+@pytest.mark.parametrize("world_size", [2, 5, 8])
 def test_tournament_pairs_every_rank_with_every_other(world_size):
     peers_of = {rank: set() for rank in range(world_size)}
     num_turns = world_size - 1 + world_size % 2

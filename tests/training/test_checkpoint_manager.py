@@ -12,9 +12,6 @@ import torch
 from helpers.waiting import wait_for
 from test_training_checkpoints import Line, events, fit, steps
 
-from hpctrain.checkpoint.io import file_writer
-from hpctrain.checkpoint.tier.tier_copier import TierCopier
-from hpctrain.errors import CheckpointError
 from hpctrain.training.base import rng
 
 
@@ -52,43 +49,6 @@ def test_random_state_is_restored_exactly(draws):
 
 
 @pytest.mark.slow
-def test_failed_copy_is_not_confused_with_the_save_in_flight(tmp_path, monkeypatch):
-    """A stop at this moment must know of the save in flight, and the run of the failed copy."""
-    tier, gate, seen = tmp_path / "fast", threading.Event(), {}
-    tier.mkdir()
-
-    def no_copy(self, step):
-        gate.wait(120)
-        raise CheckpointError(f"step {step} was not copied")
-
-    write = file_writer.FileWriter._write
-
-    def write_late(writing, part):
-        if "step-00000004" in str(writing._folder):
-            gate.set()
-            wait_for(lambda: "in flight" in seen, 20, "a look at what is in flight")
-            writing.last_progress = 0.0
-        return write(writing, part)
-
-    monkeypatch.setattr(TierCopier, "_copy_shares", no_copy)
-    monkeypatch.setattr(file_writer.FileWriter, "_write", write_late)
-    from hpctrain.training.saving.checkpoint_manager import CheckpointManager
-
-    collect_finished = CheckpointManager.collect_finished
-
-    def watch(self):
-        outcomes = collect_finished(self)
-        if gate.is_set() and any("not copied" in event["cause"] for event in events(tmp_path, "failure")):
-            seen.setdefault("in flight", self.in_flight_s)
-        return outcomes
-
-    monkeypatch.setattr(CheckpointManager, "collect_finished", watch)
-    module = Line(at={n: lambda: time.sleep(0.05) for n in range(1, 60)})
-    fit(tmp_path, 40, module, checkpoint_every=2, local_checkpoints=tier)
-    assert seen["in flight"] is not None
-
-
-@pytest.mark.slow
 def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys):
     """The disk recovers only after ten more steps; if training waited, neither would continue."""
     from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
@@ -114,21 +74,6 @@ def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys)
     assert "Training continues" in capsys.readouterr().out
     assert not {6, 8, 10, 12} & set(steps(tmp_path))
     assert {2, 4, 16, 18, 20} <= set(steps(tmp_path))
-
-
-def test_local_tier_is_empty_after_a_stop(tmp_path):
-    """The next attempt may run elsewhere, and leftover memory would be lost for all jobs of the node."""
-    import signal
-
-    tier = tmp_path / "fast"
-    tier.mkdir()
-    module = Line(at={5: lambda: signal.raise_signal(signal.SIGTERM)})
-    with pytest.raises(SystemExit):
-        fit(tmp_path / "run", 20, module, local_checkpoints=tier)
-    (stop,) = events(tmp_path / "run", "signal")
-    assert stop["saved"]
-    assert list(tier.iterdir()) == []
-    assert fit(tmp_path / "run", 20, local_checkpoints=tier).seen["steps"] == 20
 
 
 @pytest.mark.slow

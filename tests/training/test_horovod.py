@@ -58,20 +58,6 @@ def test_horovod_built_for_another_pytorch_is_reported(monkeypatch):
 
 def test_slot_of_a_rank_on_uneven_nodes():
     placements = [(0, 0), (0, 1), (1, 0)]
-    assert _slot(placements, 1) == {
-        "hostname": "node-0",
-        "rank": 1,
-        "size": 3,
-        "local_rank": 1,
-        "local_size": 2,
-        "cross_rank": 0,
-        "cross_size": 1,
-    }
-    assert [
-        _slot(placements, 2)[name] for name in ("local_rank", "local_size", "cross_rank", "cross_size")
-    ] == [
-        0,
-        1,
-        1,
-        2,
-    ]
+    names = ("hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    assert _slot(placements, 1) == dict(zip(names, ("node-0", 1, 3, 1, 2, 0, 1), strict=True))
+    assert _slot(placements, 2) == dict(zip(names, ("node-1", 2, 3, 0, 1, 1, 2), strict=True))

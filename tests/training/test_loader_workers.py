@@ -137,28 +137,23 @@ def test_signal_at_birth_does_not_kill_a_worker(number):
         armed[0] = False
 
 
-@pytest.mark.ranks
-def test_workers_ignore_job_signals_and_die_with_their_rank(tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(
-        f"""
+def start_rank(code: str) -> subprocess.Popen:
+    """Start a rank with a worker that does not return a sample."""
+    code = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_loader_workers import Numbers, batches
-loaded = batches(Numbers(lambda: time.sleep(300), at=39, length=40))
-for _ in range(9):
-    next(loaded)
-print("ready", flush=True)
-next(loaded)
+loaded = batches(Numbers(lambda: time.sleep(300), at=39))
+{code}
 """
-    )
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        env=environment({"PYTHONPATH": os.pathsep.join(sys.path)}),
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as rank:
+    env = environment({"PYTHONPATH": os.pathsep.join(sys.path)})
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.mark.ranks
+def test_workers_ignore_job_signals_and_die_with_their_rank():
+    with start_rank("for _ in range(9): next(loaded)\nprint('ready', flush=True)\nnext(loaded)") as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
         children_text = Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text()
@@ -183,21 +178,8 @@ def _is_alive(pid: int) -> bool:
 
 @pytest.mark.extended
 @pytest.mark.ranks
-def test_failed_rank_does_not_wait_for_its_workers(tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(
-        f"""
-import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_loader_workers import Numbers, batches
-loaded = batches(Numbers(lambda: time.sleep(300), at=30))
-next(loaded)
-keep = [loaded]
-raise SystemExit(3)
-"""
-    )
-    env = environment({"PYTHONPATH": os.pathsep.join(sys.path)})
-    with subprocess.Popen([sys.executable, str(script)], env=env) as rank:
+def test_failed_rank_does_not_wait_for_its_workers():
+    with start_rank("next(loaded)\nkeep = [loaded]\nraise SystemExit(3)") as rank:
         assert rank.wait(120) == 3
 
 

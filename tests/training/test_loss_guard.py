@@ -137,7 +137,7 @@ def test_the_run_stops_before_it_saves_a_bad_state(tmp_path, factor):
     assert 7 not in metrics(tmp_path)
 
 
-@pytest.mark.parametrize("step", [5, 6, STEPS])
+@pytest.mark.parametrize("step", [6, STEPS])
 def test_neither_a_stop_signal_nor_the_end_of_training_saves_a_bad_state(tmp_path, step):
     with pytest.raises(BadLoss):
         fit(tmp_path, Net({step: NAN}, stop_in=step))
@@ -181,8 +181,6 @@ def test_steps_that_the_loss_scaler_skips_are_not_bad(tmp_path):
     assert module.trained == [*range(1, STEPS + 1)]
     assert bad_events(tmp_path) == []
     assert not math.isfinite(metrics(tmp_path)[1]["grad_norm"])
-    fit(tmp_path / "loss", Net({4: NAN}), **settings)
-    assert bad_events(tmp_path / "loss") == []
     last = 2 + MAX_CONSECUTIVE
     with pytest.raises(BadLoss, match=f"In step {last}, the loss is nan"):
         fit(tmp_path / "ever", Net(dict.fromkeys(range(3, 30), NAN)), max_steps=20, **settings)
@@ -304,18 +302,21 @@ def test_a_stream_is_rolled_back_too(tmp_path):
     assert same(parts.state_dict(), whole.state_dict())
 
 
-def test_rollback_stops_the_run_if_a_stream_cannot_return_to_its_position(tmp_path):
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            yield from samples()
-
-    with pytest.raises(BadLoss, match=r"In step 7, .* train_dataset has no state_dict\(\)"):
-        fit(tmp_path, Net({7: NAN}), Stream(), on_bad_loss="rollback")
+class StatelessStream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from samples()
 
 
-def test_without_a_checkpoint_to_return_to_the_run_stops(tmp_path):
-    with pytest.raises(BadLoss, match=r"In step 2, .* there is no checkpoint to return to"):
-        fit(tmp_path, Net({2: NAN}), on_bad_loss="rollback")
+@pytest.mark.parametrize(
+    ("step", "data", "message"),
+    [
+        (2, None, r"In step 2, .* there is no checkpoint to return to"),
+        (7, StatelessStream(), r"In step 7, .* train_dataset has no state_dict\(\)"),
+    ],
+)
+def test_run_stops_if_it_cannot_be_rolled_back(tmp_path, step, data, message):
+    with pytest.raises(BadLoss, match=message):
+        fit(tmp_path, Net({step: NAN}), data, on_bad_loss="rollback")
 
 
 @pytest.mark.slow
@@ -374,9 +375,9 @@ def limit_by_definition(losses: list[float], threshold: float) -> float:
 @given(st.lists(numbers, min_size=32, max_size=300), numbers, st.floats(1, 100))
 def test_spikes_are_those_of_the_definition(losses, loss, threshold):
     detector = SpikeDetector(threshold)
-    for each in losses:
+    for number, each in enumerate(losses):
+        assert number >= 32 or not detector.is_spike(1e30)
         detector.add(each)
-    assert list(detector.losses) == losses[-128:]
     limit = limit_by_definition(losses[-128:], threshold)
     if limit > statistics.median(losses[-128:]):
         assert detector.limit() == pytest.approx(limit, rel=1e-12)
@@ -385,59 +386,20 @@ def test_spikes_are_those_of_the_definition(losses, loss, threshold):
         assert not detector.is_spike(loss)
 
 
-@given(st.lists(st.floats(1.0, 2.0), min_size=32, max_size=128), st.floats(1e3, 1e30))
-def test_an_outlier_is_a_spike_and_hides_none_after_it(losses, outlier):
-    detector = SpikeDetector(20.0)
-    for each in losses:
-        detector.add(each)
-    assert detector.is_spike(outlier)
-    assert not detector.is_spike(max(losses[0], 2.0) if len(set(losses)) > 100 else min(losses))
-    detector.add(outlier)
-    assert detector.is_spike(outlier)
-
-
-def test_the_first_losses_are_no_spikes():
-    detector = SpikeDetector(1.0)
-    for _ in range(31):
-        detector.add(1.0)
-        assert not detector.is_spike(1e30)
-    detector.add(1.0)
-    assert detector.is_spike(1e30)
-
-
 # --- checkpoints ---------------------------------------------------------------------------------------
 
 
-def is_weight(key: str) -> bool:
-    return key == "state/module/w"
-
-
-def save(store, step, value=1.0) -> None:
-    store.save(step, {"module": {"w": torch.tensor([1.0, value])}, "n": torch.tensor(1)}, {})
-
-
 def test_retention_keeps_the_last_finite_checkpoint_and_resume_prefers_it(tmp_path):
-    store = CheckpointStore(tmp_path, retention=Retention(last=1), checked=is_weight)
+    store = CheckpointStore(
+        tmp_path, retention=Retention(last=1), checked=lambda key: key == "state/module/w"
+    )
     for step, value in ((1, 1.0), (2, 1.0), (3, NAN), (4, -math.inf)):
-        save(store, step, value)
+        store.save(step, {"module": {"w": torch.tensor([1.0, value])}, "n": torch.tensor(1)}, {})
     assert sorted(committed_steps(tmp_path)) == [2, 4]
     loaded, sentences = store.load_newest()
     assert loaded.step == 2
     assert [path.name for path in tmp_path.iterdir() if "broken" in path.name] == ["step-00000004.broken-0"]
-    assert (
-        "step-00000004 contains NaN or infinite values in the parameters or the optimizer state. The "
-        "checkpoint was renamed to step-00000004.broken-0." in sentences[0]
-    )
-    save(store, 4)
-    assert sorted(committed_steps(tmp_path)) == [4]
-
-
-def test_without_a_finite_checkpoint_the_newest_is_loaded(tmp_path):
-    store = CheckpointStore(tmp_path, checked=is_weight)
-    for step in (1, 2):
-        save(store, step, NAN)
-    loaded, sentences = store.load_newest()
-    assert (loaded.step, sentences) == (2, [])
+    assert "step-00000004 contains NaN or infinite values" in sentences[0]
 
 
 def test_a_checkpointer_checks_parameters_and_optimizers_but_not_buffers(tmp_path):
@@ -465,13 +427,11 @@ class TakesTurns(Net):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"on_bad_loss": "continue"}, "on_bad_loss is 'continue', but must be"),
         ({"loss_spike_threshold": 0}, "loss_spike_threshold is 0, but must be"),
         ({"on_bad_loss": "rollback", "checkpoint_every": None}, "checkpoint_every is None"),
         ({"on_bad_loss": "rollback", "local_checkpoints": "auto"}, "local_checkpoints is 'auto'"),
         ({"on_bad_loss": "rollback", "run_dir": None}, "there is no run folder"),
         ({"on_bad_loss": "skip", "algorithm": "powersgd"}, "does not work with algorithm='powersgd'"),
-        ({"on_bad_loss": "skip", "algorithm": "qadam"}, "does not work with algorithm='qadam'"),
         ({"on_bad_loss": "skip", "module": TakesTurns()}, "training_step accepts optimizer_idx"),
     ],
 )
@@ -535,10 +495,6 @@ def test_a_bad_loss_of_one_rank_stops_both(tmp_path):
     [
         ("skip", "ddp"),
         pytest.param("rollback", "ddp", marks=pytest.mark.long),
-        pytest.param("skip", "zero1", marks=pytest.mark.long),
-        pytest.param("rollback", "zero1", marks=pytest.mark.long),
-        pytest.param("skip", "zero2", marks=pytest.mark.long),
-        pytest.param("rollback", "zero2", marks=pytest.mark.long),
         pytest.param("skip", "zero3", marks=pytest.mark.long),
         ("rollback", "zero3"),
     ],
@@ -561,20 +517,7 @@ def test_both_ranks_skip_or_roll_back(tmp_path, policy, strategy):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        "powersgd",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in (
-                "bf16",
-                "bytegrad",
-                "qadam",
-                "decentralized",
-                "low_precision_decentralized",
-                "local_sgd",
-            )
-        ),
-    ],
+    ["powersgd", *(pytest.param(name, marks=pytest.mark.long) for name in ("qadam", "local_sgd"))],
 )
 def test_every_algorithm_rolls_back(tmp_path, algorithm):
     """The result is that of a run that never trained the batch."""

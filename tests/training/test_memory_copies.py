@@ -13,9 +13,7 @@ from helpers.waiting import wait_for
 from torch import nn
 
 import hpctrain
-from hpctrain.checkpoint.io.coordination import RankCoordinator
 from hpctrain.checkpoint.tier import memory_copies
-from hpctrain.checkpoint.tier.memory_copies import MemoryCopies
 from hpctrain.errors import DiskFull
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import ATTEMPT_VARIABLE, RunDir
@@ -166,20 +164,6 @@ def losses(run: RunDir) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in read_json_lines(run.metrics)}
 
 
-def test_folder_may_be_removed_by_another_rank_meanwhile(tmp_path, monkeypatch):
-    folder = tmp_path / "copies"
-    folder.mkdir()
-    copies = MemoryCopies(folder, RankCoordinator(None, 5.0), attempt=0)
-
-    def list_removed_folder(path, _pattern):
-        folder.rmdir()
-        return os.scandir(path)
-
-    monkeypatch.setattr(Path, "glob", list_removed_folder)
-    copies.close()
-    assert not folder.exists()
-
-
 def test_interval_by_cost():
     interval = CopyInterval(None)
     for _ in range(2):
@@ -190,10 +174,3 @@ def test_interval_by_cost():
     for _ in range(3):
         interval.on_copied(0.1, 0.1)
     assert (interval.wanted, interval.every) == (50, 1)
-
-
-def test_fixed_interval():
-    interval = CopyInterval(3)
-    for _ in range(9):
-        interval.on_copied(1.0, 0.1)
-    assert interval.wanted == interval.every == 3

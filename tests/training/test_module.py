@@ -97,10 +97,8 @@ class Ends(hpctrain.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.sizes: dict[str, list[int]] = {"training": [], "validation": [], "test": []}
-        self.parts: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.parts.append(len(batch))
         return self.weight * batch
 
     validation_step = test_step = training_step
@@ -130,25 +128,6 @@ def run_ends(settings: dict[str, Any]) -> tuple[dict[str, list[int]], float, flo
     return module.sizes, trainer.metrics["val_loss"], test
 
 
-def test_step_ends_see_the_batch_of_all_devices_with_dp():
-    sizes, validation, test = run_ends({"strategy": "dp", "devices": 3})
-    assert sizes == {"training": [10], "validation": [10], "test": [10]}
-    assert validation == test == 9.0
-
-
-def train_with_dp() -> list[int]:
-    module = Ends()
-    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=10, strategy="dp", devices=3)
-    trainer.fit(module, X[:, 0])
-    assert trainer.ranks.environment != "local"
-    return module.parts
-
-
-@pytest.mark.ranks
-def test_dp_uses_all_devices_of_the_only_rank_of_a_launcher():
-    assert run_on_ranks(train_with_dp, world_size=1, group=False) == [[4, 3, 3]]
-
-
 def test_cpu_is_used_although_there_are_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -172,13 +151,9 @@ def test_step_ends_see_the_batch_of_the_rank_or_of_the_node(strategy, size, mean
     ("hook", "remedy"),
     [
         ("configure_ddp", "use the Trainer settings find_unused_parameters"),
-        ("init_ddp_connection", "use `hpctrain submit`, torchrun or srun"),
         ("optimizer_zero_grad", "hpctrain sets gradients to None"),
         ("on_train_epoch_end", "a callback or a LightningModule"),
         ("validation_epoch_end", "a callback or a LightningModule"),
-        ("on_pretrain_routine_start", "a callback or a LightningModule"),
-        ("setup", "a callback or a LightningModule"),
-        ("backward", "use manual optimization"),
     ],
 )
 def test_hooks_that_are_not_called_are_refused_before_the_first_step(hook, remedy):
@@ -188,17 +163,3 @@ def test_hooks_that_are_not_called_are_refused_before_the_first_step(hook, remed
     ):
         hpctrain.Trainer(max_steps=1).fit(module)
     assert module.positions == []
-
-
-def test_unknown_option_of_log_is_refused():
-    class Misspelled(Logging):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("a", 1, progress_bar=True)
-
-    with pytest.raises(hpctrain.UserError, match=r"log\('a', …\) has no argument 'progress_bar'"):
-        hpctrain.Trainer(max_steps=1).fit(Misspelled())
-
-
-def test_logging_outside_of_the_trainer_is_refused():
-    with pytest.raises(hpctrain.UserError, match=r"Logging.log\('a', …\) was called outside of fit"):
-        Logging().log("a", 1)

@@ -121,15 +121,6 @@ def test_flipped_bits_are_found_within_the_interval_on_the_right_rank(monkeypatc
     assert first["found"] >= 95
 
 
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_thousand_flipped_bits_are_found():
-    first, *_ = run_on_ranks(_with_small_slices, flips_are_found, 1000, 2000, world_size=3, timeout=500.0)
-    assert first["found"] >= 950
-
-
 def _with_small_slices(function, *arguments):
     replica_check._MIN_SLICE_BYTES = {"cpu": 2048}
     return function(*arguments)
@@ -166,12 +157,6 @@ def finds_the_difference(world_size: int, odd: list[int], message: str) -> str:
 )
 def test_the_majority_names_the_odd_rank(odd, message, suspects):
     assert run_on_ranks(finds_the_difference, 4, odd, message, world_size=4) == [suspects] * 4
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_two_ranks_have_no_majority():
-    assert run_on_ranks(finds_the_difference, 2, [1], "no majority", world_size=2) == [[0, 1]] * 2
 
 
 def test_the_hash_of_a_gpu_depends_on_every_bit_and_on_the_order(monkeypatch):
@@ -230,33 +215,17 @@ def fits(run_dir, *settings: dict) -> None:
 @pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "third", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
-)
-def test_trainings_have_no_false_alarm(tmp_path, third):
-    algorithms = ["allreduce", "fp16", "bf16", "powersgd", "bytegrad", "local_sgd", "decentralized"]
-    settings = [{"algorithm": name} for name in algorithms]
-    settings += [{"strategy": name} for name in ("ddp2", "zero1", "zero2", "fsdp")]
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_trainings_have_no_false_alarm(tmp_path, half):
+    settings = [{"algorithm": name} for name in ("powersgd", "bytegrad", "local_sgd")]
+    settings += [{"strategy": name} for name in ("ddp2", "zero1", "fsdp")]
     settings += [
         {"gradient_clip_norm": 0.1, "micro_batch_size": 2},
-        {"precision": "bf16-mixed"},
         {"precision": "bf16-true"},
         {"on_bad_loss": "skip"},
         {"elastic_determinism": True, "grain_size": 2},
-        {"elastic_determinism": True, "grain_size": 2, "strategy": "zero1"},
-        {"max_steps": 300, "checkpoint_every": None},
     ]
-    run_on_ranks(fits, tmp_path, *settings[third::3], world_size=3, timeout=100.0)
-
-
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(5))
-def test_100_000_steps_have_no_false_alarm(seed):
-    settings = {"max_steps": 20_000, "checkpoint_every": None, "log_every": 1000, "seed_samples": False}
-    run_on_ranks(fits, None, settings | {"seed": seed}, world_size=3, timeout=800.0)
+    run_on_ranks(fits, tmp_path, *settings[half::2], world_size=3, timeout=100.0)
 
 
 def test_the_check_is_off_without_replicas_and_on_different_hardware(monkeypatch):

@@ -18,7 +18,6 @@ from hpctrain.telemetry.hparams import applied_hparams
 from hpctrain.telemetry.report.pages import render_run_page
 from hpctrain.telemetry.report.run_data import RunContext, RunData
 from hpctrain.telemetry.report.run_results import read_results
-from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 
 torch.manual_seed(0)
 DATA = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
@@ -279,32 +278,3 @@ def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):
 )
 def test_ignored_values_are_corrected_or_added(hparams, expected):
     assert applied_hparams(hparams, [("lr", 0.1, 0.001)]) == expected
-
-
-@pytest.mark.parametrize("configured", [True, False])
-def test_schedule_does_not_count_as_changed_rate(configured):
-    parameter = nn.Parameter(torch.ones(1))
-
-    def make(rate, **options):
-        optimizer = torch.optim.SGD([parameter], lr=rate, **options)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    def messages(rate, **options):
-        new, new_schedule = make(rate, **options)
-        script = configured_values([new], [new_schedule])
-        found = ignored_values([new_schedule], script, states, original if configured else None)
-        return [str(value) for value in found]
-
-    old, schedule = make(0.1)
-    original = configured_values([old], [schedule])
-    old.step()
-    schedule.step()
-    assert old.param_groups[0]["lr"] < 0.1
-    states = [old.state_dict()], [schedule.state_dict()]
-    assert messages(0.1) == []
-    (message,) = messages(0.2)
-    assert message == "lr remains 0.1, the value in the checkpoint, although the script now sets 0.2."
-    (message,) = messages(0.1, weight_decay=0.5)
-    assert message.startswith("weight_decay remains 0,")
-    states = None, None
-    assert messages(0.2) == []

@@ -108,39 +108,6 @@ def test_every_sample_of_a_stream_is_trained_once_per_epoch_through_stops(
     assert_every_epoch_is_complete(steps, sizes, batch)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(any),
-    st.integers(1, 60),
-    st.integers(1, 16),
-    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8), st.integers(0, 3)), min_size=1, max_size=4),
-)
-@settings(max_examples=30, deadline=None)
-def test_samples_are_the_same_with_any_number_of_workers(lengths, size, batch, segments):
-    """Segments with workers use one rank, because ranks are threads, which must not fork at once."""
-    for make_dataset, sizes in (
-        (lambda: ShardedDataset(lengths), sum(lengths)),
-        (lambda: Numbers(size), size),
-    ):
-        uninterrupted = consumed_samples(
-            [train_steps(source_maker(make_dataset, batch, StopCondition(None, 2)), 1, 10**6)]
-        )
-        trained: list[TrainedSteps] = []
-        step, state = 0, None
-        for num_steps, world_size, num_workers in [*segments, (10**6, 1, 1)]:
-            make = source_maker(make_dataset, batch, StopCondition(None, 2), num_workers)
-            segment = train_steps(
-                make, world_size if num_workers == 0 else 1, num_steps, after=step, state=state
-            )
-            trained.append(segment)
-            step, state = step + len(segment.steps), segment.state
-            if segment.finished:
-                break
-        assert consumed_samples(trained) == uninterrupted
-        assert_every_epoch_is_complete(consumed_samples(trained), dict.fromkeys(range(2), sizes), batch)
-
-
 @pytest.mark.parametrize("dataset", [lambda: StatefulDataset(37), lambda: StatefulIteratorDataset(37)])
 def test_stream_without_shards_is_shared_by_all_ranks(dataset):
     make = source_maker(dataset, 8, StopCondition(12))

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 
-import pytest
 import torch
 from helpers.waiting import slowness
 from hypothesis import given, settings
@@ -38,24 +36,6 @@ def test_epochs_and_seeds_differ():
 
 def test_order_is_the_same_on_every_machine_and_version():
     assert SampleOrder(10, 1).indices(0, 0, 10).tolist() == [6, 8, 0, 3, 4, 7, 2, 9, 1, 5]
-
-
-@pytest.mark.extended
-@pytest.mark.slow
-@pytest.mark.parametrize("num_samples", [3, 5, pytest.param(7, marks=pytest.mark.long)])
-def test_positions_and_neighbours_are_uniform(num_samples):
-    """Chi-square over many seeds, against the 99.9% point (normal approximation of Wilson and Hilferty)."""
-    rounds = 600 * num_samples
-    first: Counter[int] = Counter()
-    pairs: Counter[tuple[int, int]] = Counter()
-    for seed in range(rounds):
-        order = SampleOrder(num_samples, seed).indices(0, 0, num_samples).tolist()
-        first[order[0]] += 1
-        pairs[order[0], order[1]] += 1
-    assert chi_square(first.values(), rounds, num_samples) < upper_limit(num_samples - 1)
-    num_pairs = num_samples * (num_samples - 1)
-    assert len(pairs) == num_pairs
-    assert chi_square(pairs.values(), rounds, num_pairs) < upper_limit(num_pairs - 1)
 
 
 def test_positions_and_neighbours_of_a_large_dataset_are_uniform():

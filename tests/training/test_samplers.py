@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from itertools import chain
-from pathlib import Path
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
     Subset,
     SubsetRandomSampler,
@@ -93,11 +91,7 @@ LOADERS = {
     "drop_last": lambda: loader(shuffle=True, drop_last=True),
     "list": lambda: loader(sampler=[3, 1, 4, 1, 5, 9, 2]),
     "weighted": lambda: loader(sampler=WeightedRandomSampler(range(1, SIZE + 1), 17)),
-    "weighted, drop_last": lambda: loader(
-        sampler=WeightedRandomSampler(range(1, SIZE + 1), 17), drop_last=True
-    ),
     "subset": lambda: loader(sampler=SubsetRandomSampler(range(3, 15))),
-    "replacement": lambda: loader(sampler=RandomSampler(Numbers(), replacement=True, num_samples=30)),
     "own generators": lambda: loader(sampler=OwnSampler()),
     "distributed": lambda: loader(sampler=DistributedSampler(Numbers(), 2, 1)),
     "torchdata": lambda: StatefulDataLoader(
@@ -109,7 +103,6 @@ LOADERS = {
     "buckets": lambda: DataLoader(
         Numbers(), batch_sampler=Buckets(SubsetRandomSampler(range(20))), collate_fn=list
     ),
-    "lists of samples": lambda: DataLoader(Numbers(), batch_sampler=[[1, 2, 3], [4]], collate_fn=list),
     "lengths": lambda: DataLoader(
         Numbers(), batch_sampler=hpctrain.LengthGroupedBatchSampler(range(SIZE), 4), collate_fn=list
     ),
@@ -299,37 +292,6 @@ def samples() -> TensorDataset:
     return TensorDataset(x, x.square() - x)
 
 
-def training_loader(kind: str) -> DataLoader:
-    if kind == "mixture":
-        return DataLoader(hpctrain.Mixture([samples(), samples()], lambda step: [step, 5]), 7)
-    return DataLoader(samples(), batch_sampler=Buckets(SubsetRandomSampler(range(20))), num_workers=1)
-
-
-TRAINED = ("buckets", "mixture")
-
-
-def fit(kind: str, run_dir: Path | None = None) -> list[float]:
-    """Train nine steps, with a stop after the fifth if there is a run folder; return the parameters."""
-    for max_steps in (5, 9) if run_dir else (9,):
-        module = Regression()
-        hpctrain.Trainer(max_steps=max_steps, seed=4, run_dir=run_dir).fit(module, training_loader(kind))
-    return module.values()
-
-
-def fit_each(tmp_path: Path) -> tuple[list[list[float]], list[list[float]]]:
-    return [fit(kind) for kind in TRAINED], [fit(kind, tmp_path / kind) for kind in TRAINED]
-
-
-@pytest.mark.extended
-@pytest.mark.ranks
-def test_result_does_not_depend_on_ranks_or_stops(tmp_path):
-    (undisturbed, stopped), of_other_rank = run_on_ranks(fit_each, tmp_path)
-    assert undisturbed == stopped
-    assert of_other_rank == (undisturbed, stopped)
-    for kind, expected in zip(TRAINED, undisturbed, strict=True):
-        assert fit(kind) == pytest.approx(expected, rel=1e-12)
-
-
 def test_gradient_is_the_mean_over_a_batch_of_any_size():
     module = Regression()
     batches = [[0], [1, 2, 3, 4, 5, 6, 7], [3, 9]]
@@ -473,14 +435,9 @@ class Counting(Sampler[int]):
         yield from [self.count, 0]
 
 
-def endless() -> Any:
-    while True:
-        yield 0
-
-
 class Endless(Sampler[int]):
     def __iter__(self) -> Any:
-        return endless()
+        return repeat(0)
 
 
 @pytest.mark.parametrize(
@@ -518,17 +475,6 @@ def test_unsupported_loader_is_refused(monkeypatch, make, message):
     monkeypatch.setattr("hpctrain.training.data.sampler_plan._MAX_SAMPLES", 99)
     with pytest.raises(hpctrain.UserError, match=message):
         hpctrain.Trainer(max_steps=1).fit(Regression(), make())
-
-
-@pytest.mark.slow
-def test_another_sampler_cannot_resume(tmp_path):
-    def train(first: int) -> None:
-        data = DataLoader(samples(), 4, sampler=SubsetRandomSampler(range(first, SIZE)))
-        hpctrain.Trainer(max_steps=first + 1, run_dir=tmp_path).fit(Regression(), data)
-
-    train(0)
-    with pytest.raises(hpctrain.UserError, match="'sampler': 'SubsetRandomSampler'"):
-        train(1)
 
 
 class Changing(Sampler[int]):

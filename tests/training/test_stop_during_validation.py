@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ from helpers.fork_server import run_forked
 from test_trainer import losses, variables
 
 from hpctrain.rundir import RunDir
-from hpctrain.training.loop.step_sync import MessageBatcher
 
 SCRIPT = SCRIPTS / "validate_long.py"
 
@@ -51,23 +49,3 @@ def test_stop_during_a_validation_takes_effect_at_once_and_changes_nothing(tmp_p
     assert run.checkpoint(6).is_dir()
     assert train(run.path, 6, ranks=ranks) == uninterrupted
     assert losses(run.path) == losses(tmp_path / "whole")
-
-
-def test_message_batcher_groups_short_items():
-    now = itertools.count(0.0, 0.002)
-    batcher = MessageBatcher(clock=lambda: next(now))
-    assert batcher.size == 1
-    batcher.add()
-    assert batcher.is_full
-    assert batcher.seconds_per_item() == pytest.approx(0.002)
-    for seconds, size in [(0.002, 5), (0.0001, 16), (0.0, 16), (0.011, 1), (30.0, 1), (0.0049, 2)]:
-        batcher.adapt(seconds)
-        assert batcher.size == size, seconds
-    batcher.add()
-    assert not batcher.is_full
-    batcher.reset()
-    batcher.add()
-    assert not batcher.is_full
-    one_by_one = MessageBatcher(one_by_one=True)
-    one_by_one.adapt(0.0001)
-    assert one_by_one.size == 1

@@ -108,22 +108,6 @@ def test_sigterm_without_a_supervisor_saves_and_the_run_resumes_bitwise(tmp_path
 
 
 @pytest.mark.ranks
-def test_data_workers_change_nothing(tmp_path):
-    train(tmp_path / "without", "6")
-    train(tmp_path / "with", "6", "num_workers=2")
-    assert losses(tmp_path / "with") == losses(tmp_path / "without")
-
-
-@pytest.mark.ranks
-def test_bf16_mixed_keeps_float32_weights(tmp_path):
-    train(tmp_path / "32", "6")
-    train(tmp_path / "bf16", "6", 'precision="bf16-mixed"')
-    exact, rounded = losses(tmp_path / "32"), losses(tmp_path / "bf16")
-    assert rounded != exact
-    assert list(rounded.values()) == pytest.approx(list(exact.values()), rel=0.05)
-
-
-@pytest.mark.ranks
 def test_log_every_limits_the_logged_steps(tmp_path):
     train(tmp_path, "7", "log_every=3", "validate_every=null")
     assert list(losses(tmp_path)) == [3, 4, 6, 7]  # 4 and 7 have a checkpoint
@@ -189,25 +173,15 @@ def fit(module, *, data=(1.0, 2.0, 3.0, 4.0), run_dir=None, max_steps=2, **setti
         ({"max_steps": 1, "checkpoint_every": "often"}, "checkpoint_every is 'often'"),
         ({"max_steps": 1, "validate_every": 0}, "validate_every is 0"),
         ({"max_steps": 1, "num_workers": -1}, "num_workers is -1"),
-        ({"max_steps": 1, "micro_batch_size": "big"}, "micro_batch_size is 'big'"),
-        ({"max_steps": 1, "micro_batch_size": 0}, "micro_batch_size is 0"),
-        ({"max_steps": 1, "prefetch_factor": 0}, "prefetch_factor is 0"),
         ({"max_steps": 1, "dataloader_timeout_s": 0}, "dataloader_timeout_s is 0"),
+        ({"max_steps": 1, "gradient_clip_value": "1"}, "gradient_clip_value is '1'"),
+        ({"max_steps": 1, "lr_scaling": "cubic"}, "lr_scaling is 'cubic'"),
+        ({"max_steps": 1, "callbacks": [print]}, "callbacks contains"),
+        ({"max_steps": 1, "seed": 2**70}, "seed is "),
+        ({"max_steps": 1, "compile": "max"}, "compile is 'max'"),
         *(
             ({"max_steps": 1, name: True}, f"{name} is True")
-            for name in (
-                *("max_steps", "global_batch_size", "lr_reference_batch_size", "micro_batch_size", "seed"),
-                *("keep_last", "keep_every", "keep_best", "checkpoint_every", "validate_every"),
-                *(
-                    "log_every",
-                    "prefetch_factor",
-                    "warmup_steps",
-                    "sanity_val_batches",
-                    "num_workers",
-                    "devices",
-                ),
-                *("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb", "dataloader_timeout_s"),
-            )
+            for name in ("global_batch_size", "micro_batch_size", "keep_best", "devices", "bucket_cap_mb")
         ),
     ],
 )
@@ -231,11 +205,9 @@ def test_datasets_without_samples_or_length_are_refused(data):
         trainer.fit(Tiny(), data)
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_run_with_special_files_as_records_does_not_start(tmp_path, name, make):
-    make(tmp_path / name)
-    with pytest.raises(hpctrain.UserError, match=f"{tmp_path / name} is not a regular file"):
+def test_run_with_special_files_as_records_does_not_start(tmp_path):
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(hpctrain.UserError, match=r"events.jsonl is not a regular file"):
         fit(Tiny(), run_dir=tmp_path)
 
 
@@ -274,24 +246,14 @@ def test_second_training_does_not_use_the_first_ones_checkpoints(tmp_path, monke
     assert fit(Tiny(), run_dir=tmp_path / "second").step == 2
 
 
+def test_nothing_is_written_without_a_run_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fit(Tiny())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_folder_of_a_second_training_is_created_before_its_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("HPCTRAIN_ATTEMPT", "0")
     fit(Tiny(), run_dir=tmp_path / "runs" / "second")
     assert "cannot write" not in capsys.readouterr().out
-
-
-def test_second_training_may_follow_an_exception(tmp_path, monkeypatch):
-    def fail(weight):
-        raise MemoryError
-
-    monkeypatch.setenv("HPCTRAIN_RUN_DIR", str(tmp_path / "run"))
-    with pytest.raises(MemoryError):
-        fit(Tiny(output=fail))
-    assert fit(Tiny()).step == 2
-
-
-def test_nothing_is_written_without_a_run_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fit(Tiny())
-    assert list(tmp_path.iterdir()) == []

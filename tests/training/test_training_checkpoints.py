@@ -25,7 +25,6 @@ from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.training.saving import checkpoint_schedule as cadence_module
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
 from hpctrain.training.saving.training_checkpoints import FinalSavePlan, StopDeadline, plan_final_save
 
@@ -96,46 +95,12 @@ def test_extra_state_of_the_module_is_restored(tmp_path):
     assert resumed.seen["words"] == ("a", None, 0.1)
 
 
-class StepsAtStart(hpctrain.Callback):
-    def __init__(self) -> None:
-        self.seen = []
-
-    def on_fit_start(self, trainer, module):
-        self.seen.append(trainer.step)
-
-
-def test_callbacks_see_the_completed_steps_at_the_start(tmp_path):
-    at_start = StepsAtStart()
-    fit(tmp_path, max_steps=4)
-    fit(tmp_path, max_steps=6, callbacks=[at_start])
-    assert at_start.seen == [4]
-
-
 def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
     module = Line()
     module.seen["deep"] = [{"lock": threading.Lock()}]
     with pytest.raises(CheckpointError, match=r"state/user/seen/deep/0/lock has type _thread\.lock"):
         fit(tmp_path, module=module)
     assert not RunDir(tmp_path).metrics.exists()
-
-
-class TwoOptimizers(Line):
-    """Two optimizers for different parameters, each with a schedule."""
-
-    def configure_optimizers(self):
-        optimizers = [torch.optim.AdamW([self.layer.weight], lr=0.1), torch.optim.SGD([self.layer.bias], 0.1)]
-        return optimizers, [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}
-            for optimizer in optimizers
-        ]
-
-
-def test_several_optimizers_and_schedulers_are_resumed(tmp_path):
-    uninterrupted = fit(tmp_path / "whole", 6, TwoOptimizers())
-    fit(tmp_path / "parts", 3, TwoOptimizers())
-    resumed = fit(tmp_path / "parts", 6, TwoOptimizers())
-    assert torch.equal(resumed.layer.weight, uninterrupted.layer.weight)
-    assert torch.equal(resumed.layer.bias, uninterrupted.layer.bias)
 
 
 @pytest.mark.parametrize(
@@ -160,33 +125,6 @@ def test_unsupported_optimizer_configuration_is_refused(tmp_path, make_optimizer
     module.configure_optimizers = lambda: optimizer
     with pytest.raises(UserError, match=re.escape(message)):
         fit(tmp_path, module=module)
-
-
-def test_saved_state_is_that_of_the_step_even_if_written_late(tmp_path, monkeypatch):
-    """The disk accepts no data until training is one step further."""
-    reached = threading.Event()
-    from hpctrain.checkpoint import saver
-
-    commit = saver.write_and_commit
-
-    def late(site, step, own_files):
-        assert step == 6 or reached.wait(120)
-        return commit(site, step, own_files)
-
-    monkeypatch.setattr(saver, "write_and_commit", late)
-    module = Line(at={5: reached.set})
-    fit(tmp_path / "late", 6, module, checkpoint_every=4)
-    monkeypatch.undo()
-    fit(tmp_path / "prompt", 6, checkpoint_every=4, checkpoint_async=False)
-    from hpctrain.checkpoint.convert.export_checkpoint import load_on_cpu
-
-    for step in (4, 6):
-        late_one, prompt = (
-            load_on_cpu(RunDir(tmp_path / name).checkpoint(step)).state for name in ("late", "prompt")
-        )
-        assert late_one["user"]["seen"]["steps"] == step
-        assert torch.equal(late_one["user"]["seen"]["mean"], prompt["user"]["seen"]["mean"])
-        assert torch.equal(late_one["module"]["layer.weight"], prompt["module"]["layer.weight"])
 
 
 # --- retention -----------------------------------------------------------------------------------------
@@ -238,20 +176,6 @@ def test_local_tier_gets_saves_first_and_is_clean_at_the_end(tmp_path):
 def test_keep_best_without_validation_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"keep_best=2 .*monitor='val_loss'.* no validation set"):
         fit(tmp_path, keep_best=2)
-
-
-def test_ignored_learning_rate_is_reported(tmp_path, capsys):
-    fit(tmp_path, 2)
-    capsys.readouterr()
-    module = Line()
-    module.rate = 0.5
-    fit(tmp_path, 4, module)
-    output = capsys.readouterr().out
-    assert re.search(
-        r"lr remains [\d.]+, the value in the checkpoint, although the script now sets 0.5\.", output
-    )
-    fit(tmp_path, 6)
-    assert "the value in the checkpoint" not in capsys.readouterr().out
 
 
 def test_run_with_only_corrupt_checkpoints_is_not_restarted_silently(tmp_path):
@@ -307,48 +231,7 @@ def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch
         assert f"hpctrain: {sentence}" in output
 
 
-def test_training_starts_over_if_no_checkpoint_is_verified(tmp_path, monkeypatch):
-    fit(tmp_path, 4, checkpoint_every=2)
-    monkeypatch.setenv(VERIFIED_STEP_VARIABLE, "1")
-    fit(tmp_path, 6, checkpoint_every=3)
-    assert events(tmp_path, "resumed") == []
-    assert steps(tmp_path) == [3, 6]
-
-
 # --- disk errors ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_failed_save_is_reported_and_retried_after_a_pause(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cadence_module, "_MIN_BACKOFF_S", 0.05)
-    run = RunDir(tmp_path)
-    run.checkpoints.write_text("in the way")
-    attempted = []
-    begin = CheckpointStore.async_save
-    monkeypatch.setattr(
-        CheckpointStore,
-        "async_save",
-        lambda self, step, *a, **k: (attempted.append(step), begin(self, step, *a, **k)),
-    )
-    begun = time.monotonic()
-
-    def wait_for_end_of_pause() -> None:
-        # The last pause is at most as long as all earlier ones together.
-        time.sleep(2 * (time.monotonic() - begun))
-
-    actions = {30: run.checkpoints.unlink, 31: wait_for_end_of_pause}
-    module = Line(at={n: lambda: time.sleep(0.02) for n in range(1, 60)} | actions)
-    fit(tmp_path, 60, module, checkpoint_every=1)
-    failures = events(tmp_path, "failure")
-    assert 1 <= len(failures) < 10
-    assert "step 1 " in failures[0]["cause"]
-    assert "Training continues" in capsys.readouterr().out
-    assert "rank" not in failures[0], "a failed save is no failed rank"
-    # The last save before step 30 may succeed, because the obstacle is removed meanwhile.
-    num_attempted = len([step for step in attempted if step < 30])
-    assert num_attempted - len(failures) in (0, 1), "in the pause nothing is tried"
-    assert steps(tmp_path)[-1] == 60
-    assert len(events(tmp_path, "checkpoint")) > 3
 
 
 def test_records_are_buffered_until_they_can_be_written(tmp_path):
@@ -379,11 +262,6 @@ def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
     best = optimal_interval_s(save_s, mtbf_s)
     least = min(overhead(best * factor / 100) for factor in range(20, 500))
     assert overhead(best) <= least * 1.001
-
-
-def test_interval_has_lower_limits():
-    assert checkpoint_interval_s(1e-6, 0.0, 10.0) == 10.0
-    assert checkpoint_interval_s(0.1, 500.0, DAY) == 500.0
 
 
 def test_documented_interval_examples_are_correct():

@@ -250,7 +250,7 @@ def test_submodules_keep_their_modes_and_validation_keeps_the_training_loss(tmp_
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("names", ["order", "other", "more", "time"])
+@pytest.mark.parametrize("names", ["order", "other", "time"])
 def test_metrics_must_have_equal_names_on_every_rank(tmp_path, names):
     """Otherwise, more metrics on one rank would crash both."""
     if names == "order":
@@ -369,35 +369,13 @@ def test_static_graph_changes_nothing(tmp_path, setting):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("kind", "setting"),
-    [
-        ("gan", "micro_batch_size=2"),
-        pytest.param("regression", 'compile={"backend": "eager"}', marks=pytest.mark.long),
-    ],
-)
-def test_alternating_and_compiled_steps_resume_bitwise(tmp_path, kind, setting):
+def test_alternating_steps_resume_bitwise(tmp_path):
+    kind, setting = "gan", "micro_batch_size=2"
     uninterrupted = train(tmp_path / "whole", kind, 7, setting, ranks=2)
     for last_step in (4, 7):
         resumed = train(tmp_path / "parts", kind, last_step, setting, ranks=2)
     assert resumed == uninterrupted
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
-def test_failing_validation_step_fails_before_the_first_step():
-    class Broken(Regression):
-        steps = 0
-
-        def training_step(self, batch, batch_idx):
-            type(self).steps += 1
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch, batch_idx):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        hpctrain.Trainer(max_steps=3).fit(Broken(), samples(), samples())
-    assert Broken.steps == 0
 
 
 @pytest.mark.ranks

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
-from hpctrain.checkpoint.format.manifest import TENSORS_NAME, Manifest
+from hpctrain.checkpoint.format.manifest import STATE_NAME, TENSORS_NAME, Manifest
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
-from hpctrain.checkpoint.io.loading import STATE_NAME, suppress_single_process_warning
+from hpctrain.checkpoint.io.loading import suppress_single_process_warning
 from hpctrain.errors import CorruptCheckpoint
 from hpctrain.files import read_regular
 
@@ -59,11 +59,13 @@ def compare_checkpoints(recorded: Path, here: Path, *, ignored: Collection[str] 
         if key.startswith(tuple(prefixes)) and not key.startswith(skipped):
             result.num_tensors += 1
             result.num_bytes += ours.num_bytes(key)
-            if (found := _compare_tensor(key, ours, theirs)) is not None:
-                result.differences.append(found)
-    mine, other = ({k: v for k, v in each.plain.items() if k not in ignored} for each in (ours, theirs))
-    for name, one, another in _compare_values("", mine, other, result):
-        result.differences.append(StateDifference(name, one, another))
+            if (difference := _compare_tensor(key, ours, theirs)) is not None:
+                result.differences.append(difference)
+    our_values, their_values = (
+        {k: v for k, v in state.plain.items() if k not in ignored} for state in (ours, theirs)
+    )
+    for name, our_value, their_value in _compare_values("", our_values, their_values, result):
+        result.differences.append(StateDifference(name, our_value, their_value))
     return result
 
 
@@ -112,28 +114,32 @@ def _compare_tensor(key: str, ours: _StoredState, theirs: _StoredState) -> State
             loaded.append(state.load(key).contiguous())
         except CorruptCheckpoint:
             loaded.append(None)
-    one, other = loaded
-    if one is None or other is None:
+    ours_loaded, theirs_loaded = loaded
+    if ours_loaded is None or theirs_loaded is None:
         values = ["readable" if tensor is not None else UNREADABLE for tensor in loaded]
         return StateDifference(name, values[0], values[1])
-    size = max(1, one.element_size())
+    size = max(1, ours_loaded.element_size())
     # Bits, because a NaN differs from itself and -0 equals 0.
-    bits = one.reshape(-1).view(torch.uint8) ^ other.reshape(-1).view(torch.uint8)
+    bits = ours_loaded.reshape(-1).view(torch.uint8) ^ theirs_loaded.reshape(-1).view(torch.uint8)
     if not bits.any():
         return None
     elements = bits.reshape(-1, size).any(dim=1).nonzero().flatten()
-    first = int(elements[0])
-    index = tuple(int(i) for i in torch.unravel_index(elements[0], one.shape)) if one.dim() else ()
-    changed = bits[first * size : (first + 1) * size].tolist()
+    position = int(elements[0])
+    index = (
+        tuple(int(i) for i in torch.unravel_index(elements[0], ours_loaded.shape))
+        if ours_loaded.dim()
+        else ()
+    )
+    changed = bits[position * size : (position + 1) * size].tolist()
     pattern = sum(byte << (8 * i) for i, byte in enumerate(changed))
     single = len(elements) == 1 and pattern.bit_count() == 1
     return StateDifference(
         name,
-        one.reshape(-1)[first].item(),
-        other.reshape(-1)[first].item(),
+        ours_loaded.reshape(-1)[position].item(),
+        theirs_loaded.reshape(-1)[position].item(),
         index,
         len(elements),
-        one.numel(),
+        ours_loaded.numel(),
         ours.rank_of(key, index),
         pattern.bit_length() - 1 if single else None,
     )
@@ -145,21 +151,21 @@ def _kind(key: str, state: _StoredState) -> str:
 
 
 def _compare_values(
-    name: str, one: Any, other: Any, result: StateComparison
+    name: str, ours: Any, theirs: Any, result: StateComparison
 ) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in {**one, **other}:
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for key in {**ours, **theirs}:
             yield from _compare_values(
-                f"{name}/{key}" if name else key, one.get(key, MISSING), other.get(key, MISSING), result
+                f"{name}/{key}" if name else key, ours.get(key, MISSING), theirs.get(key, MISSING), result
             )
-    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for i, pair in enumerate(zip(one, other, strict=True)):
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for i, pair in enumerate(zip(ours, theirs, strict=True)):
             yield from _compare_values(f"{name}/{i}", *pair, result)
     else:
         result.num_values += 1
         # As text, because a NaN differs from itself.
-        if json.dumps(one) != json.dumps(other):
-            yield name, one, other
+        if json.dumps(ours) != json.dumps(theirs):
+            yield name, ours, theirs
 
 
 def _name(key: str) -> str:

@@ -46,7 +46,6 @@ def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False)
 
 
 def load_on_cpu(folder: Path) -> LoadedCheckpoint:
-    """Verify a checkpoint of any number of ranks, and load it on the CPU of this process."""
     return load(RankCoordinator(None, 0.0), VerifiedCheckpoint(folder, read_verified(folder)), None)
 
 

@@ -67,8 +67,8 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
             "contains one."
         )
     if _is_state_dict(content):
-        weights, remarks = _unwrapped(content)
-        return ExternalState("a state_dict", weights, remarks=remarks)
+        weights, messages = _unwrapped(content)
+        return ExternalState("a state_dict", weights, remarks=messages)
     name = next((name for name in _WEIGHTS if _is_state_dict(content.get(name))), None)
     if name is None:
         raise UserError(
@@ -76,7 +76,7 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
             f"must contain a state_dict, at the top level or under the key {join_or(map(repr, _WEIGHTS))}."
         )
     version = content.get("pytorch-lightning_version")
-    weights, remarks = _unwrapped(content[name])
+    weights, messages = _unwrapped(content[name])
     optimizers, schedulers = (_first(content, names) for names in (_OPTIMIZERS, _SCHEDULERS))
     used = {name, "pytorch-lightning_version", optimizers[0], schedulers[0], *_STEPS}
     step = next((content[key] for key in _STEPS if isinstance(content.get(key), int)), None)
@@ -87,7 +87,7 @@ def parse_external_state(content: Any, origin: str) -> ExternalState:
         schedulers[1],
         step=step,
         omitted=tuple(str(key) for key in content if key not in used),
-        remarks=remarks,
+        remarks=messages,
     )
 
 
@@ -104,7 +104,6 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _first(content: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str | None, list[Any] | None]:
-    """Return the first of `names` that has a value, and its states as a list."""
     for name in names:
         if states := content.get(name):
             return name, list(states) if isinstance(states, (list, tuple)) else [states]
@@ -128,16 +127,15 @@ def _without_wrappers(name: str, segments: Iterable[str] = (_DDP_PREFIX, *_WRAPP
 
 
 def _unwrapped(weights: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the weights without what wrappers add to the names, and a remark for each removed segment."""
     plain = {_without_wrappers(name, _WRAPPERS): value for name, value in weights.items()}
-    remarks = [
+    messages = [
         f"removed {segment!r} (added by {wrapper}) from the names"
         for segment, wrapper in _WRAPPERS.items()
         if any(f".{segment}" in f".{name}" for name in weights)
     ]
     while plain and all(name.startswith(_DDP_PREFIX) for name in plain):
         plain = {name.removeprefix(_DDP_PREFIX): value for name, value in plain.items()}
-        remarks.append(
+        messages.append(
             f"removed the prefix {_DDP_PREFIX!r} (added by DistributedDataParallel) from all names"
         )
-    return plain, tuple(remarks)
+    return plain, tuple(messages)

@@ -29,7 +29,7 @@ def import_checkpoint(
         external = external.weights_alone()
     if step is None:
         step = external.step or 0
-    newest = max((one.step for one in list_checkpoints(run)[0]), default=-1)
+    newest = max((checkpoint.step for checkpoint in list_checkpoints(run)[0]), default=-1)
     if newest >= step:
         raise UserError(
             f"{run.checkpoints} already contains a checkpoint of step {newest}, but {file} would be imported "
@@ -56,10 +56,10 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
         except MemoryError:
             raise
         except Exception as error:
-            if others := _other_classes(file):
+            if classes := _other_classes(file):
                 raise UserError(
-                    f"{file} refers to {', '.join(others)}, so loading the file could execute code. If you "
-                    f"trust the file, add {' '.join(f'--allow {name}' for name in others)}. Otherwise, "
+                    f"{file} refers to {', '.join(classes)}, so loading the file could execute code. If you "
+                    f"trust the file, add {' '.join(f'--allow {name}' for name in classes)}. Otherwise, "
                     "change the program that wrote the file to save only the weights: "
                     "torch.save({'state_dict': model.state_dict()}, FILE)."
                 ) from error
@@ -85,13 +85,15 @@ def _class(name: str) -> Any:
 
 
 def _import_notes(external: ExternalState) -> Iterator[str]:
-    parts: Mapping[str, list[Any] | None] = {
+    states_by_name: Mapping[str, list[Any] | None] = {
         "optimizer": external.optimizers,
         "scheduler": external.schedulers,
     }
-    taken = [f"{len(states)} {name}{'s' * (len(states) != 1)}" for name, states in parts.items() if states]
+    taken = [
+        f"{len(states)} {name}{'s' * (len(states) != 1)}" for name, states in states_by_name.items() if states
+    ]
     yield "imported: " + ", ".join([f"{len(external.weights)} weights and buffers", *taken])
-    for name, states in parts.items():
+    for name, states in states_by_name.items():
         if not states:
             start = "from scratch" if name == "optimizer" else "at its first step"
             yield f"no {name} state: the {name} starts {start}"

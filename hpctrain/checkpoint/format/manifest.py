@@ -16,6 +16,8 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 MANIFEST_NAME = "manifest.json"
 #: Table of the tensors of a checkpoint, with their files.
 TENSORS_NAME = "tensors.json"
+#: All values of a checkpoint that are not tensors.
+STATE_NAME = "state.json"
 _FORMAT = 1
 _BLOCK_BYTES = 8 << 20
 #: Precedes the checksum of the manifest, which covers all bytes before this field.
@@ -32,18 +34,18 @@ class FileEntry:
         """Raise CorruptCheckpoint if the file differs, CheckpointError if it cannot be read at the moment."""
         path = folder / self.name
         try:
-            found = checksum(path, on_read)
+            actual = checksum(path, on_read)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{path} is missing, but the manifest lists it.") from None
         except OSError as error:
             raise _unreadable(path, error) from error
-        if found.bytes != self.bytes:
+        if actual.bytes != self.bytes:
             raise CorruptCheckpoint(
-                f"{path} is {found.bytes} bytes long, but the manifest records {self.bytes}."
+                f"{path} is {actual.bytes} bytes long, but the manifest records {self.bytes}."
             )
-        if found != self:
+        if actual != self:
             raise CorruptCheckpoint(
-                f"{path} has checksum {found.xxh3_128}, but the manifest records {self.xxh3_128}."
+                f"{path} has checksum {actual.xxh3_128}, but the manifest records {self.xxh3_128}."
             )
 
 
@@ -141,7 +143,6 @@ def checksum(path: Path, on_read: Callable[[], object] = lambda: None) -> FileEn
 
 
 def read_verified(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint and verify every file."""
     manifest = Manifest.read(folder)
     for entry in manifest.files:
         entry.verify(folder)

@@ -84,7 +84,6 @@ class StagedFile:
 
 
 def _record_events(data: Sequence[torch.Tensor]) -> list[Any]:
-    """Record an event in the current stream of each GPU with data."""
     events = []
     for gpu in sorted({source.device.index for source in data if source.is_cuda}):
         with torch.cuda.device(gpu):
@@ -106,7 +105,6 @@ class _CopyDone:
 
     @property
     def is_pending(self) -> bool:
-        """True if a copy may still be in progress."""
         return bool(self._events)
 
     def synchronize(self) -> None:
@@ -147,14 +145,14 @@ class _Envelope:
         self._record_seen, self._left = False, num_bytes
 
     def write(self, block: Any) -> int:
-        rest = memoryview(block).cast("B")
-        written = len(rest)
+        remaining = memoryview(block).cast("B")
+        written = len(remaining)
         if not self._record_seen:
-            self.head += rest
-            rest = memoryview(self._split())
-        skipped = min(self._left, len(rest))
+            self.head += remaining
+            remaining = memoryview(self._split())
+        skipped = min(self._left, len(remaining))
         self._left -= skipped
-        self.tail += rest[skipped:]
+        self.tail += remaining[skipped:]
         return written
 
     def flush(self) -> None: ...
@@ -170,9 +168,9 @@ class _Envelope:
         if len(self.head) < begin:
             return b""
         self._record_seen = True
-        rest = bytes(self.head[begin:])
+        following = bytes(self.head[begin:])
         del self.head[begin:]
-        return rest
+        return following
 
 
 @cache

@@ -46,8 +46,8 @@ def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             return dict(items)
         return {_ITEMS: [[_split(key, f"{path}/key", tensors), item] for key, item in items]}
     if isinstance(value, (list, tuple)):
-        parts = [_split(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
-        return {_TUPLE: parts} if isinstance(value, tuple) else parts
+        elements = [_split(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
+        return {_TUPLE: elements} if isinstance(value, tuple) else elements
     raise CheckpointError(
         f"{path} has type {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot "
         "store. Save only tensors, numbers, strings, None, and lists, tuples and dicts of these."

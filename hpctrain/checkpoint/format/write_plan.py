@@ -52,10 +52,10 @@ def plan_writes(
     groups: dict[tuple[int, ...], list[_LocalPart]] = {}
     everyone = tuple(range(world_size))
     for key, tensor in tensors.items():
-        for part in _local_parts(key, tensor, rank, everyone, rank_of):
-            groups.setdefault(part.holders, []).append(part)
-    for holders, parts in groups.items():
-        yield from _split_among_holders(parts, holders.index(rank), len(holders))
+        for local in _local_parts(key, tensor, rank, everyone, rank_of):
+            groups.setdefault(local.holders, []).append(local)
+    for holders, local_parts in groups.items():
+        yield from _split_among_holders(local_parts, holders.index(rank), len(holders))
 
 
 def slice_item(item: WriteItem, tensor: torch.Tensor) -> torch.Tensor:
@@ -69,13 +69,13 @@ def slice_item(item: WriteItem, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _split_among_holders(
-    parts: Iterable[_LocalPart], index: int, num_holders: int
+    local_parts: Iterable[_LocalPart], index: int, num_holders: int
 ) -> Iterator[tuple[WriteItem, torch.Tensor]]:
-    parts = list(parts)
-    length = sum(part.data.nbytes for part in parts) / num_holders
+    local_parts = list(local_parts)
+    length = sum(local.data.nbytes for local in local_parts) / num_holders
     begin = 0
-    for part in parts:
-        data, nbytes = part.data, part.data.nbytes
+    for local in local_parts:
+        data, nbytes = local.data, local.data.nbytes
         # Rows are slices along the first dimension of size above 1.
         dim = next((d for d, size in enumerate(data.shape) if size > 1), None)
         rows = 1 if dim is None or nbytes < _CUT_FROM_BYTES else data.shape[dim]
@@ -88,15 +88,15 @@ def _split_among_holders(
                 return 0 if begin < cut * length else rows
             return min(rows, max(0, round((cut * length - begin) / nbytes * rows)))
 
-        first, end = row(index), row(index + 1)
+        start, end = row(index), row(index + 1)
         begin += nbytes
-        if first >= end:
+        if start >= end:
             continue
-        offsets = list(part.offsets)
-        if dim is not None and end - first < rows:
-            offsets[dim] += first
-            data = data.narrow(dim, first, end - first)
-        yield WriteItem(part.key, data.dtype, part.tensor_shape, tuple(offsets), tuple(data.shape)), data
+        offsets = list(local.offsets)
+        if dim is not None and end - start < rows:
+            offsets[dim] += start
+            data = data.narrow(dim, start, end - start)
+        yield WriteItem(local.key, data.dtype, local.tensor_shape, tuple(offsets), tuple(data.shape)), data
 
 
 def _local_parts(
@@ -126,7 +126,7 @@ def _local_part_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], i
         slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
         for placement, at in zip(tensor.placements, place, strict=True)
     )
-    holders = tuple(sorted(rank_of(other) for other in mesh.mesh[alike].flatten().tolist()))
+    holders = tuple(sorted(rank_of(global_rank) for global_rank in mesh.mesh[alike].flatten().tolist()))
     data = _storable(key, tensor.to_local())
     for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call] # torch's protocol
         yield _LocalPart(key, tuple(tensor.shape), tuple(chunk.offsets), data, holders)

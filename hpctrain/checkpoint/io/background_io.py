@@ -39,7 +39,6 @@ class IoTask(Generic[T]):
             self.ended.set()
 
     def work(self) -> T | None:
-        """Perform the work; subclasses may override this."""
         return self._work() if self._work else None
 
     def note_progress(self) -> None:

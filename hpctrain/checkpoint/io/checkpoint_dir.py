@@ -101,7 +101,6 @@ class CheckpointDir:
         return True
 
     def steps(self) -> list[int]:
-        """Return the steps that have a folder, ascending; the contents are not checked."""
         return list_checkpoint_steps(self.folder)
 
     def prune(self, newest: int, retention: Retention) -> list[str]:
@@ -119,13 +118,13 @@ class CheckpointDir:
         for step in list_checkpoint_steps(self.folder):
             with suppress(CheckpointError):
                 manifests[step] = Manifest.read(self.folder / checkpoint_folder_name(step))
-        kept = retention.steps_to_keep(
+        retained = retention.steps_to_keep(
             {step: manifest.score_by(retention.metric) for step, manifest in manifests.items()},
             not_finite={step for step, manifest in manifests.items() if manifest.finite is False},
             verified_step=manifest.verified_step,
         )
         notes = []
-        for step in sorted(manifests.keys() - kept):
+        for step in sorted(manifests.keys() - retained):
             if step < newest:
                 try:
                     self.delete(step)
@@ -147,32 +146,30 @@ class CheckpointDir:
         shutil.rmtree(hidden)
 
     def discard(self, step: int) -> None:
-        """Delete the checkpoint of a step, if it exists and deletion is possible."""
         with suppress(OSError):
             self.delete(step)
 
     def quarantine(self, step: int, suffix: str = "broken") -> Path:
-        """Rename a damaged or unverified checkpoint: it is ignored, but can be inspected."""
         folder = self.folder / checkpoint_folder_name(step)
         taken = {entry.name for entry in self.folder.iterdir()}
         free = next(i for i in range(len(taken) + 1) if f"{folder.name}.{suffix}-{i}" not in taken)
         return folder.rename(folder.with_name(f"{folder.name}.{suffix}-{free}"))
 
-    def _remove_stale(self, own: Path) -> None:
+    def _remove_stale(self, current: Path) -> None:
         """Remove remaining files of killed saves and deletions, as far as possible."""
-        now = own.stat().st_mtime  # on the clock of the file system
+        current_time = current.stat().st_mtime  # on the clock of the file system
         for path in self.folder.glob(f"{_DELETING}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{_SAVING}*"):
-            if path != own and _is_abandoned(path, now):
+            if path != current and _is_abandoned(path, current_time):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_abandoned(path: Path, now: float) -> bool:
+def _is_abandoned(path: Path, current_time: float) -> bool:
     try:
         if path.name.split("-")[-2] == boot_identity():
             return not is_locked(path)
         changes = [path.stat().st_mtime, *(entry.stat().st_mtime for entry in path.iterdir())]
     except (OSError, IndexError):
         return False
-    return now - max(changes) > ABANDONED_AFTER_S
+    return current_time - max(changes) > ABANDONED_AFTER_S

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME, FileEntry, Manifest, make_entry
 from hpctrain.checkpoint.io.background_io import IoThread, wait_on_all_ranks
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, boot_identity, new_save_token, temporary_name
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator
@@ -45,7 +46,6 @@ class CommitTarget:
         return task.result if task else None
 
     def clean_up(self, work: Callable[[], object]) -> None:
-        """Run a cleanup on this rank, with a short wait if the disk hangs."""
         self.io_thread.submit(work).wait(min(self.io_timeout_s, _CLEANUP_TIMEOUT_S))
 
 
@@ -55,7 +55,7 @@ class RankWrite(Generic[RemarkT]):
     finalize: Callable[[list[tuple[list[FileEntry], RemarkT]]], Mapping[str, bytes]]
     """Function for rank 0: returns all other files, including the manifest, from all entries and remarks."""
     remark: Callable[[], RemarkT]
-    """Called when the files are written; sent to rank 0. See `hpctrain.messages.gather` for the types."""
+    """Called when the files are written; sent to rank 0. See `messages.gather` for the types."""
     fingerprint: Any = None
     """Must be equal on all ranks."""
     ready: Any = None
@@ -66,7 +66,7 @@ class RankWrite(Generic[RemarkT]):
     """Set by `write_and_commit`. If the disk hangs, this may still run after the return."""
 
 
-def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Manifest:
+def write_and_commit(target: CommitTarget, step: int, write: RankWrite[Any]) -> Manifest:
     """Write a checkpoint and commit it. All ranks must call this.
 
     Saves cannot mix. Each save has a new folder name, which rank 0 sends with the step. Every rank compares
@@ -79,28 +79,31 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
     coordinator, directory = target.coordinator, target.directory
     failure = f"the checkpoint of step {step} was not written to {directory.folder}"
     token, machine, alike = coordinator.broadcast(
-        (new_save_token(), boot_identity(), (step, own.fingerprint)), failure
+        (new_save_token(), boot_identity(), (step, write.fingerprint)), failure
     )
     name = temporary_name(step, target.machine or machine, token)
-    coordinator.raise_on_all(_difference(alike, (step, own.fingerprint)), failure)
+    coordinator.raise_on_all(_difference(alike, (step, write.fingerprint)), failure)
     hold = ExitStack()
     try:
         target.run_on_leaders(
-            lambda: hold.enter_context(directory.temporary_folder(name)), failure, own.abort
+            lambda: hold.enter_context(directory.temporary_folder(name)), failure, write.abort
         )
-        own.writer = FileWriter(
-            directory.folder / name, own.files, durable=directory.durable, ready=own.ready
+        write.writer = FileWriter(
+            directory.folder / name, write.files, durable=directory.durable, ready=write.ready
         )
         entries = write_on_all_ranks(
-            coordinator, own.writer, own.abort, timeout_s=target.io_timeout_s, failure=failure
+            coordinator, write.writer, write.abort, timeout_s=target.io_timeout_s, failure=failure
         )
-        brought = coordinator.gather(([astuple(entry) for entry in entries], own.remark()), failure)
+        brought = coordinator.gather(([astuple(entry) for entry in entries], write.remark()), failure)
 
         def seal() -> Mapping[str, bytes]:
             if not coordinator.is_main:
                 return {}
-            return own.finalize(
-                [([FileEntry(*entry) for entry in entries], remark) for entries, remark in brought]
+            return write.finalize(
+                [
+                    ([FileEntry(*entry) for entry in entries], contribution)
+                    for entries, contribution in brought
+                ]
             )
 
         files = coordinator.run_on_all(seal, failure)
@@ -117,7 +120,7 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
             return Manifest.decode(files[MANIFEST_NAME], directory.folder / name)
 
         try:
-            manifest = target.run_on_leaders(commit, failure, own.abort)
+            manifest = target.run_on_leaders(commit, failure, write.abort)
         except PeerLost:
             raise
         except CheckpointError:
@@ -132,18 +135,26 @@ def write_and_commit(target: CommitTarget, step: int, own: RankWrite[Any]) -> Ma
     return shared_manifest(coordinator, manifest, directory.folder, failure)
 
 
+def complete_files(
+    tables: Mapping[str, bytes], plain: Any, entries: Iterable[FileEntry], **fields: Any
+) -> dict[str, bytes]:
+    files = {**tables, STATE_NAME: json.dumps(plain).encode("ascii") + b"\n"}
+    small = (make_entry(name, content) for name, content in files.items())
+    return {**files, MANIFEST_NAME: Manifest(files=(*entries, *small), **fields).encode()}
+
+
 def shared_manifest(
-    coordinator: RankCoordinator, own: Manifest | None, path: Path, waiting_for: str
+    coordinator: RankCoordinator, manifest: Manifest | None, path: Path, waiting_for: str
 ) -> Manifest:
-    """Return rank 0's manifest of the checkpoint at `path` (collective)."""
-    content = coordinator.broadcast(None if own is None else own.encode(), waiting_for)
+    """Collective."""
+    content = coordinator.broadcast(None if manifest is None else manifest.encode(), waiting_for)
     assert content is not None
     return Manifest.decode(content, path)
 
 
-def _difference(of_main: tuple[int, Any], own: tuple[int, Any]) -> str | None:
-    if of_main == own:
+def _difference(of_main: tuple[int, Any], of_rank: tuple[int, Any]) -> str | None:
+    if of_main == of_rank:
         return None
-    if of_main[0] != own[0]:
-        return f"this rank is saving step {own[0]}, but rank 0 is saving step {of_main[0]}"
+    if of_main[0] != of_rank[0]:
+        return f"this rank is saving step {of_rank[0]}, but rank 0 is saving step {of_main[0]}"
     return "the names, types or shapes of this rank's tensors differ from those of rank 0"

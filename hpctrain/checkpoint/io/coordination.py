@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpctrain import messages
+from hpctrain.checkpoint.io import messages
 from hpctrain.errors import CheckpointError, DiskFull, RendezvousError
 
 T = TypeVar("T")
@@ -42,7 +42,8 @@ class RankCoordinator:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.limit_s = limit_s
-        self._lost_reason: str | None = None
+        self.lost_reason: str | None = None
+        """Reason for the loss of communication; None while the ranks can communicate."""
         self._members = [0] if group is None else dist.get_process_group_ranks(group)
         self._group = (
             None
@@ -53,11 +54,6 @@ class RankCoordinator:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    @property
-    def lost_reason(self) -> str | None:
-        """Reason for the loss of communication; None while the ranks can communicate."""
-        return self._lost_reason
 
     def rank_of(self, global_rank: int) -> int:
         return self._members.index(global_rank)
@@ -100,16 +96,16 @@ class RankCoordinator:
         def transfer(group: dist.ProcessGroup) -> None:
             # The time limit applies to each message.
             for start in range(0, max(sizes), _PART_BYTES):
-                part = slice(start, start + _PART_BYTES)
+                block = slice(start, start + _PART_BYTES)
                 pending: list[Any] = [
-                    dist.irecv(tensor[part], self._members[source], group)
+                    dist.irecv(tensor[block], self._members[source], group)
                     for source, tensor in incoming.items()
-                    if len(tensor[part])
+                    if len(tensor[block])
                 ]
-                if target is not None and len(outgoing[part]):
-                    pending.append(dist.isend(outgoing[part], self._members[target], group))
-                for each in pending:
-                    each.wait()
+                if target is not None and len(outgoing[block]):
+                    pending.append(dist.isend(outgoing[block], self._members[target], group))
+                for work in pending:
+                    work.wait()
 
         self._communicate(waiting_for, transfer)
 
@@ -143,18 +139,18 @@ class RankCoordinator:
     def _communicate(self, waiting_for: str, exchange: Callable[[dist.ProcessGroup], Any]) -> None:
         if self._group is None:
             return
-        if self._lost_reason:
-            raise PeerLost(self._lost_reason)
+        if self.lost_reason:
+            raise PeerLost(self.lost_reason)
         try:
             exchange(self._group)
         except (RuntimeError, ValueError, dist.DistError, RendezvousError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._lost_reason = (
+            self.lost_reason = (
                 f"the ranks lost their connection during a checkpoint operation with a time limit of "
                 f"{self.limit_s:g} s ({waiting_for}): {cause}. Saving is impossible until the ranks are "
                 "restarted."
             )
-            raise PeerLost(self._lost_reason) from error
+            raise PeerLost(self.lost_reason) from error
 
 
 def describe_exception(error: BaseException) -> str:

@@ -62,16 +62,16 @@ class FileWriter(IoTask[list[FileEntry]]):
             self._ready.synchronize()
         return [self._write(file) for file in self._files]
 
-    def _write(self, part: FileWrite) -> FileEntry:
+    def _write(self, source: FileWrite) -> FileEntry:
         digest, size, flushed = xxhash.xxh3_128(), 0, 0
-        with open(self._folder / part.name, "xb", buffering=0, opener=own_file) as file:
-            for block in part.blocks():
+        with open(self._folder / source.name, "xb", buffering=0, opener=own_file) as file:
+            for block in source.blocks():
                 if self.stop.is_set():
                     break
                 digest.update(block)
-                rest = block
-                while rest:
-                    rest = rest[file.write(rest) :]
+                unwritten = block
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
                     self.last_progress = time.monotonic()
                 size += len(block)
                 if self._durable and size - flushed >= _FLUSH_BYTES:
@@ -79,7 +79,7 @@ class FileWriter(IoTask[list[FileEntry]]):
                     self.last_progress, flushed = time.monotonic(), size
             if self._durable:
                 os.fsync(file.fileno())
-        return FileEntry(part.name, size, digest.hexdigest())
+        return FileEntry(source.name, size, digest.hexdigest())
 
 
 def write_on_all_ranks(

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
-from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
+from hpctrain.checkpoint.format.manifest import STATE_NAME, FileEntry, Manifest
 from hpctrain.checkpoint.format.state_tree import STATE_KEY, join_tree, rank_key, split_tree
 from hpctrain.checkpoint.io.background_io import IoTask, wait_on_all_ranks
 from hpctrain.checkpoint.io.commit import CommitTarget, shared_manifest
@@ -24,8 +24,6 @@ from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_except
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 from hpctrain.torch_compat import ShardedTensor
-
-STATE_NAME = "state.json"
 
 T = TypeVar("T")
 
@@ -68,13 +66,13 @@ def check_shared(target: CommitTarget, step: int) -> VerifiedCheckpoint:
 
 
 def check_files(
-    coordinator: RankCoordinator, folder: Path, own: Sequence[FileEntry], *, all_see_it: bool
+    coordinator: RankCoordinator, folder: Path, share: Sequence[FileEntry], *, all_see_it: bool
 ) -> None:
     """Verify this rank's files; rank 0 tells damage from a problem of a node (collective)."""
     damaged: list[FileEntry] = []
 
     def check(on_read: Callable[[], object]) -> None:
-        for entry in own:
+        for entry in share:
             try:
                 entry.verify(folder, on_read)
             except CorruptCheckpoint:
@@ -121,8 +119,8 @@ def check_on_all(coordinator: RankCoordinator, check: Callable[[Callable[[], obj
     threading.Thread(target=task.run, name="hpctrain-checkpoint-check", daemon=True).start()
     wait_on_all_ranks(coordinator, task, threading.Event(), timeout_s=coordinator.limit_s, failure=failure)
     finding = (False, task.error) if task.error else finding
-    findings = [found for found in coordinator.all_gather(finding, failure) if found is not None]
-    for broken, text in sorted(findings, key=lambda found: found[0]):
+    findings = [of_rank for of_rank in coordinator.all_gather(finding, failure) if of_rank is not None]
+    for broken, text in sorted(findings, key=lambda of_rank: of_rank[0]):
         raise CorruptCheckpoint(text) if broken else CheckpointError(text)
     return task.result  # type: ignore[return-value]
 
@@ -137,16 +135,18 @@ def load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any) 
 def _load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any) -> LoadedCheckpoint:
     plain = json.loads((verified.folder / STATE_NAME).read_bytes())
     reader = TensorReader(verified.folder)
-    own = rank_key(coordinator.rank)
+    prefix = rank_key(coordinator.rank)
     same_ranks = verified.manifest.world_size == coordinator.world_size
     distributed = _distributed(like)
     tensors: dict[str, Any] = {
         key: _empty_like(distributed, key, reader.empty(key))
-        for key in reader.keys([STATE_KEY, *([own] if same_ranks else [])])
+        for key in reader.keys([STATE_KEY, *([prefix] if same_ranks else [])])
     }
     with suppress_single_process_warning():
         dcp_load(tensors, storage_reader=reader, no_dist=True)
-    rank_state = {key.removeprefix(own): tensors.pop(key) for key in list(tensors) if key.startswith(own)}
+    rank_state = {
+        key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)
+    }
     state = join_tree(plain, tensors)
     manifest = verified.manifest
     own_state = rank_state if same_ranks else None
@@ -158,16 +158,16 @@ def _distributed(like: Any) -> dict[str, torch.Tensor]:
     return {key: value for key, value in tensors.items() if isinstance(value, (DTensor, ShardedTensor))}
 
 
-def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, whole: torch.Tensor) -> torch.Tensor:
+def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor, distributed like the tensor at its path or one of its size above that path."""
     if not distributed:
-        return whole
+        return tensor
     steps = key.split("/")
     for length in range(len(steps), 0, -1):
         similar = distributed.get("/".join(steps[:length]))
-        if similar is not None and similar.size() == whole.size():
-            return torch.empty_like(similar, dtype=whole.dtype)
-    return whole
+        if similar is not None and similar.size() == tensor.size():
+            return torch.empty_like(similar, dtype=tensor.dtype)
+    return tensor
 
 
 @contextlib.contextmanager

@@ -12,8 +12,6 @@ from hpctrain.rundir import rank_steps
 
 @dataclass(frozen=True)
 class Retention:
-    """Retention rules; a checkpoint is kept if any rule applies."""
-
     last: int = 3
     every: int | None = None
     """Keep the checkpoints whose step is a multiple of this number; None keeps none by this rule."""
@@ -25,12 +23,12 @@ class Retention:
     """Name of the metric of the score. Scores of other metrics do not count."""
 
     def __post_init__(self) -> None:
-        for name, least in (("last", 1), ("every", 1), ("best", 0)):
+        for name, minimum in (("last", 1), ("every", 1), ("best", 0)):
             value = getattr(self, name)
             if value is None and name == "every":
                 continue
-            if type(value) is not int or value < least:
-                raise UserError(f"{name} is {value!r}, but must be an integer of at least {least}.")
+            if type(value) is not int or value < minimum:
+                raise UserError(f"{name} is {value!r}, but must be an integer of at least {minimum}.")
         if self.mode not in ("min", "max"):
             raise UserError(f"mode is {self.mode!r}, but must be 'min' or 'max'.")
 

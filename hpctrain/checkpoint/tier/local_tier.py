@@ -38,35 +38,6 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 class LocalTier:
     def __init__(
         self,
-        folder: Path,
-        shared: CommitTarget,
-        coordinator: RankCoordinator,
-        *,
-        members: list[int],
-        machine: str,
-        limit_bytes: int | None,
-        on_copied: Callable[[Manifest, float], None],
-        on_failure: Callable[[TierCopyFailed], None],
-    ) -> None:
-        self._shared = shared.directory
-        self._limit_bytes, self._num_members = limit_bytes, len(members)
-        leads = coordinator.rank == min(members)
-        directory = CheckpointDir(folder, durable=False)
-        self.target = CommitTarget(
-            shared.coordinator,
-            directory,
-            is_leader=leads,
-            node_local=True,
-            machine=machine,
-            io_timeout_s=shared.io_timeout_s,
-        )
-        self._copier = TierCopier(
-            self.target, shared, coordinator, on_copied=on_copied, on_failure=on_failure
-        )
-
-    @classmethod
-    def open(
-        cls,
         base: Path,
         shared: CommitTarget,
         coordinator: RankCoordinator,
@@ -74,8 +45,8 @@ class LocalTier:
         limit_bytes: int | None,
         on_copied: Callable[[Manifest, float], None],
         on_failure: Callable[[TierCopyFailed], None],
-    ) -> tuple[LocalTier | None, str | None]:
-        """Create a folder in `base` on every node; return the tier, or None and the reason (collective)."""
+    ) -> None:
+        """Create a folder in `base` on every node, or raise CheckpointError on all ranks (collective)."""
         folder = tier_folder(base, shared.directory.folder)
         token = coordinator.broadcast(secrets.token_hex(4), f"opening the local_checkpoints folder {base}")
         marker = folder / f".rank-{token}-{coordinator.rank}"
@@ -87,28 +58,27 @@ class LocalTier:
             make_private_folder(folder, "local_checkpoints")
             marker.touch()
 
-        try:
-            coordinator.run_on_all(mark, failure)
-            machines = coordinator.all_gather(boot_identity(), failure)
-            seen = coordinator.run_on_all(lambda: list(folder.glob(f".rank-{token}-*")), failure)
-            coordinator.run_on_all(marker.unlink, failure)
-        except CheckpointError as error:
-            return None, f"{error}. Checkpoints are written directly to {shared.directory.folder}."
-        members = [int(path.name.rpartition("-")[2]) for path in seen]
-        tier = cls(
-            folder,
-            shared,
-            coordinator,
-            members=members,
+        coordinator.run_on_all(mark, failure)
+        machines = coordinator.all_gather(boot_identity(), failure)
+        markers = coordinator.run_on_all(lambda: list(folder.glob(f".rank-{token}-*")), failure)
+        coordinator.run_on_all(marker.unlink, failure)
+        members = [int(path.name.rpartition("-")[2]) for path in markers]
+        self._shared = shared.directory
+        self._limit_bytes, self._num_members = limit_bytes, len(members)
+        self.target = CommitTarget(
+            shared.coordinator,
+            CheckpointDir(folder, durable=False),
+            is_leader=coordinator.rank == min(members),
+            node_local=True,
             machine=machines[min(members)],
-            limit_bytes=limit_bytes,
-            on_copied=on_copied,
-            on_failure=on_failure,
+            io_timeout_s=shared.io_timeout_s,
         )
-        return tier, None
+        self._copier = TierCopier(
+            self.target, shared, coordinator, on_copied=on_copied, on_failure=on_failure
+        )
 
     def make_room(self, num_bytes: int) -> None:
-        """Ensure that a save of `num_bytes` bytes per rank fits (collective)."""
+        """Collective."""
         self._drop_superseded(keep_newest=True)
         self.target.coordinator.run_on_all(
             lambda: self._check_room(num_bytes), "the local_checkpoints folder was not used"
@@ -151,8 +121,8 @@ class LocalTier:
             )
         except OSError as error:
             reason = describe_exception(error)
-            why = f"its checkpoints could not be compared with those in {shared}: {reason}"
-            return [f"{directory.folder} was kept, because {why}."]
+            problem = f"its checkpoints could not be compared with those in {shared}: {reason}"
+            return [f"{directory.folder} was kept, because {problem}."]
         if newest > in_shared:
             return [f"Step {newest} exists only in {directory.folder}; it was not copied to {shared}."]
         if self.target.is_leader:
@@ -167,14 +137,14 @@ class LocalTier:
 
     def find(self, step: int, node_files: list[NodeFiles | None]) -> VerifiedCheckpoint:
         """Return the checkpoint of a step if the available parts are complete (collective)."""
-        found = find_complete(self.target, step, node_files)
-        if found.all_ranks_see_all:
+        on_nodes = find_complete(self.target, step, node_files)
+        if on_nodes.all_ranks_see_all:
             return VerifiedCheckpoint(
-                self.target.directory.folder / checkpoint_folder_name(step), found.manifest
+                self.target.directory.folder / checkpoint_folder_name(step), on_nodes.manifest
             )
-        large = [entry.name for entry in found.own if entry.name.endswith(LARGE_SUFFIX)]
-        self._copier.copy(step, large, found.small)
-        return VerifiedCheckpoint(self._shared.folder / checkpoint_folder_name(step), found.manifest)
+        large = [entry.name for entry in on_nodes.own if entry.name.endswith(LARGE_SUFFIX)]
+        self._copier.copy(step, large, on_nodes.small)
+        return VerifiedCheckpoint(self._shared.folder / checkpoint_folder_name(step), on_nodes.manifest)
 
     def reset_to(self, verified: VerifiedCheckpoint | None) -> None:
         """Drop steps that can no longer be loaded; copy the loaded step (collective)."""

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name, stored_chunks
-from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, FileEntry, Manifest, make_entry
+from hpctrain.checkpoint.format.manifest import FileEntry
 from hpctrain.checkpoint.format.staged_file import StagedFile, pin_memory
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity
-from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, write_and_commit
+from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, complete_files, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, describe_exception
 from hpctrain.checkpoint.io.file_writer import file_copy_write
-from hpctrain.checkpoint.io.loading import STATE_NAME, list_shared_steps
+from hpctrain.checkpoint.io.loading import list_shared_steps
 from hpctrain.checkpoint.staging import StateStager
 from hpctrain.errors import CheckpointError
 from hpctrain.files import own_file, read_json
@@ -74,8 +74,10 @@ class MemoryCopies:
     def __init__(self, folder: Path, coordinator: RankCoordinator, attempt: int) -> None:
         self._folder, self._coordinator, self._attempt = folder, coordinator, attempt
         machines = coordinator.all_gather((boot_identity(), str(folder)), "copies in memory")
-        self._on_node = [rank for rank, each in enumerate(machines) if each == machines[coordinator.rank]]
-        targets = find_neighbors([machines.index(each) for each in machines])
+        self._on_node = [
+            rank for rank, machine in enumerate(machines) if machine == machines[coordinator.rank]
+        ]
+        targets = find_neighbors([machines.index(machine) for machine in machines])
         self._target = targets.get(coordinator.rank)
         self._sources = [source for source, target in targets.items() if target == coordinator.rank]
         self._files = {
@@ -138,13 +140,12 @@ class MemoryCopies:
 
     def clear(self) -> None:
         self.wait()
-        for copy_file in (each for files in self._files.values() for each in files):
+        for copy_file in (of_slot for files in self._files.values() for of_slot in files):
             copy_file.marker.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the copies, and the folder if it is then empty."""
         self.clear()
-        for copy_file in (each for files in self._files.values() for each in files):
+        for copy_file in (of_slot for files in self._files.values() for of_slot in files):
             copy_file.path.unlink(missing_ok=True)
         with suppress(FileNotFoundError):  # another rank of the node removed the folder meanwhile
             if not any(self._folder.glob("[0-9]*")):
@@ -155,8 +156,10 @@ class MemoryCopies:
         sizes = self._coordinator.all_gather(num_bytes, "the size of the state")
         copies = 4 if self.has_neighbors else 2
         needed, free = copies * sum(sizes[rank] for rank in self._on_node), free_memory(self._folder)
-        fits = self._coordinator.all_gather([needed <= _MAX_MEMORY_SHARE * free, needed, free], "free memory")
-        for is_enough, required, available in fits:
+        of_nodes = self._coordinator.all_gather(
+            [needed <= _MAX_MEMORY_SHARE * free, needed, free], "free memory"
+        )
+        for is_enough, required, available in of_nodes:
             if not is_enough:
                 self.problem = (
                     f"copies of the state in memory need {required / 2**20:.0f} MiB on a node, more than "
@@ -180,7 +183,6 @@ class MemoryCopies:
         return f'{json.dumps(marker)[:-1]}, "chunks": {self._layout[1]}}}'.encode()
 
     def _finish(self, slot: int, content: memoryview, marker: bytes, ready: Any) -> None:
-        """Mark the copy as complete, and exchange it with the neighbors."""
         try:
             if ready is not None and marker:
                 ready.synchronize()
@@ -219,7 +221,8 @@ class MemoryCopies:
 def find_neighbors(leaders: list[int]) -> dict[int, int]:
     """Return the rank on the next node that stores a copy of each rank's part; empty with a single node."""
     nodes = [
-        [rank for rank, other in enumerate(leaders) if other == leader] for leader in sorted(set(leaders))
+        [rank for rank, leader_of_rank in enumerate(leaders) if leader_of_rank == leader]
+        for leader in sorted(set(leaders))
     ]
     if len(nodes) == 1:
         return {}
@@ -264,13 +267,16 @@ def commit_newest_copy(
 ) -> str | None:
     """Write the newest complete copy, if newer than all checkpoints, and remove all copies (collective)."""
     coordinator = target.coordinator
-    own = _read_markers(folder)
-    seen = coordinator.all_gather(
-        [(each["step"], each["attempt"], each["world_size"], each["rank"]) for each in own.values()],
+    markers = _read_markers(folder)
+    of_ranks = coordinator.all_gather(
+        [
+            (marker["step"], marker["attempt"], marker["world_size"], marker["rank"])
+            for marker in markers.values()
+        ],
         f"the copies of the state in {folder}",
     )
     holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
-    for holder, copies in enumerate(seen):
+    for holder, copies in enumerate(of_ranks):
         for *key, source in copies:
             holders.setdefault((key[0], key[1], key[2]), {}).setdefault(source, []).append(holder)
     complete = [
@@ -283,7 +289,7 @@ def commit_newest_copy(
     if newest is not None and newest[0] > newest_checkpoint:
         mine = {
             path: marker
-            for path, marker in own.items()
+            for path, marker in markers.items()
             if (marker["step"], marker["attempt"], marker["world_size"]) == newest
             and _choose(holders[newest][marker["rank"]], marker["rank"]) == coordinator.rank
         }
@@ -313,23 +319,33 @@ def _read_markers(folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _commit(
-    target: CommitTarget, own: Mapping[Path, dict[str, Any]], step: int, checked: Callable[[str], bool] | None
+    target: CommitTarget,
+    copies: Mapping[Path, dict[str, Any]],
+    step: int,
+    checked: Callable[[str], bool] | None,
 ) -> None:
     writes = []
-    for path, marker in own.items():
+    for path, marker in copies.items():
         os.truncate(path, marker["bytes"])
         writes.append(replace(file_copy_write(path), name=rank_file_name(marker["rank"])))
 
     def seal(contributions: list[tuple[list[FileEntry], list[Any]]]) -> dict[str, bytes]:
-        entries = [entry for files, _ in contributions for entry in files]
-        markers = sorted((each for _, remark in contributions for each in remark), key=lambda each: each[0])
+        markers = sorted(
+            (marker for _, of_rank in contributions for marker in of_rank), key=lambda marker: marker[0]
+        )
         tables = build_tables(StoredChunk(*chunk) for _, chunks, *_ in markers for chunk in chunks)
         _, _, plain, verified_step, world_size, _ = markers[0]
-        files = {**tables, STATE_NAME: json.dumps(plain).encode("ascii") + b"\n"}
-        entries += [make_entry(name, content) for name, content in files.items()]
-        finite = None if checked is None else all(each[5] for each in markers)
-        manifest = Manifest(step, world_size, time.time(), None, tuple(entries), finite, verified_step)
-        return {**files, MANIFEST_NAME: manifest.encode()}
+        return complete_files(
+            tables,
+            plain,
+            [entry for entries, _ in contributions for entry in entries],
+            step=step,
+            world_size=world_size,
+            time=time.time(),
+            score=None,
+            finite=None if checked is None else all(marker[5] for marker in markers),
+            verified_step=verified_step,
+        )
 
     def remark() -> list[Any]:
         fields = ("rank", "chunks", "plain", "verified_step", "world_size")
@@ -338,7 +354,7 @@ def _commit(
                 *(marker[name] for name in fields),
                 checked is None or _is_finite(path, marker["chunks"], checked),
             ]
-            for path, marker in own.items()
+            for path, marker in copies.items()
         ]
 
     write_and_commit(target, step, RankWrite(writes, seal, remark))
@@ -346,7 +362,7 @@ def _commit(
 
 def _is_finite(path: Path, chunks: list[Any], checked: Callable[[str], bool]) -> bool:
     content = memoryview(path.read_bytes())
-    for chunk in (StoredChunk(*each) for each in chunks):
+    for chunk in (StoredChunk(*fields) for fields in chunks):
         if checked(chunk.key):
             data = io.BytesIO(content[chunk.offset : chunk.offset + chunk.length])
             tensor = torch.load(data, weights_only=True)

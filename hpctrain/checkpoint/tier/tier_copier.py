@@ -24,13 +24,9 @@ from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 LARGE_SUFFIX = ".distcp"
 
 
-@dataclass(frozen=True)
-class NodeFiles:
-    """The files of a step that a rank sees in the folder of its node."""
-
-    manifest: str
-    names: frozenset[str]
-    """Files whose size matches the manifest."""
+#: The files of a step in the folder of a node: checksum of the manifest, and names of the files whose size
+#: matches the manifest.
+NodeFiles = tuple[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -44,35 +40,29 @@ class NodeCheckpoint:
 
 
 def gather_node_files(target: CommitTarget) -> dict[int, list[NodeFiles | None]]:
-    """Return the files in the node folders of all ranks, by step (collective)."""
+    """Collective."""
     coordinator, folder = target.coordinator, target.directory.folder
-    own = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
-    told = coordinator.all_gather(
-        {step: (held.manifest, sorted(held.names)) for step, held in own.items()},
-        "listing the local_checkpoints folder",
-    )
-    everyone = [
-        {step: NodeFiles(manifest, frozenset(names)) for step, (manifest, names) in held.items()}
-        for held in told
-    ]
-    steps = {step for node_files in everyone for step in node_files}
-    return {step: [node_files.get(step) for node_files in everyone] for step in steps}
+    of_node = coordinator.run_on_all(lambda: _local_node_files(folder), f"{folder} cannot be listed")
+    of_ranks = coordinator.all_gather(of_node, "listing the local_checkpoints folder")
+    steps = {step for of_rank in of_ranks for step in of_rank}
+    return {step: [of_rank.get(step) for of_rank in of_ranks] for step in steps}
 
 
 def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | None]) -> NodeCheckpoint:
-    """Verify the parts of a step (collective)."""
+    """Collective."""
     coordinator, path = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
     # If two attempts saved this step, use the version that more ranks see.
-    kinds = [each.manifest for each in node_files if each is not None]
+    kinds = [checksum for checksum, _ in filter(None, node_files)]
     kind = max(sorted(set(kinds)), key=kinds.count)
-    holders = [rank for rank, each in enumerate(node_files) if each is not None and each.manifest == kind]
+    names = {rank: set(files[1]) for rank, files in enumerate(node_files) if files and files[0] == kind}
+    holders = list(names)
     reads = coordinator.rank == holders[0]
     own_small = check_on_all(coordinator, lambda _: read_small_files(path) if reads else None)
-    small = next(each for each in coordinator.all_gather(own_small, f"reading {path}") if each is not None)
+    small = next(files for files in coordinator.all_gather(own_small, f"reading {path}") if files is not None)
     manifest = Manifest.decode(small.get(MANIFEST_NAME, b""), path)
     shares, loads = {rank: list[FileEntry]() for rank in holders}, dict.fromkeys(holders, 0)
     for entry in manifest.files:
-        seeing = [rank for rank in holders if entry.name in _names(node_files[rank])]
+        seeing = [rank for rank in holders if entry.name in names[rank]]
         if not seeing:
             raise CorruptCheckpoint(
                 f"{path} is incomplete: no node of this attempt has a complete copy of {entry.name}."
@@ -80,42 +70,37 @@ def find_complete(target: CommitTarget, step: int, node_files: list[NodeFiles | 
         rank = min(seeing, key=lambda rank: loads[rank])
         shares[rank].append(entry)
         loads[rank] += entry.bytes
-    own = shares.get(coordinator.rank, [])
-    check_files(coordinator, path, own, all_see_it=False)
+    share = shares.get(coordinator.rank, [])
+    check_files(coordinator, path, share, all_see_it=False)
     everything = {entry.name for entry in manifest.files}
     all_see_all = len(holders) == coordinator.world_size and all(
-        _names(each) >= everything for each in node_files
+        names_of_rank >= everything for names_of_rank in names.values()
     )
-    return NodeCheckpoint(manifest, small, own, all_see_all)
+    return NodeCheckpoint(manifest, small, share, all_see_all)
 
 
 def read_small_files(path: Path) -> dict[str, bytes]:
-    """Return the content of all files except the large ones."""
     return {
         entry.name: entry.read_bytes() for entry in path.iterdir() if not entry.name.endswith(LARGE_SUFFIX)
     }
 
 
 def _local_node_files(folder: Path) -> dict[int, NodeFiles]:
-    own: dict[int, NodeFiles] = {}
+    of_steps: dict[int, NodeFiles] = {}
     for step in list_checkpoint_steps(folder):
         path = folder / checkpoint_folder_name(step)
         try:
             content = read_regular(path / MANIFEST_NAME)
             files = Manifest.decode(content, path).files
-            names = frozenset(
+            names = sorted(
                 entry.name
                 for entry in files
                 if (path / entry.name).is_file() and (path / entry.name).stat().st_size == entry.bytes
             )
         except (OSError, CheckpointError):
-            content, names = b"", frozenset()
-        own[step] = NodeFiles(xxhash.xxh3_128_hexdigest(content), names)
-    return own
-
-
-def _names(holding: NodeFiles | None) -> frozenset[str]:
-    return frozenset() if holding is None else holding.names
+            content, names = b"", []
+        of_steps[step] = xxhash.xxh3_128_hexdigest(content), names
+    return of_steps
 
 
 class TierCopyFailed(CheckpointError):
@@ -150,7 +135,6 @@ class TierCopier:
 
     @property
     def pending_steps(self) -> set[int]:
-        """Steps not yet copied, on rank 0."""
         with self._lock:
             return self._in_use | {step for step, _ in self._pending}
 
@@ -166,7 +150,7 @@ class TierCopier:
             return False
 
     def start(self, step: int) -> None:
-        """Copy this step and steps requested during the copy (collective)."""
+        """Collective."""
         if self._thread is not None:
             self._thread.join()  # the end has already been requested
         self._thread = threading.Thread(
@@ -195,13 +179,13 @@ class TierCopier:
                     raise CorruptCheckpoint(f"{path / entry.name} has changed since it was written.")
             return files
 
-        own = RankWrite(
+        write = RankWrite(
             [file_copy_write(path / name) for name in large], seal, lambda: None, abort=self._abort
         )
-        return write_and_commit(self._shared, step, own)
+        return write_and_commit(self._shared, step, write)
 
-    def _copy_all(self, first: int) -> None:
-        step: int | None = first
+    def _copy_all(self, first_step: int) -> None:
+        step: int | None = first_step
         while step is not None:
             begun = time.monotonic()
             try:
@@ -218,11 +202,11 @@ class TierCopier:
     def _copy_shares(self, step: int) -> Manifest:
         """Copy a step, and divide its large files among the ranks that see them (collective)."""
         failure = f"step {step} was not copied from {self._nodes.directory.folder}"
-        own = self._coordinator.run_on_all(lambda: self._large_files(step), failure)
-        seen = self._coordinator.all_gather(own, failure)
+        names = self._coordinator.run_on_all(lambda: self._large_files(step), failure)
+        names_of_ranks = self._coordinator.all_gather(names, failure)
         shares: dict[str, int] = {}
-        for name in {name for names in seen for name in names}:
-            holders = [rank for rank, names in enumerate(seen) if name in names]
+        for name in {name for names in names_of_ranks for name in names}:
+            holders = [rank for rank, names in enumerate(names_of_ranks) if name in names]
             # The rank that wrote the file, if it exists in this attempt.
             shares[name] = min(holders, key=lambda rank: (rank_file_name(rank) != name, rank))
         large = sorted(name for name, rank in shares.items() if rank == self._coordinator.rank)
@@ -230,7 +214,7 @@ class TierCopier:
 
     def _large_files(self, step: int) -> list[str]:
         path = self._nodes.directory.folder / checkpoint_folder_name(step)
-        return [each.name for each in path.glob(f"*{LARGE_SUFFIX}")]
+        return [file.name for file in path.glob(f"*{LARGE_SUFFIX}")]
 
     def _next_step(self) -> int | None:
         if not self._coordinator.is_main:

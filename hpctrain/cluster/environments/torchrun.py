@@ -1,12 +1,11 @@
-"""Ranks in torch's own variables, set by torchrun and compatible launchers."""
+"""Detect ranks in torch's own variables, set by torchrun and compatible launchers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from hpctrain.cluster.env_variables import first_set, read_int, read_port
-from hpctrain.cluster.mpi_launchers import is_local_address
+from hpctrain.cluster.env_variables import first_set, is_local_address, read_int, read_port
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
 
@@ -20,13 +19,7 @@ REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 
 def detect(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks set by torchrun or a compatible launcher; None without RANK and WORLD_SIZE.
-
-    RANK=0 and WORLD_SIZE=1 without the other variables are ignored.
-
-    Raises:
-        EnvironmentMismatch: variables are missing, or contradict each other.
-    """
+    """Return the ranks that torchrun or a compatible launcher has set, or None."""
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         return None
     world_size = read_int(environ, "WORLD_SIZE")

@@ -23,10 +23,9 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
 
 
 def choose_backend(
-    asked: Literal["auto", "slurm", "local"], environ: Mapping[str, str], *, dry_run: bool = False
+    requested: Literal["auto", "slurm", "local"], environ: Mapping[str, str], *, dry_run: bool = False
 ) -> tuple[Backend, list[str]]:
-    """Return the backend for a submission, and notes for the user about the choice."""
-    if asked == "local":
+    if requested == "local":
         return open_backend("local", environ), []
     from hpctrain.jobs.backends.slurm import SlurmBackend
     from hpctrain.slurm.command import is_transient
@@ -35,14 +34,14 @@ def choose_backend(
     trouble = slurm.unavailable_reason()
     if trouble is None:
         return slurm, []
-    if asked == "slurm" and dry_run:
+    if requested == "slurm" and dry_run:
         return slurm, []
     if is_transient(trouble):  # this machine may be a login node, where no training must start
         raise SchedulerError(
             f"Slurm is set up on this machine but does not respond: {trouble}. Try again later, "
             "or use --backend local to run on this machine."
         )
-    if asked == "slurm":
+    if requested == "slurm":
         raise SchedulerError(
             f"Slurm cannot be used on this machine: {trouble}. Submit from a login node of the cluster, "
             "or use --backend local to run on this machine."

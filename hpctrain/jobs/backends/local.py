@@ -45,21 +45,22 @@ class LocalBackend:
 
     def check(self, spec: JobSpec, script: str, habits: SiteConventions) -> PreflightResult:  # noqa: ARG002 (there is no site)
         at_once = _tasks_at_once(spec)
-        most = max(_MIN_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
-        if (asked := at_once * spec.world_size) > most:
+        max_ranks = max(_MIN_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
+        if (num_ranks := at_once * spec.world_size) > max_ranks:
             options = "--nodes, --gpus-per-node, --ntasks-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
-                f"The job requests {asked} ranks ({options}), but the local backend starts at most {most} on "
-                f"this machine with {os.cpu_count()} CPUs. Request fewer ranks, or submit to a cluster."
+                f"The job requests {num_ranks} ranks ({options}), but the local backend starts at most "
+                f"{max_ranks} on this machine with {os.cpu_count()} CPUs. Request fewer ranks, or submit to "
+                "a cluster."
             )
         notes = []
         if spec.array:
-            how = (
+            advice = (
                 f"{at_once} at a time"
                 if at_once > 1
                 else f"one after another. Use --array {spec.array.partition('%')[0]}%2 to run two at a time"
             )
-            notes.append(f"The tasks of the job array run on this machine, {how}.")
+            notes.append(f"The tasks of the job array run on this machine, {advice}.")
         if spec.directives:
             options = ", ".join(f"--{key}" for key in spec.directives)
             notes.append(f"The local backend ignores these Slurm options: {options}.")
@@ -70,16 +71,17 @@ class LocalBackend:
     def _check_gpus(self, spec: JobSpec, at_once: int) -> list[str]:
         from hpctrain.telemetry.sampling.nvml import count_gpus
 
-        here = count_gpus(self._environ)
-        if here == 0:
+        num_gpus = count_gpus(self._environ)
+        if num_gpus == 0:
             return [f"No GPU found, so {pluralize(spec.world_size, 'rank')} will run on CPUs."]
         factors = [spec.nodes, spec.gpus_per_node, *([at_once] if at_once > 1 else [])]
-        if (asked := math.prod(factors)) > here:
+        if (requested := math.prod(factors)) > num_gpus:
             options = "--nodes, --gpus-per-node" + (", --array" if at_once > 1 else "")
             raise SpecError(
-                f"The job requests {' × '.join(map(str, factors))} = {pluralize(asked, 'GPU')} ({options}), "
-                f"but this machine has {here}, which all simulated nodes share. Request fewer GPUs, or use "
-                f"CPU ranks with --ntasks-per-node {spec.gpus_per_node} instead of --gpus-per-node."
+                f"The job requests {' × '.join(map(str, factors))} = {pluralize(requested, 'GPU')} "
+                f"({options}), but this machine has {num_gpus}, which all simulated nodes share. Request "
+                f"fewer GPUs, or use CPU ranks with --ntasks-per-node {spec.gpus_per_node} instead of "
+                "--gpus-per-node."
             )
         if spec.gpu_type is not None:
             return [
@@ -129,10 +131,10 @@ class LocalBackend:
         try:
             is_going = is_locked(run.lock)
         except PermissionError:
-            words = (
+            explanation = (
                 f"{shlex.quote(str(run.lock))} belongs to another user, and only that user can read the state"
             )
-            return JobStateView(RunState.UNKNOWN, words)
+            return JobStateView(RunState.UNKNOWN, explanation)
         if is_going:
             return JobStateView(RunState.RUNNING)
         if _waits_in_array(run):
@@ -146,12 +148,10 @@ class LocalBackend:
 
 
 def _tasks_at_once(spec: JobSpec) -> int:
-    """Return the number of concurrent tasks of an array; one by default."""
     return JobArray.parse(spec.array).throttle or 1 if spec.array else 1
 
 
 def _waits_in_array(run: RunDir) -> bool:
-    """Return true if the run is a pending task of an array."""
     return run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)
 
 
@@ -180,7 +180,6 @@ def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:
 
 
 def _supervisor_of(run: RunDir) -> int:
-    """Return the id of the process that holds the run's lock."""
     deadline = time.monotonic() + _NUMBER_LIMIT_S
     # The process id in the lock file is valid only while the lock is held.
     while is_locked(run.lock):

@@ -9,9 +9,8 @@ from functools import cache
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult
-from hpctrain.jobs.site.job_request import JobRequest
 from hpctrain.jobs.site.mounts import path_notes
-from hpctrain.jobs.site.site_check import check_request, explain_refusal, waits_for_nodes
+from hpctrain.jobs.site.site_check import JobRequest, check_request, explain_refusal, waits_for_nodes
 from hpctrain.slurm.command import SlurmCall, is_transient, run_slurm
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import strip_job_env
@@ -82,7 +81,6 @@ def preflight_slurm(
 
 
 def expected_start(request: JobRequest, output: str, error: str = "") -> str:
-    """Return a sentence on the expected start of the job, from the answer of `sbatch --test-only`."""
     if error:
         return f"No estimated start: {error}."
     if (match := _START.search(output)) is None:
@@ -94,24 +92,23 @@ def expected_start(request: JobRequest, output: str, error: str = "") -> str:
     if request.is_given("hold"):
         return "The job is held (--hold) and will start only after `scontrol release`."
     # The forecast ignores dependencies (seen with Slurm 22.05).
-    when = _when(time)
+    start_text = _when(time)
     if request.is_given("dependency"):
         condition = "its dependency is satisfied (--dependency)"
-        when = f"when {condition}" if when == _NOW else f"{when}, after {condition}"
-    return f"Estimated start: {when}, on {nodes}{f', partition {partition}' if partition else ''}."
+        start_text = f"when {condition}" if start_text == _NOW else f"{start_text}, after {condition}"
+    return f"Estimated start: {start_text}, on {nodes}{f', partition {partition}' if partition else ''}."
 
 
 def _when(time: str) -> str:
     if (seconds := parse_timestamp(time)) is None:
         return time
-    start, now = datetime.fromtimestamp(seconds), datetime.now()
-    if (start - now).total_seconds() < _IMMEDIATE_S:
+    start, today = datetime.fromtimestamp(seconds), datetime.now()
+    if (start - today).total_seconds() < _IMMEDIATE_S:
         return _NOW
-    return f"{start:%H:%M}" if start.date() == now.date() else f"{start:%Y-%m-%d %H:%M}"
+    return f"{start:%H:%M}" if start.date() == today.date() else f"{start:%Y-%m-%d %H:%M}"
 
 
 def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Site) -> str:
-    """Return a sentence on the maximum cost of the job for each start."""
     spec = request.spec
     num_tasks = len(JobArray.parse(array).indices) if (array := request.value("array")) else 1
     gpus, cpus = spec.gpus_per_node, request.cpus_per_node

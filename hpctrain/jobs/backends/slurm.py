@@ -28,8 +28,6 @@ _PROBE_TIMEOUT_S = 30
 
 
 class SlurmBackend:
-    """Jobs on a Slurm cluster."""
-
     name: ClassVar[BackendName] = "slurm"
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -99,8 +97,7 @@ class SlurmBackend:
                 ) from error
             if is_transient(str(error)):
                 raise SchedulerError(f"The job was not submitted: {error}. Try again later.") from error
-            from hpctrain.jobs.site.job_request import JobRequest
-            from hpctrain.jobs.site.site_check import explain_refusal
+            from hpctrain.jobs.site.site_check import JobRequest, explain_refusal
             from hpctrain.slurm.site_facts import Site
 
             site = self._site[0] if self._site else Site()

@@ -30,13 +30,7 @@ from hpctrain.slurm.job_queries import (
 )
 from hpctrain.slurm.parsing import SOON_S, parse_timestamp
 from hpctrain.slurm.pending_reasons import explain_reason
-from hpctrain.slurm.states import (
-    JobStateView,
-    RunState,
-    base_state,
-    combine_views,
-    parse_job_state,
-)
+from hpctrain.slurm.states import JobStateView, RunState, base_state, combine_views, parse_job_state
 
 #: Seconds: a requeued job that starts within a second of its stop fails with "Job credential revoked".
 REQUEUE_DELAY_S = 2
@@ -62,13 +56,13 @@ _QueryFunction = Callable[[Sequence[str], Mapping[str, str]], JobTable]
 
 def query_jobs(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> list[JobStateView]:
     """Return Slurm's view of each job; do not raise if Slurm is unreachable."""
-    asked = [job for job in jobs if is_job_id(job.job_id)]
-    views, trouble = _listed(asked, query_squeue, environ)
-    if rest := [job for job in asked if job not in views]:
-        ends = _recorded_ends(rest, environ)
+    submitted = [job for job in jobs if is_job_id(job.job_id)]
+    views, trouble = _listed(submitted, query_squeue, environ)
+    if unseen := [job for job in submitted if job not in views]:
+        ends = _recorded_ends(unseen, environ)
         sure = {job: view for job, view in ends.items() if view.job_state not in _REQUEUABLE_STATES}
         views |= sure
-        if unsure := [job for job in rest if job not in sure]:
+        if unsure := [job for job in unseen if job not in sure]:
             views |= _by_name(unsure, trouble, ends, environ)
     odd = JobStateView(RunState.UNKNOWN, "the run record contains no Slurm job id")
     return [views.get(job, odd) for job in jobs]
@@ -83,7 +77,11 @@ def _listed(
     except SchedulerError as error:
         return {}, str(error)
     mine = {job: _rows_of(job, rows) for job in jobs}
-    views = {job: combine_views([_view(row) for row in found]) for job, found in mine.items() if found}
+    views = {
+        job: combine_views([_view(row) for row in rows_of_job])
+        for job, rows_of_job in mine.items()
+        if rows_of_job
+    }
     if ask is query_squeue:
         views |= {job: _REMOVED_VIEW for job in jobs if job not in views and _was_removed(job, rows)}
     return views, None
@@ -111,9 +109,9 @@ def _recorded_ends(jobs: Sequence[JobRecord], environ: Mapping[str, str]) -> dic
     """Return recorded ends of jobs, from accounting or an earlier status query."""
     ends = {}
     for job in jobs:
-        if (seen := job.observed_state) is not None:
+        if (observed := job.observed_state) is not None:
             ends[job] = JobStateView(
-                parse_job_state(seen), f"Slurm reported {seen}", job_state=base_state(seen)
+                parse_job_state(observed), f"Slurm reported {observed}", job_state=base_state(observed)
             )
     # Many clusters have no accounting; the error is ignored.
     recorded, _ = _listed(jobs, query_sacct, environ)
@@ -126,7 +124,6 @@ def _by_name(
     ends: Mapping[JobRecord, JobStateView],
     environ: Mapping[str, str],
 ) -> dict[JobRecord, JobStateView]:
-    """Return views of unlisted jobs, by querying the controller for them."""
     views: dict[JobRecord, JobStateView] = {}
     remembered_s: float | None = None
     # If the controller cannot be reached, a second command would wait again in vain.
@@ -145,25 +142,25 @@ def _by_name(
 
 
 def _unreachable(trouble: str, end: JobStateView | None) -> JobStateView:
-    words = (
+    explanation = (
         f"{trouble}; the last known state is {end.job_state}, but the job may have been requeued since"
         if end is not None
         else trouble
     )
-    return JobStateView(RunState.UNKNOWN, words)
+    return JobStateView(RunState.UNKNOWN, explanation)
 
 
 def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
     """Return the view of a job that is unknown to the controller and has no recorded end."""
-    words = f"Slurm has no record of job {job.job_id}"
+    explanation = f"Slurm has no record of job {job.job_id}"
     silent_s = time.time() - max(job.submitted, last_activity(job.run))
     if silent_s > remembered_s:
         return JobStateView(
-            RunState.FAILED, f"{words}, and the run has not written anything for {silent_s:.0f} s"
+            RunState.FAILED, f"{explanation}, and the run has not written anything for {silent_s:.0f} s"
         )
     return JobStateView(
         RunState.UNKNOWN,
-        f"{words}, although Slurm keeps records of finished jobs for {remembered_s:.0f} s. "
+        f"{explanation}, although Slurm keeps records of finished jobs for {remembered_s:.0f} s. "
         "Check that the run was submitted to this cluster.",
     )
 
@@ -193,9 +190,9 @@ def _view(row: JobRow) -> JobStateView:
         return JobStateView(state, f"Slurm reports {row.state}", job_state=job_state)
     requeued = state is RunState.PENDING and row.reason == "BeginTime" and row.restarts > 0
     held = requeued and not _is_about_to_start(row.eligible_at)
-    words = [row.state] if row.state != state else []
-    words += [_DELAYED if held else explain_reason(row.reason, row.job_id)] if row.reason else []
-    return JobStateView(state, ", ".join(words), held, job_state)
+    details = [row.state] if row.state != state else []
+    details += [_DELAYED if held else explain_reason(row.reason, row.job_id)] if row.reason else []
+    return JobStateView(state, ", ".join(details), held, job_state)
 
 
 def _is_about_to_start(eligible_at: str) -> bool:

@@ -1,4 +1,4 @@
-"""Check this machine: CPUs, memory, GPUs, containers, network, and the installed torch."""
+"""Check this machine: shared memory, GPUs, containers, network, and the installed torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from functools import partial
 from typing import Any
 
 from hpctrain.cluster.addresses import interfaces, is_loopback, resolve_host
-from hpctrain.cluster.amd_gpus import HIP_VARIABLES, ROCR_VARIABLE, list_amd_gpus
-from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, command_output, run_python_probe
+from hpctrain.cluster.amd_gpus import list_amd_gpus
+from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, run_python_probe
 from hpctrain.jobs.submit.container_builder import has_pyxis
 from hpctrain.text import format_memory, pluralize
 
 #: The first import of torch from a file server is slow.
 _TORCH_LIMIT_S = 120.0
 _DRIVER_LIMIT_S = 20.0
-_CONTAINER_LIMIT_S = 10.0
 #: Data workers pass batches in shared memory.
 _LITTLE_SHARED_BYTES = 1 << 30
-
-#: Container programs, each with the argument that prints the version.
-_CONTAINER_PROGRAMS = {"apptainer": "--version", "singularity": "--version", "enroot": "version"}
+_CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
 
 _DRIVER_CODE = """
 import json
@@ -59,9 +56,7 @@ _containers = partial(Finding, "Containers")
 
 
 def check_machine() -> Iterator[Finding]:
-    """Yield findings on CPUs and memory."""
-    usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    yield _machine("CPUs", str(total) if usable == total else f"{usable} of {total} usable by this process")
+    yield _machine("CPUs", str(len(os.sched_getaffinity(0))))
     yield _machine("memory", format_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
     try:
         stat = os.statvfs("/dev/shm")
@@ -77,25 +72,19 @@ def check_machine() -> Iterator[Finding]:
 
 
 def check_gpus(environ: Mapping[str, str]) -> tuple[list[Finding], int]:
-    """Return findings on the GPUs that the driver reports, and their number."""
+    """Return findings on the GPUs that the driver reports, and the number of NVIDIA GPUs."""
     try:
         facts = run_python_probe(["-c", _DRIVER_CODE], environ, _DRIVER_LIMIT_S)
     except ProbeFailed as error:
         value = f"the driver does not respond: {error}"
         return [_machine("GPUs", value, "Check the output of nvidia-smi.", "problem")], 0
-    names: list[str] = facts["names"]
-    if not names and not (amd := list_amd_gpus()):
-        return [_machine("GPUs", "none" if facts["version"] is None else "none usable by this process")], 0
-    if names:
+    if names := facts["names"]:
         kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
         driver = f"{facts['version']}, supports CUDA up to {facts['cuda']}"
-        findings = [_machine("GPUs", kinds), _machine("driver", driver)]
-    else:
-        findings = [_machine("GPUs", f"{len(amd)} × AMD")]
-    for variable in (ROCR_VARIABLE, *HIP_VARIABLES):
-        if value := environ.get(variable, ""):
-            findings.append(_machine(variable, f"{value} (your environment)"))
-    return findings, len(names)
+        return [_machine("GPUs", kinds), _machine("driver", driver)], len(names)
+    if amd_gpus := list_amd_gpus():
+        return [_machine("GPUs", f"{len(amd_gpus)} × AMD")], 0
+    return [_machine("GPUs", "none" if facts["version"] is None else "none usable by this process")], 0
 
 
 def query_torch(environ: Mapping[str, str]) -> dict[str, Any] | ProbeFailed:
@@ -109,7 +98,6 @@ def query_torch(environ: Mapping[str, str]) -> dict[str, Any] | ProbeFailed:
 def torch_findings(
     facts: Mapping[str, Any] | ProbeFailed, *, gpus_here: int, gpus_of_site: int
 ) -> Iterator[Finding]:
-    """Yield findings on torch, given the GPUs that it could use."""
     if isinstance(facts, ProbeFailed):
         remedy = "No rank can start. Repair the Python environment in which hpctrain is installed."
         yield _machine("torch", f"cannot be imported: {facts}", remedy, "problem")
@@ -127,24 +115,17 @@ def torch_findings(
         remedy = "Ranks cannot use the GPUs at this site. Install a torch build with GPU support."
         yield _machine("torch", value, remedy if gpus_of_site and build == "CPUs" else "")
     yield _machine("NCCL", facts["nccl"] or "not in this torch build; required only by ranks on GPUs")
-    if facts["gloo"]:
-        yield _machine("gloo", "available")
-    else:
-        remedy = "Ranks on CPUs require gloo. Install a torch build that includes it."
-        yield _machine("gloo", "not in this torch build", remedy, "problem")
+    remedy = "Ranks on CPUs require gloo. Install a torch build that includes it."
+    gloo = ("available",) if facts["gloo"] else ("not in this torch build", remedy, "problem")
+    yield _machine("gloo", *gloo)
 
 
 def check_containers(environ: Mapping[str, str]) -> tuple[list[Finding], tuple[str, ...]]:
     """Return findings on containers, and the names of the available runtimes."""
     runtimes = {"pyxis": "srun supports --container-image"} if has_pyxis(environ) else {}
-    for program, argument in _CONTAINER_PROGRAMS.items():
-        if (path := shutil.which(program, path=environ.get("PATH"))) is None:
-            continue
-        try:
-            lines = command_output([path, argument], environ, _CONTAINER_LIMIT_S).strip().splitlines()
-            runtimes[program] = (lines or [path])[0]
-        except ProbeFailed as error:
-            runtimes[program] = f"{path}, version unknown: {error}"
+    for program in _CONTAINER_PROGRAMS:
+        if (path := shutil.which(program, path=environ.get("PATH"))) is not None:
+            runtimes[program] = path
     findings = [_containers(name, value) for name, value in runtimes.items()]
     if not findings:
         value = "pyxis, apptainer, singularity and enroot were not found on this machine"
@@ -177,7 +158,5 @@ def check_network() -> Iterator[Finding]:
     for name, address in interfaces():
         if not is_loopback(address.partition("%")[0]) and not address.startswith("fe80:"):
             usable.setdefault(name, [name]).append(address)
-    if usable:
-        yield _network("interfaces", ", ".join(map(" ".join, usable.values())))
-    else:
-        yield _network("interfaces", "loopback only", "Runs on several nodes will not work.")
+    value = ", ".join(map(" ".join, usable.values())) or "loopback only"
+    yield _network("interfaces", value, "" if usable else "Runs on several nodes will not work.")

@@ -37,7 +37,6 @@ class ProbeFailed(HpctrainError):
 
 
 def command_output(argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> str:
-    """Return the output of a program."""
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(

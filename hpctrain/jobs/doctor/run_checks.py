@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError, SpecError, UserError
-from hpctrain.files import parse_yaml, write_atomic
+from hpctrain.errors import HpctrainError, UserError
+from hpctrain.files import write_atomic
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.doctor.folder_checks import check_runs_folder
 from hpctrain.jobs.doctor.machine_checks import (
@@ -36,7 +36,6 @@ from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
 from hpctrain.spec.job_spec import GpuRequestStyle
 
 _SLURM_LIMIT_S = 20.0
-_GPU_DIRECTIVE = "gpu_request_style"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class DoctorReport:
 
     @property
     def problems(self) -> list[Finding]:
-        """Findings that prevent jobs from running."""
         return [finding for finding in self.findings if finding.standing == "problem"]
 
 
@@ -119,7 +117,6 @@ def _check_folder(runs: Path, environ: Mapping[str, str], *, other_machines: boo
 
 
 def profile_options(report: DoctorReport) -> dict[str, Any]:
-    """Return the content of a configuration file for the site."""
     if report.site is None:
         raise UserError(
             "Cannot write a site profile: Slurm is not available on this machine. Run this command on a "
@@ -129,16 +126,17 @@ def profile_options(report: DoctorReport) -> dict[str, Any]:
     defaults = asdict(SiteConventions())
     habits = {name: value for name, value in asdict(report.site.habits).items() if value != defaults[name]}
     habits |= {name: list(value) for name, value in habits.items() if isinstance(value, tuple)}
-    options = {} if style in (None, "gres") else {_GPU_DIRECTIVE: style}
+    options = {} if style in (None, "gres") else {"gpu_request_style": style}
     return {**options, SITE_KEY: {"habits": habits}}
 
 
 def write_profile_file(report: DoctorReport, path: Path) -> None:
-    """Write the profile to `path`, replacing an existing profile, but no other content."""
+    """Write the profile to a new file."""
     import yaml
 
     options = profile_options(report)
-    _refuse_other_content(path)
+    if path.exists():
+        raise UserError(f"{str(path)!r} exists already. Choose another file, or remove it.")
     cluster = report.site.slurm.cluster if report.site and report.site.slurm else "this site"
     head = (
         f"# Profile of {cluster}, written by `hpctrain doctor --write` on {time.strftime('%Y-%m-%d')}.\n"
@@ -146,19 +144,3 @@ def write_profile_file(report: DoctorReport, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, head + yaml.safe_dump(options, sort_keys=False))
-
-
-def _refuse_other_content(path: Path) -> None:
-    try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError) as error:
-        raise SpecError(f"Cannot read {str(path)!r}: {error}. Choose another file.") from error
-    keys = set(content) if isinstance(content, Mapping) else {"other content"} if content else set()
-    if strangers := keys - {SITE_KEY, _GPU_DIRECTIVE}:
-        raise SpecError(
-            f"{str(path)!r} contains {min(map(str, strangers))!r}, which is not part of a site profile and "
-            "would be lost. Choose another file. hpctrain reads all .yaml files in the folder of the site "
-            "profile."
-        )

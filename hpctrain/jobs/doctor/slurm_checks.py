@@ -21,8 +21,6 @@ from hpctrain.spec.job_spec import GpuRequestStyle
 _LIMIT_S = 20.0
 #: A shorter grace time may be insufficient to write a checkpoint.
 _LITTLE_GRACE_S = 10.0
-#: With a longer timeout, a dead node stalls the run for too long.
-_LONG_SILENCE_S = 600.0
 _TIME, _MEMORY = "--time=5", "--mem=100M"
 #: Ways to request a GPU; the first is preferred if both work.
 _GPU: Mapping[GpuRequestStyle, str] = {"gres": "--gres=gpu:1", "gpus-per-node": "--gpus-per-node=1"}
@@ -43,9 +41,6 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
             "job is requeued instead. If a plugin prevents requeues, set `requeue: false` under `habits:` "
             "in the site profile.",
         )
-    if slurm.requeue_exit:
-        remedy = "Slurm requeues jobs that end with these exit codes, so Slurm may restart a failed run."
-        yield _finding("RequeueExit", slurm.requeue_exit, remedy)
     mode = f"by {slurm.preempt_type}, PreemptMode={slurm.preempt_mode}"
     yield _finding("preemption", "none" if slurm.preempt_type == "none" else mode)
     remedy = (
@@ -57,15 +52,9 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
         f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its time limit",
         remedy if slurm.kill_wait_s < _LITTLE_GRACE_S else "",
     )
-    timeout_s = slurm.slurmd_timeout_s
-    mark = f"marked down after {timeout_s:g} s" if timeout_s else "never marked down"
-    remedy = "A node that is not marked down counts as available, even if it does not respond."
-    is_short = 0 < timeout_s <= _LONG_SILENCE_S
-    yield _finding("SlurmdTimeout", f"an unresponsive node is {mark}", "" if is_short else remedy)
 
 
 def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
-    """Check that job records are kept and can be read."""
     value = "slurmdbd responds"
     if not slurm.accounting:
         value = "disabled, so sacct is not available"
@@ -98,27 +87,18 @@ def partition_findings(site: Site) -> Iterator[Finding]:
 
 def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
     if partition.state != "UP":
-        yield (
-            "The partition currently does not accept new jobs, or does not start them "
-            f"(State={partition.state})."
-        )
+        yield f"The partition accepts or starts no new jobs now (State={partition.state})."
     if not is_preemptible(partition, site):
         return
     grace_s = partition.grace_time_s + (site.slurm or SlurmConfig()).kill_wait_s
-    if partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
-        yield "A preempted run saves its state if KillWait is long enough, and continues in a successor job."
-    elif "SUSPEND" in partition.preempt_mode:
-        yield (
-            "A preempted run is suspended until its nodes are free again, and continues to occupy GPU memory."
-        )
+    if "SUSPEND" in partition.preempt_mode:
+        yield "A preempted run is suspended, and continues to occupy GPU memory."
     elif grace_s < _LITTLE_GRACE_S:
         yield f"A preempted run has {grace_s:g} s to save (GraceTime + KillWait)."
 
 
 @dataclass(frozen=True)
 class ProbeResults:
-    """Results of the probes."""
-
     findings: tuple[Finding, ...]
     habits: SiteConventions
     gpu_request_style: GpuRequestStyle | None = None
@@ -143,9 +123,7 @@ def probe_options(site: Site, environ: Mapping[str, str]) -> ProbeResults:
     }
     commands = [("sbatch", "--test-only", *options, "--wrap=true") for options in probes.values()]
     answers = dict(zip(probes, run_slurm_parallel(commands, environ, timeout_s=_LIMIT_S), strict=True))
-    refusals = {
-        name: _reason(answer) for name, answer in answers.items() if isinstance(answer, SchedulerError)
-    }
+    refusals = {name: _reason(reply) for name, reply in answers.items() if isinstance(reply, SchedulerError)}
     if {"plain", "no memory", "no time", "neither"} <= refusals.keys():
         remedy = "Set the options that this site requires, such as --account, in hpctrain.yaml."
         finding = _job_finding("a plain job", f"refused: {refusals['no memory']}", remedy, "problem")
@@ -181,17 +159,17 @@ def _reason(error: SchedulerError) -> str:
 
 
 def _memory(refusals: Mapping[str, str], habits: SiteConventions, site: Site) -> Finding:
+    value, remedy = "--mem is accepted", ""
     if habits.memory_option == "refused":
-        return _job_finding("memory", f"--mem is rejected: {refusals['plain']}", "Do not use --mem.")
-    if habits.needs_memory:
-        return _job_finding("memory", f"required: {refusals['no memory']}", "Always set --mem.")
-    if habits.memory_option == "ignored":
+        value, remedy = f"--mem is rejected: {refusals['plain']}", "Do not use --mem."
+    elif habits.needs_memory:
+        value, remedy = f"required: {refusals['no memory']}", "Always set --mem."
+    elif habits.memory_option == "ignored":
         value = "--mem only selects nodes with enough memory; usage is not limited"
-        return _job_finding("memory", value)
-    if site.slurm is not None and site.slurm.default_memory_mib is None:
+    elif site.slurm is not None and site.slurm.default_memory_mib is None:
+        value = "a job without --mem requests all memory on its nodes"
         remedy = "If jobs share nodes, always set --mem. Otherwise, each job waits for empty nodes."
-        return _job_finding("memory", "a job without --mem requests all memory on its nodes", remedy)
-    return _job_finding("memory", "--mem is accepted")
+    return _job_finding("memory", value, remedy)
 
 
 def _gpus(styles: list[GpuRequestStyle], refusals: Mapping[str, str], suffix: str) -> Finding:

@@ -1,7 +1,6 @@
 """Functions as jobs, with submitit's interface: an executor submits functions, a job returns the results.
 
-Only the interface is from submitit. A job is an ordinary run with a run folder and a supervisor;
-`hpctrain.jobs.executor.function_runs` submits it and reads its results.
+Only the interface is from submitit. A job is an ordinary run with a run folder and a supervisor.
 """
 
 from hpctrain.jobs.executor.executor import Executor

@@ -1,9 +1,14 @@
-"""Submit functions as jobs, with the parameters of `hpctrain submit` or submitit."""
+"""Submit functions as jobs: runs whose ranks call a function."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
 import submitit
@@ -11,15 +16,22 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.debug import DebugJob
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.jobs.executor.function_runs import submit_calls
+from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.executor.job import Job
 from hpctrain.jobs.options.option_parser import option_names
-from hpctrain.jobs.options.spec_builder import node_shape, validate_option
+from hpctrain.jobs.options.spec_builder import new_run_id, node_shape
 from hpctrain.jobs.options.table import SubmitOptions
-from hpctrain.jobs.runs.run import find_run
-from hpctrain.serialization import FunctionCall
+from hpctrain.jobs.runs.run import Run, find_run
+from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.records.serialization import CallPayload, FunctionCall
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import suggest
+
+log = logging.getLogger("hpctrain")
+
+#: Script of every rank. It is started by its path, not imported here, because it needs torch.
+_SCRIPT = Path(__file__).resolve().parents[2] / "runtime" / "function_worker.py"
 
 #: Hints for options that an executor sets itself, and for parameters specific to submitit.
 _HINTS = {
@@ -105,17 +117,12 @@ class Executor(submitit.Executor):
         return plugin_parameters()
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set options; None removes an option.
-
-        Raises:
-            SpecError: there is no such option.
-        """
         for name, value in kwargs.items():
-            known, meant = translate_parameter(name, value)
-            if meant is None:
-                self.parameters.pop(known, None)
+            option, parsed = translate_parameter(name, value)
+            if parsed is None:
+                self.parameters.pop(option, None)
             else:
-                self.parameters[known] = meant
+                self.parameters[option] = parsed
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
@@ -123,17 +130,10 @@ class Executor(submitit.Executor):
         if self.parameters.get("backend") == "debug":
             return [DebugJob(self.folder, delayed) for delayed in delayed_submissions]
         calls = [
-            FunctionCall(delayed.function, delayed.args, delayed.kwargs) for delayed in delayed_submissions
+            FunctionCall(submission.function, submission.args, submission.kwargs)
+            for submission in delayed_submissions
         ]
-        options, at_once = to_options(self.parameters)
-        runs, world_size = submit_calls(
-            calls,
-            options,
-            folder=self.folder,
-            at_once=at_once,
-            environ=dict(os.environ),
-            shown_notes=self._shown_notes,
-        )
+        runs, world_size = _submit_calls(calls, *to_options(self.parameters), self.folder, self._shown_notes)
         return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
 
 
@@ -164,12 +164,10 @@ def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
             return plain, value
         case ("stderr_to_stdout", _) | ("use_srun", True | None):
             return plain, None
-    known = ({*option_names()} | _CONVERTED) - _HINTS.keys()
-    if plain not in known:
-        hint = _HINTS.get(plain) or suggest(plain, sorted(known))
+    accepted = ({*option_names()} | _CONVERTED) - _HINTS.keys()
+    if plain not in accepted:
+        hint = _HINTS.get(plain) or suggest(plain, sorted(accepted))
         raise SpecError(f"Executor has no parameter {name!r}. {hint}")
-    if value is not None:
-        validate_option(plain, value)
     return plain, value
 
 
@@ -189,3 +187,85 @@ def to_options(parameters: Mapping[str, Any]) -> tuple[SubmitOptions, int]:
     if (retries := parameters.get("max_num_timeout")) is not None:
         options["restart_policy"] = {"time-limit.retries": retries, **options.get("restart_policy", {})}
     return cast(SubmitOptions, options), parameters.get("array_parallelism", 0)
+
+
+def _submit_calls(
+    calls: Sequence[FunctionCall],
+    options: SubmitOptions,
+    max_concurrent: int,
+    folder: Path,
+    shown_notes: set[str],
+) -> tuple[list[Run], int]:
+    """Submit calls; several become a job array. Return the runs, and the number of ranks of each."""
+    # A function that raised an exception is called again only on request.
+    again = "max_failures" in options or any(
+        kind.startswith("python") for kind in options.get("restart_policy", ())
+    )
+    payloads = [CallPayload.serialize(call, retry_on_exception=again).to_bytes() for call in calls]
+    names = {call.name for call in calls}
+    name = options.get("name") or (names.pop() if len(names) == 1 else "functions")
+    array = f"0-{len(calls) - 1}" + (f"%{max_concurrent}" if max_concurrent else "") if len(calls) > 1 else ""
+    with _new_folder(folder, name) as run_dir:
+        submission = prepare_submission(
+            _SCRIPT,
+            [],
+            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
+            # Overrides configuration files: the number of tasks is the number of calls.
+            assignments=[f"array={array}"],
+            environ=dict(os.environ),
+            cwd=Path.cwd(),
+            python=sys.executable,
+            code=_program_folder(),
+        )
+        if not (spec := submission.spec).supervised:
+            raise SpecError(
+                "Functions run in hpctrain's ranks, which the template 'plain' leaves out (template). Choose "
+                "another template."
+            )
+        if spec.is_elastic:
+            raise SpecError(
+                f"{spec.min_nodes} to {spec.nodes} nodes were requested (--nodes), but a function returns "
+                "one result per rank, so the number of nodes must be fixed. Request a single number, "
+                "such as 4."
+            )
+        for note in submission.notes:
+            if note not in shown_notes:
+                shown_notes.add(note)
+                log.warning(note)
+        run = submit_prepared(submission, payloads)
+        for prospect in submission.forecast:
+            log.info(prospect)
+    return run.tasks() or [run], submission.spec.world_size
+
+
+def _program_folder() -> Path:
+    """Return the folder of this program's modules; the current folder for tools such as notebooks."""
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    folder = Path(os.path.realpath(program)).parent if program else None
+    tools = [Path(os.path.realpath(prefix)) for prefix in (sys.prefix, sys.base_prefix)]
+    if folder is None or any(folder.is_relative_to(prefix) for prefix in tools):
+        return Path.cwd()
+    return folder
+
+
+@contextmanager
+def _new_folder(parent: Path, name: str) -> Iterator[Path]:
+    """Create a new folder; remove it if the block fails and no job can be queued."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = parent / new_run_id(name)
+            with suppress(FileExistsError):
+                folder.mkdir(0o755)
+                break
+    except OSError as error:
+        raise SpecError(
+            f"Cannot create a run folder in {str(parent)!r} (`folder`): {error.strerror}. Choose "
+            "another folder."
+        ) from error
+    try:
+        yield folder
+    except Exception as error:
+        if not isinstance(error, SubmissionUnconfirmed):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise

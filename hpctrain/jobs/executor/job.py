@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,14 +17,16 @@ from submitit.core.core import InfoWatcher
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
-from hpctrain.jobs.executor.function_runs import FunctionFailure, read_call, read_result, read_stdout
+from hpctrain.files import read_json, read_regular
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
 from hpctrain.records.run_record import read_run_record
+from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 from hpctrain.spec.load_spec import load_spec
+from hpctrain.text import format_ranks
 
 
 class RunWatcher(InfoWatcher):
@@ -38,7 +42,6 @@ class RunWatcher(InfoWatcher):
         self._watched: list[str] = []
 
     def add_run(self, run: Run) -> None:
-        """Include `run` in later queries."""
         key = str(run.dir.path)
         with self._lock:
             self._runs.setdefault(key, run)
@@ -69,14 +72,13 @@ class RunWatcher(InfoWatcher):
             self.update()
 
     def update(self) -> None:
-        """Query all runs that have not ended."""
         with self._lock:
-            going = [key for key in self._runs if key not in self._finished]
-            if going != self._watched:
-                self._poller = StatusPoller([self._runs[key].dir for key in going], os.environ)
-                self._watched = going
+            active = [key for key in self._runs if key not in self._finished]
+            if active != self._watched:
+                self._poller = StatusPoller([self._runs[key].dir for key in active], os.environ)
+                self._watched = active
             self._num_calls += 1
-            self._cache_statuses(going, self._poller)
+            self._cache_statuses(active, self._poller)
             self._last_status_check = time.time()
 
     def _cache_statuses(self, keys: Sequence[str], poller: StatusPoller) -> None:
@@ -90,6 +92,8 @@ log = logging.getLogger("hpctrain")
 
 #: Seconds between two polls of a job; polls only load this machine.
 _POLL_INTERVAL_S = 0.2
+#: Seconds to wait for a file from another host to become visible on this host.
+_RESULT_TIMEOUT_S = 30.0
 
 R = TypeVar("R", covariant=True)
 
@@ -107,10 +111,24 @@ class JobFailed(RunFailed, FailedJobError):
     """Log of that rank."""
 
     @classmethod
-    def from_failure(cls, failure: FunctionFailure) -> JobFailed:
-        error = cls(failure.message)
-        error.rank, error.host, error.log = failure.rank, failure.host, failure.log
-        error.__cause__ = failure.exception
+    def from_status(cls, status: RunStatus) -> JobFailed:
+        run = RunDir(Path(status.run_dir))
+        failure = read_run_record(run).failure or {}
+        if failure.get("cause") != status.cause:
+            failure = {}  # That attempt was not the last attempt.
+        rank = None if failure.get("rank", -1) < 0 else int(failure["rank"])
+        message = f"Run {status.run_id} failed: {str(status.cause).rstrip('.')}. Log: {status.log}"
+        cause = None
+        if rank is not None:
+            with suppress(OSError, ValueError, KeyError):
+                record = read_json(run.failure(failure["attempt"], rank))
+                message += f"\n\n{record['traceback']}".rstrip()
+            # Unpickling runs code of the exception's class, which may not exist on this machine.
+            with suppress(Exception):
+                cause = pickle.loads(read_regular(run.exception_pickle(failure["attempt"], rank)))
+        error = cls(message)
+        error.rank, error.host, error.log = rank, failure.get("host"), status.log
+        error.__cause__ = cause
         return error
 
 
@@ -119,7 +137,7 @@ class JobCancelled(RunFailed, UncompletedJobError):
 
 
 class RunJobPaths(JobPaths):
-    """Files of a run folder under submitit's names."""
+    """Files of a run folder under submitit's names; logs and results are those of the newest attempt."""
 
     def __init__(self, run: RunDir, job_id: str, rank: int | None) -> None:
         super().__init__(run.path, job_id, rank)
@@ -143,13 +161,11 @@ class RunJobPaths(JobPaths):
 
     @property
     def stdout(self) -> Path:
-        """The rank's log in the newest attempt."""
         return self._run.rank_log(self._attempt, self.task_id)
 
     @property
     def stderr(self) -> Path:
-        """The same log: it contains both streams in the order of writing."""
-        return self.stdout
+        return self.stdout  # contains both streams in the order of writing
 
     @property
     def _attempt(self) -> int:
@@ -168,15 +184,10 @@ class Job(submitit.Job[R]):
 
     @classmethod
     def from_run(cls, run: Run) -> Job[Any]:
-        """Return the job for a run that an executor submitted.
-
-        Raises:
-            SpecError: the run has no specification.
-        """
         return cls(run.dir.path, run.job_id or "", range(load_spec(run.dir.spec).world_size))
 
     def submission(self) -> DelayedSubmission:
-        call = read_call(self.run.dir)
+        call = CallPayload.read(self.run.dir.function).deserialize()
         return DelayedSubmission(call.function, *call.args, **call.kwargs)
 
     def cancel(self, check: bool = True) -> None:
@@ -204,8 +215,8 @@ class Job(submitit.Job[R]):
         """
         tracker = UnknownStateTracker()
         while (status := self.watcher.status(self.run)) is None or not status.state.ended:
-            if status is not None and (words := tracker.message_for(status)):
-                log.warning(f"Waiting for run {status.run_id}: {words}")
+            if status is not None and (message := tracker.message_for(status)):
+                log.warning(f"Waiting for run {status.run_id}: {message}")
             time.sleep(_POLL_INTERVAL_S)
         self.run.await_exit()
 
@@ -233,7 +244,7 @@ class Job(submitit.Job[R]):
         """
         if (error := self.exception()) is not None:
             raise error
-        return [read_result(self.run.dir, rank) for rank in self._tasks]
+        return [_read_result(self.run.dir, rank) for rank in self._tasks]
 
     def exception(self) -> UncompletedJobError | None:
         """Wait for the end, and return the failure; None if there is a result.
@@ -249,7 +260,7 @@ class Job(submitit.Job[R]):
             case RunState.CANCELLED:
                 return JobCancelled(f"Run {status.run_id} was cancelled.")
             case _:
-                return JobFailed.from_failure(FunctionFailure.from_status(status))
+                return JobFailed.from_status(status)
 
     @property
     def state(self) -> str:
@@ -268,7 +279,16 @@ class Job(submitit.Job[R]):
 
     def stdout(self) -> str | None:
         """Return the ranks' output of all attempts; for ranks without a log, the job's own output."""
-        return read_stdout(self.run.dir, self._tasks, self.done)
+        logs = _logs_of(self.run.dir, self._tasks)
+        is_final = not all(logs.values()) and self.done()
+        if is_final:
+            logs = _logs_of(self.run.dir, self._tasks)  # A log may have appeared in the meantime.
+        texts = [
+            b"".join(map(read_regular, paths)).decode(errors="replace") for paths in logs.values() if paths
+        ]
+        if is_final and (silent := [rank for rank, paths in logs.items() if not paths]):
+            texts.append(_job_output(self.run.dir, silent))
+        return "\n".join(texts) if texts else None
 
     def stderr(self) -> str | None:
         """Return the same as `stdout`: both streams of a rank are written to one log."""
@@ -284,3 +304,34 @@ class Job(submitit.Job[R]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "run": Run(state["run"].dir, os.environ)})
+
+
+def _read_result(run: RunDir, rank: int) -> Any:
+    """Return the function's result on a rank of a completed run; wait for a file from another host."""
+    path = run.result(int((read_run_record(run).finished or {}).get("attempt", 0)), rank)
+    deadline = time.monotonic() + _RESULT_TIMEOUT_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RunFailed(f"Rank {rank} of run {run.run_id} wrote no result: {path} does not exist.")
+        time.sleep(0.2)
+    try:
+        return pickle.loads(read_regular(path))
+    except Exception as error:
+        error.add_note(f"while reading the result of rank {rank} from {path}")
+        raise
+
+
+def _logs_of(run: RunDir, ranks: Sequence[int]) -> dict[int, list[Path]]:
+    attempts = run.attempts()
+    return {
+        rank: [log for attempt in attempts if (log := run.rank_log(attempt, rank)).exists()] for rank in ranks
+    }
+
+
+def _job_output(run: RunDir, ranks: list[int]) -> str:
+    silence = f"{format_ranks(ranks).capitalize()} of run {run.run_id} wrote no log."
+    for path in (run.slurm_log, run.supervisor_log):
+        with suppress(OSError):
+            if text := read_regular(path).decode(errors="replace"):
+                return f"{silence} Output of the job ({path}):\n{text}"
+    return f"{silence} The job printed no output either.\n"

@@ -12,13 +12,7 @@ import yaml
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import OptionSource, OptionType, OptionValue
-from hpctrain.jobs.options.option_parser import (
-    PROFILES_KEY,
-    SITE_KEY,
-    SWEEP_KEY,
-    find_option,
-    parse_option,
-)
+from hpctrain.jobs.options.option_parser import PROFILES_KEY, SITE_KEY, SWEEP_KEY, find_option, parse_option
 from hpctrain.text import suggest
 
 #: Rules in the `site:` section that Slurm does not report: the fields of `SiteConventions`.
@@ -30,8 +24,6 @@ _HABITS = {
 
 
 class ConfigNode(NamedTuple):
-    """A value in a configuration file."""
-
     value: str | list[ConfigNode] | dict[str, ConfigNode] | None
     """Scalars are strings as written: 12:30:00 is not a number, nor is `on` a boolean."""
     path: Path
@@ -55,14 +47,11 @@ class ConfigNode(NamedTuple):
         return self.value
 
     def texts(self, label: str) -> list[str | None]:
-        """Return the entries of a list, or a single value as a list."""
         return [node.text(label) for node in (self.value if isinstance(self.value, list) else [self])]
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The content of a configuration file."""
-
     path: Path
     plain: list[OptionValue] = field(default_factory=list)
     profiles: dict[str, list[OptionValue]] = field(default_factory=dict)

@@ -45,11 +45,11 @@ _PROFILES = """
 def config_template() -> str:
     """Return the text of the template. It is valid unchanged and with any line uncommented."""
     in_files = [option for option in all_options().values() if option.about.in_files]
-    parts = [_HEAD]
+    sections = [_HEAD]
     for group, members in groupby(in_files, lambda option: option.group):
-        parts.append(f"\n# ---- {group}\n")
-        parts.extend(map(_entry, members))
-    return "".join([*parts, _SBATCH, _PROFILES])
+        sections.append(f"\n# ---- {group}\n")
+        sections.extend(map(_entry, members))
+    return "".join([*sections, _SBATCH, _PROFILES])
 
 
 def _entry(option: Option) -> str:
@@ -57,12 +57,12 @@ def _entry(option: Option) -> str:
     help_lines = textwrap.wrap(about.help, _WIDTH, initial_indent="# ", subsequent_indent="# ")
     empty = "{}" if option.kind.pairs else "[]" if option.kind.many else ""
     value = empty if about.default is None else str(about.default)
-    remarks = [
+    comments = [
         f"default: {about.default_words}" if about.default_words else "",
         f"example: {{{about.example}}}" if option.kind.pairs else "",
         f"example: {about.example}" if about.example and not option.kind.pairs else "",
         str(option.kind) if option.kind.choices else "",
     ]
-    remark = "; ".join(filter(None, remarks))
-    line = f"#{option.name}:" + (f" {value}" if value else "") + (f"  # {remark}" if remark else "")
+    comment = "; ".join(filter(None, comments))
+    line = f"#{option.name}:" + (f" {value}" if value else "") + (f"  # {comment}" if comment else "")
     return "\n".join(["", *help_lines, line, ""])

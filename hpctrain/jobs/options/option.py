@@ -101,9 +101,9 @@ class OptionType(NamedTuple):
         return join_or(names)
 
 
-def _union(left: OptionType, right: OptionType) -> OptionType:
-    fields = (a or b for a, b in zip(left[1:], right[1:], strict=True))
-    return OptionType(left.choices + right.choices, *fields)
+def _union(type_a: OptionType, type_b: OptionType) -> OptionType:
+    fields = (a or b for a, b in zip(type_a[1:], type_b[1:], strict=True))
+    return OptionType(type_a.choices + type_b.choices, *fields)
 
 
 def _text(value: object) -> str:
@@ -139,8 +139,6 @@ class OptionInfo(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A submission option."""
-
     name: str
     """Name in Python and in files."""
     group: str
@@ -170,8 +168,6 @@ class Option(NamedTuple):
 
 
 class OptionSource(NamedTuple):
-    """The source of an option's value."""
-
     words: str
     """Name of a source that is not a file."""
     path: Path | None = None

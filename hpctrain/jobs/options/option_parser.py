@@ -18,38 +18,30 @@ PROFILES_KEY, SITE_KEY, SWEEP_KEY = SECTIONS = ("profiles", "site", "sweep")
 _REPLACEMENTS = {
     "A job runs in its run folder. Choose that folder with --run-dir": "chdir",
     "Choose the cluster with the environment variable SLURM_CLUSTERS": "clusters",
-    "Choose trackers in the script: Trainer(loggers='mlflow')": "mlflow",
-    "Choose trackers in the script: Trainer(loggers='wandb')": "wandb",
+    "Choose trackers in the script: Trainer(loggers=…)": "mlflow wandb",
     "hpctrain always appends to logs": "open-mode",
     "hpctrain assigns the ranks": "node-rank",
     "hpctrain chooses the rendezvous": "master-addr master-port rdzv-id",
     "Logs are in the run folder. Choose that folder with --run-dir": "error output",
     "Pass the script as an argument to hpctrain submit": "wrap",
-    "Put --on directly after the command: hpctrain submit --on CLUSTER": "on",
     "Ranks have no standard input. Pass arguments to the script instead": "input",
     "Slurm chooses the GPUs. Use --gpus-per-node": "gpu-ids",
     "The supervisor already handles lost nodes": "no-kill",
-    "The supervisor detects crashes immediately. For hangs, use --hang-timeout": "monitor-interval",
     "Use --backend local": "standalone",
-    "Use --container-image": "image",
     "Use --cpus-per-task": "cpus-per-gpu",
     "Use --dry-run": "test-only",
     "Use --env": "export export-file",
     "Use --follow, or hpctrain wait": "wait",
-    "Use --gpus-per-node": "devices gpu gpus gpus-per-socket num-gpus",
-    "Use --gpus-per-node: a GPU is not shared by several ranks": "ntasks-per-gpu",
+    "Use --gpus-per-node": "devices gpu gpus gpus-per-socket ntasks-per-gpu num-gpus",
     "Use --json": "parsable",
     "Use --max-failures": "max-restarts",
     "Use --name": "job-name",
     "Use --nodelist with the path of the file, such as --nodelist ./nodes.txt": "nodefile",
     "Use --nodes": "nnodes num-nodes",
-    "Use --nodes with --gpus-per-node, or with --ntasks-per-node for a run on CPUs": "num-processes",
     "Use --ntasks-per-node": "nproc-per-node ntasks ntasks-per-core ntasks-per-socket tasks-per-node",
     "Use --resume-mode": "requeue",
     "Use --resume-mode successor to continue without requeues": "no-requeue",
     "Use --stop-before-limit": "signal",
-    "Use --time": "walltime",
-    "Use -m, as with python -m": "module-name",
 }
 _SENTENCES = {name: sentence for sentence, names in _REPLACEMENTS.items() for name in names.split()}
 
@@ -81,7 +73,7 @@ def find_replacement(name: str) -> str:
     return f"Use {option.flag}" if option.about.on_command_line else f"Use --set {option.name}=VALUE"
 
 
-def find_option(key: str, where: str) -> Option | None:
+def find_option(key: str, location: str) -> Option | None:
     """Return the option of that name, if files and `--set` accept it; None for an option of sbatch."""
     if key in sbatch_options():
         return None
@@ -89,13 +81,13 @@ def find_option(key: str, where: str) -> Option | None:
     if option is not None and option.about.in_files:
         return option
     if option is not None:
-        raise SpecError(f"{where}{key!r} is only accepted on the command line, as {option.flag}.")
+        raise SpecError(f"{location}{key!r} is only accepted on the command line, as {option.flag}.")
     if key in SECTIONS:
-        raise SpecError(f"{where}{key!r} is a section of configuration files, not an option.")
+        raise SpecError(f"{location}{key!r} is a section of configuration files, not an option.")
     names = [name for name, option in all_options().items() if option.about.in_files]
     replacement = find_replacement(key)
     hint = f"{replacement}." if replacement else suggest(key, (*names, *sbatch_options(), *SECTIONS))
-    raise SpecError(f"{where}unknown option {key!r}. {hint}")
+    raise SpecError(f"{location}unknown option {key!r}. {hint}")
 
 
 def parse_option(key: str, value: object, label: str, source: OptionSource) -> Iterator[OptionValue]:

@@ -53,30 +53,28 @@ class ResolvedOptions:
 
     @property
     def habits(self) -> SiteConventions:
-        """The rules of the site as described by the files."""
         from hpctrain.slurm.site_facts import SiteConventions
 
         return SiteConventions(**{name: value for file in self.files for name, value in file.habits.items()})
 
     @property
     def options(self) -> SubmitOptions:
-        """The values without their sources."""
         values: dict[str, Any] = {}
-        for key, given in self.values.items():
+        for key, value in self.values.items():
             name, dot, entry = key.partition(".")
             if dot:
-                values.setdefault(name, {})[entry] = given.value
+                values.setdefault(name, {})[entry] = value.value
             else:
-                values[name] = given.value
+                values[name] = value.value
         return cast(SubmitOptions, values)
 
     def describe_sources(self, text: str) -> str:
         """Return the sources (files or `--set`) of the options whose flags occur in `text`; empty if none."""
         flags = set(_FLAG.findall(text))
         places = dict.fromkeys(
-            f"{flag_of(key)} comes from {given.source}"
-            for key, given in self.values.items()
-            if flag_of(key) in flags and (given.source.path is not None or given.source == _SET)
+            f"{flag_of(key)} comes from {value.source}"
+            for key, value in self.values.items()
+            if flag_of(key) in flags and (value.source.path is not None or value.source == _SET)
         )
         return "; ".join(places)
 
@@ -91,22 +89,24 @@ def resolve_options(
     environ: Mapping[str, str],
 ) -> ResolvedOptions:
     """Merge the options of all files with those of this submission."""
-    last = [*_from_caller(options_given, source), *chain.from_iterable(map(_from_assignment, assignments))]
-    chosen = {given.key: given.value for given in last if given.key in ("config", "profile")}
+    overriding = [
+        *_from_caller(options_given, source),
+        *chain.from_iterable(map(_from_assignment, assignments)),
+    ]
+    chosen = {setting.key: setting.value for setting in overriding if setting.key in ("config", "profile")}
     standing = _read(_config_search_path(cwd, environ), environ)
     named = _read([cwd / chosen["config"]] if "config" in chosen else [], environ)
     settled: dict[str, OptionValue] = {}
-    for given in (*_from_files(standing, named, chosen.get("profile"), previous), *last):
-        if given.value is None:
-            for key in [key for key in settled if f"{key}.".startswith(f"{given.key}.")]:
+    for setting in (*_from_files(standing, named, chosen.get("profile"), previous), *overriding):
+        if setting.value is None:
+            for key in [key for key in settled if f"{key}.".startswith(f"{setting.key}.")]:
                 del settled[key]
         else:
-            settled[given.key] = given
+            settled[setting.key] = setting
     return ResolvedOptions({**_defaults(), **settled}, (*standing, *named))
 
 
 def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
-    """Return the options of an earlier submission, for `resolve_options`."""
     return [*_from_caller(options, _PREVIOUS), *chain.from_iterable(map(_from_assignment, assignments))]
 
 
@@ -153,12 +153,16 @@ def _from_files(
 ) -> Iterator[OptionValue]:
     """Yield the files' values, weakest first: a profile overrides all files except the file of `--config`."""
     if profile is not None:
-        known = {name: None for file in (*standing, *named) for name in file.profiles}
-        if profile not in known:
+        defined = {name: None for file in (*standing, *named) for name in file.profiles}
+        if profile not in defined:
             files = ", ".join(str(file.path) for file in (*standing, *named))
-            where = f"The configuration files ({files}) define no profiles."
+            explanation = f"The configuration files ({files}) define no profiles."
             hint = (
-                suggest(profile, known) if known else where if files else "There are no configuration files."
+                suggest(profile, defined)
+                if defined
+                else explanation
+                if files
+                else "There are no configuration files."
             )
             raise SpecError(f"Unknown profile {profile!r} (--profile). {hint}")
     for group in (standing, named):

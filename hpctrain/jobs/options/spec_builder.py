@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.option import OptionSource
-from hpctrain.jobs.options.option_parser import option_names, parse_option
 from hpctrain.jobs.options.table import SubmitOptions, is_template_path
 from hpctrain.rundir import ARCHIVE_SUFFIX
 from hpctrain.slurm.duration import parse_duration
@@ -56,7 +54,7 @@ _EXTENDS = re.compile(r"""\{%-?\s*extends\s+["']([^"']+)["']""")
 def build_spec(
     script: str | os.PathLike[str],
     args: Sequence[str],
-    given: SubmitOptions,
+    options: SubmitOptions,
     *,
     backend: BackendName,
     cwd: Path,
@@ -66,35 +64,35 @@ def build_spec(
 ) -> JobSpec:
     """Fill in the defaults, and run the checks that do not inspect the machine.
 
-    `script` and `given` are those of `prepare_submission` and `ResolvedOptions.options`.
+    `script` and `options` are those of `prepare_submission` and `ResolvedOptions.options`.
     """
     path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
-    name = given.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
-    gpu_type, gpus_per_node, ntasks_per_node = node_shape(given)
-    time_limit_s = None if (limit := given.get("time")) is None else parse_duration(str(limit))
-    directives = _directives(given, cwd)
+    name = options.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
+    gpu_type, gpus_per_node, ntasks_per_node = node_shape(options)
+    time_limit_s = None if (limit := options.get("time")) is None else parse_duration(str(limit))
+    directives = _directives(options, cwd)
     if limit is not None and time_limit_s is None and backend == "slurm":
         # Without the option, the default of the partition would apply.
         directives["time"] = "UNLIMITED"
-    min_nodes, nodes = _nodes(given.get("nodes", JobSpec.nodes))
-    shell = _shell(given, cwd)
-    run_dir = _run_dir(given, name, cwd)
-    template = _template(given.get("template"), cwd)
+    min_nodes, nodes = _nodes(options.get("nodes", JobSpec.nodes))
+    shell = _shell(options, cwd)
+    run_dir = _run_dir(options, name, cwd)
+    template = _template(options.get("template"), cwd)
     fields = {
-        field: _checked(option, cast(dict[str, Any], given)[option])
+        field: _checked(option, cast(dict[str, Any], options)[option])
         for field, option in SPEC_FIELDS.items()
-        if option in given
+        if option in options
     }
     spec = JobSpec(
         script=path,
         program=program,
         args=tuple(map(str, args)),
-        env=dict(given.get("env", {})),
+        env=dict(options.get("env", {})),
         name=name,
         run_id=run_dir.name,
         run_dir=str(run_dir),
         backend=backend,
-        array=None if (array := given.get("array")) is None else str(array),
+        array=None if (array := options.get("array")) is None else str(array),
         nodes=nodes,
         min_nodes=min_nodes,
         gpus_per_node=gpus_per_node,
@@ -103,19 +101,19 @@ def build_spec(
         python=shell.python or python,
         workdir=str(cwd),
         time_limit_s=time_limit_s,
-        restart_policy=parse_rule_changes(cast(Mapping[str, str], given.get("restart_policy", {}))),
-        srun_args=tuple(given.get("srun_arg", ())),
+        restart_policy=parse_rule_changes(cast(Mapping[str, str], options.get("restart_policy", {}))),
+        srun_args=tuple(options.get("srun_arg", ())),
         directives=directives,
         template=template,
         supervised=not is_plain_template(template),
         shell=shell,
-        torchrun=_torchrun(given),
+        torchrun=_torchrun(options),
         container=container,
-        stage=_stage(given, cwd),
+        stage=_stage(options, cwd),
         notify=NotifyConfig(
-            targets=tuple(given.get("notify", ())),
-            on=split_list_values(given.get("notify_on", NOTIFICATION_KINDS)),
-            stall_s=given.get("notify_stall_after", NotifyConfig.stall_s),
+            targets=tuple(options.get("notify", ())),
+            on=split_list_values(options.get("notify_on", NOTIFICATION_KINDS)),
+            stall_s=options.get("notify_stall_after", NotifyConfig.stall_s),
         ),
         **fields,
     )
@@ -134,16 +132,6 @@ def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
     return Path(path).stem
 
 
-def validate_option(name: str, value: object) -> None:
-    """Check the value of a single option as far as possible without the other options."""
-    if name not in option_names():
-        return
-    parsed = list(parse_option(name, value, name, OptionSource("")))
-    readers: dict[str, Callable[[Any], object]] = {"nodes": _nodes, "gpus_per_node": parse_gpus}
-    if (read := readers.get(name)) is not None:
-        read(parsed[0].value)
-
-
 def _checked(option: str, value: Any) -> Any:
     """Return the value of an option; None for `never`."""
     if value == "never":
@@ -155,8 +143,8 @@ def _checked(option: str, value: Any) -> Any:
     return value
 
 
-def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
-    if (run_dir := given.get("run_dir")) is not None:
+def _run_dir(options: SubmitOptions, name: str, cwd: Path) -> Path:
+    if (run_dir := options.get("run_dir")) is not None:
         path = Path(os.path.normpath(cwd / run_dir))
         if not path.name:
             raise SpecError(
@@ -164,7 +152,7 @@ def _run_dir(given: SubmitOptions, name: str, cwd: Path) -> Path:
                 "a subfolder."
             )
         return path
-    return Path(os.path.normpath(cwd / given.get("runs_dir", RUNS_FOLDER))) / new_run_id(name)
+    return Path(os.path.normpath(cwd / options.get("runs_dir", RUNS_FOLDER))) / new_run_id(name)
 
 
 def new_run_id(name: str) -> str:
@@ -177,26 +165,20 @@ def _nodes(value: int | str) -> tuple[int, int]:
     """Return the minimum and maximum number of nodes from `2:4` or a single number."""
     if isinstance(value, int):
         return value, value
-    if match := re.fullmatch(r"(\d{1,18}):(\d{1,18})", value, re.ASCII):
-        least, most = int(match[1]), int(match[2])
-        if 1 <= least <= most:
-            return least, most
-        raise SpecError(
-            f"--nodes {value}: the minimum is {least} and the maximum is {most}, but a range requires "
-            "1 ≤ MIN ≤ MAX, as in 2:4."
-        )
+    if match := re.fullmatch(r"([1-9]\d{0,17}):(\d{1,18})", value, re.ASCII):
+        return int(match[1]), int(match[2])
     raise SpecError(
         f"--nodes {value!r} is neither a number nor a range. Use a number of nodes, such as 2, or a minimum "
         "and maximum, such as 2:4."
     )
 
 
-def node_shape(given: SubmitOptions) -> tuple[str | None, int, int]:
+def node_shape(options: SubmitOptions) -> tuple[str | None, int, int]:
     """Return the type and number of GPUs of a node, and the number of its ranks; 0 for the default number."""
-    gpu_type, gpus = parse_gpus(given.get("gpus_per_node", JobSpec.gpus_per_node))
-    ntasks, per_task = given.get("ntasks_per_node", 0), given.get("gpus_per_task", 0)
+    gpu_type, gpus = parse_gpus(options.get("gpus_per_node", JobSpec.gpus_per_node))
+    ntasks, per_task = options.get("ntasks_per_node", 0), options.get("gpus_per_task", 0)
     for option, value in (("ntasks_per_node", ntasks), ("gpus_per_task", per_task)):
-        if option in given and value < 1:
+        if option in options and value < 1:
             raise SpecError(f"--{option.replace('_', '-')} is {value}, but must be at least 1.")
     if not per_task:
         return gpu_type, gpus, ntasks
@@ -223,9 +205,9 @@ def parse_gpus(value: int | str) -> tuple[str | None, int]:
     return gpu_type, int(number)
 
 
-def _directives(given: SubmitOptions, cwd: Path) -> dict[str, str]:
+def _directives(options: SubmitOptions, cwd: Path) -> dict[str, str]:
     """Return the options of sbatch. Files are read, or their paths made absolute, for all jobs of the run."""
-    directives = dict(given.get("sbatch", {}))
+    directives = dict(options.get("sbatch", {}))
     for name in _PATH_DIRECTIVES & directives.keys():
         directives[name] = os.path.normpath(cwd / directives[name])
     for name in _NODE_DIRECTIVES & directives.keys():
@@ -246,23 +228,22 @@ def _read_nodes(path: Path, option: str) -> str:
     return ",".join(filter(None, lines))
 
 
-def _shell(given: SubmitOptions, cwd: Path) -> ShellSetup:
-    conda, venv = given.get("conda"), given.get("venv")
+def _shell(options: SubmitOptions, cwd: Path) -> ShellSetup:
+    conda, venv = options.get("conda"), options.get("venv")
     if conda is not None and is_conda_prefix(os.fspath(conda)):
         conda = os.path.normpath(cwd / conda)
     return ShellSetup(
-        modules=tuple(given.get("module", ())),
+        modules=tuple(options.get("module", ())),
         conda=None if conda is None else os.fspath(conda),
         venv=None if venv is None else os.path.normpath(cwd / venv),
-        setup=tuple(given.get("setup", ())),
-        teardown=tuple(given.get("teardown", ())),
+        setup=tuple(options.get("setup", ())),
+        teardown=tuple(options.get("teardown", ())),
     )
 
 
-def _stage(given: SubmitOptions, cwd: Path) -> dict[str, str]:
-    """Return the sources to stage, by name of the copy."""
+def _stage(options: SubmitOptions, cwd: Path) -> dict[str, str]:
     staged: dict[str, str] = {}
-    for value in given.get("stage", ()):
+    for value in options.get("stage", ()):
         source, colon, name = value.partition(":")
         path = os.path.normpath(cwd / source)
         name = name if colon else ARCHIVE_SUFFIX.sub("", os.path.basename(path))
@@ -274,18 +255,17 @@ def _stage(given: SubmitOptions, cwd: Path) -> dict[str, str]:
     return staged
 
 
-def _torchrun(given: SubmitOptions) -> TorchrunConfig | None:
-    launcher = given.get("launcher", "torchrun" if given.get("template") == "torchrun" else "srun")
+def _torchrun(options: SubmitOptions) -> TorchrunConfig | None:
+    launcher = options.get("launcher", "torchrun" if options.get("template") == "torchrun" else "srun")
     if launcher != "torchrun":
         return None
     return TorchrunConfig(
-        rdzv_backend=given.get("rdzv_backend", TorchrunConfig.rdzv_backend),
-        rdzv_endpoint=given.get("rdzv_endpoint"),
+        rdzv_backend=options.get("rdzv_backend", TorchrunConfig.rdzv_backend),
+        rdzv_endpoint=options.get("rdzv_endpoint"),
     )
 
 
 def _template(template: str | os.PathLike[str] | None, cwd: Path) -> str | None:
-    """Make a path absolute; leave the name of a template unchanged."""
     if template is None:
         return None
     text = os.fspath(template)

@@ -6,7 +6,7 @@ the tables of the documentation are generated from it.
 
 # No `from __future__ import annotations`: evaluating string annotations would dominate the import time.
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal, TypedDict
 
@@ -205,10 +205,7 @@ _OPTIONS: Mapping[str, Mapping[str, OptionInfo]] = {
             default_words="one per GPU; 1 for runs on CPUs",
         ),
         "cpus_per_task": OptionInfo(
-            "CPUs per rank.",
-            "C",
-            default_words="for GPU jobs on Slurm, the share of the GPUs",
-            example="8",
+            "CPUs per rank.", "C", default_words="for GPU jobs on Slurm, the share of the GPUs", example="8"
         ),
         "gpu_request_style": OptionInfo("sbatch option that requests GPUs at this site."),
         "array": OptionInfo(
@@ -385,7 +382,7 @@ _OPTIONS: Mapping[str, Mapping[str, OptionInfo]] = {
             "Option to pass to sbatch. The options of sbatch below need no --sbatch.",
             "KEY[=VALUE]",
             example="{partition: gpu, hint: nomultithread}",
-        ),
+        )
     },
     "Configuration files": {
         "config": OptionInfo(
@@ -405,7 +402,7 @@ _WITHOUT_FLAG = frozenset(
     }
 )
 #: Predicates for values that are paths; in a file, they are relative to its folder.
-_IS_PATH = {
+_IS_PATH: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(("run_dir", "runs_dir", "venv", "container_mounts", "stage"), bool),
     "template": is_template_path,
     "conda": is_conda_prefix,

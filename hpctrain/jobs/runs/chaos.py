@@ -15,7 +15,7 @@ from typing import Any
 from hpctrain.cluster.signal_processes import signal_ranks
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.runs import control
-from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.records.run_record import read_run_record
 from hpctrain.slurm.command import CHAOS_STEP, run_slurm
@@ -29,8 +29,6 @@ _REACH_LIMIT_S = 120.0
 
 
 class Fault(StrEnum):
-    """Fault to inject into a run."""
-
     KILL_RANK = "kill-rank"
     """A rank receives SIGKILL."""
     KILL_NODE_RANKS = "kill-node-ranks"
@@ -53,8 +51,6 @@ _ONLY_ON_REQUEST = frozenset({Fault.STOP_RANK})
 
 @dataclass(frozen=True)
 class FaultInjection:
-    """One fault, its attempt and its target."""
-
     fault: Fault
     attempt: int
     ranks: tuple[int, ...] = ()
@@ -68,15 +64,15 @@ class FaultInjection:
         return f"{self.fault}: {format_ranks(self.ranks)} on {self.host}"
 
 
-def faults_for(backend: str | None, asked: Collection[Fault]) -> tuple[Fault, ...]:
+def faults_for(backend: str | None, requested: Collection[Fault]) -> tuple[Fault, ...]:
     """Return the faults to choose from: the requested faults, or all that are detected within seconds."""
     possible = [fault for fault in Fault if backend == "slurm" or fault not in _SLURM_ONLY]
-    if impossible := sorted(set(asked).difference(possible)):
+    if impossible := sorted(set(requested).difference(possible)):
         raise SpecError(
             f"--fault {', '.join(impossible)} requires Slurm, but this run uses the {backend} backend, which "
             f"would not restart the run. Valid faults: {', '.join(possible)}."
         )
-    return tuple(sorted(asked)) or tuple(fault for fault in possible if fault not in _ONLY_ON_REQUEST)
+    return tuple(sorted(requested)) or tuple(fault for fault in possible if fault not in _ONLY_ON_REQUEST)
 
 
 def choose_fault(
@@ -99,8 +95,6 @@ def choose_fault(
 
 @dataclass(frozen=True)
 class ChaosRunner:
-    """Fault injector for one run."""
-
     run: Run
     faults: tuple[Fault, ...]
     seed: int
@@ -111,10 +105,10 @@ class ChaosRunner:
         done, due = 0, time.monotonic()
         missed: float | None = None
         for status in self.run.watch():
-            now = time.monotonic()
+            time_s = time.monotonic()
             if status.state is RunState.PENDING:
                 missed = None
-            if status.state is RunState.PENDING or now < due:
+            if status.state is RunState.PENDING or time_s < due:
                 continue
             chance = random.Random(f"{self.seed}/{done}")
             injection = self._next(status, chance)
@@ -123,10 +117,10 @@ class ChaosRunner:
                 done, missed = done + 1, None
                 if done == times:
                     break
-                due = now if dry_run else now + every_s * chance.uniform(0.5, 1.5)
+                due = time_s if dry_run else time_s + every_s * chance.uniform(0.5, 1.5)
             elif missed is None:
-                missed = now
-            elif now - missed > _REACH_LIMIT_S:
+                missed = time_s
+            elif time_s - missed > _REACH_LIMIT_S:
                 raise SchedulerError(
                     f"Run {self.run.run_id} is {status.state}, but no fault could be injected within "
                     f"{_REACH_LIMIT_S:.0f} s ({injection or 'no ranks have been started'})."
@@ -175,16 +169,7 @@ def check_disturbable(run: Run) -> RunStatus:
             f"Run {run.run_id} belongs to user {owner}, but you are user {os.geteuid()}. "
             "Faults can only be injected into your own runs."
         )
-    if tasks := run.dir.tasks():
-        raise SpecError(
-            f"Run {run.run_id} is a job array. Specify a task, such as {run.run_id}/task-{tasks[0]}."
-        )
-    status = run.status()
-    if status.state is not RunState.RUNNING:
-        raise SpecError(
-            f"Run {run.run_id} is {status.state}. Faults can only be injected into a run that is RUNNING."
-        )
-    return status
+    return require_running(run, (), option="--fault", done="disturbed")[0]
 
 
 def _signal_on_host(

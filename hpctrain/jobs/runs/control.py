@@ -23,37 +23,39 @@ _Answer = TypeVar("_Answer")
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     """Ask the run to save its state and end permanently. See `Run.cancel`."""
-    status, parts = _query_status(run, environ)
+    status, statuses = _query_status(run, environ)
     if status.state.ended:
         return status
     # Tasks without a job were never submitted.
-    going = [part for part, its in parts.items() if not its.state.ended and its.job_id is not None] or [run]
-    waiting = [part for part, its in parts.items() if its.state is RunState.PENDING]
+    going = [
+        job for job, report in statuses.items() if not report.state.ended and report.job_id is not None
+    ] or [run]
+    waiting = [job for job, report in statuses.items() if report.state is RunState.PENDING]
     jobs = _jobs_of(going)
-    asked_now = [part for part in going if not part.cancel_request.exists()]
-    for part in asked_now:
-        part.cancel_request.touch(0o644)
+    asked_now = [job for job in going if not job.cancel_request.exists()]
+    for job in asked_now:
+        job.cancel_request.touch(0o644)
     try:
         _request(jobs, environ, lambda backend, these: backend.cancel(these))
-        for part, now in zip(waiting, StatusPoller(waiting, environ).poll(), strict=True):
-            if now.state is RunState.CANCELLED:
+        for job, report in zip(waiting, StatusPoller(waiting, environ).poll(), strict=True):
+            if report.state is RunState.CANCELLED:
                 # No supervisor exists to record the end, and Slurm forgets the job.
-                part.log_event("finished", now.attempt or 0, state="CANCELLED", exit_code=0, cause=None)
+                job.log_event("finished", report.attempt or 0, state="CANCELLED", exit_code=0, cause=None)
     except SchedulerError:
         # The run may have ended in the meantime, which is acceptable.
         if not StatusPoller([run], environ).poll()[0].state.ended:
             # A rejected request must not take effect at the next preemption.
-            for part in asked_now:
-                part.cancel_request.unlink(missing_ok=True)
+            for job in asked_now:
+                job.cancel_request.unlink(missing_ok=True)
             raise
     return status
 
 
 def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     """Ask the run to save its state and continue in a new attempt. See `Run.requeue`."""
-    status, parts = _query_status(run, environ)
-    running = [part for part, its in parts.items() if its.state is RunState.RUNNING]
-    held = [part for part, its in parts.items() if its.held]
+    status, statuses = _query_status(run, environ)
+    running = [job for job, report in statuses.items() if report.state is RunState.RUNNING]
+    held = [job for job, report in statuses.items() if report.held]
     if not running and not held:
         raise SpecError(
             f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be requeued. To continue a "
@@ -66,14 +68,14 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
         )
     _request(_jobs_of(held), environ, lambda backend, these: backend.release_hold(these))
     # Preemptions send the same signal: without this file, the ranks expect to be killed soon.
-    for part in running:
+    for job in running:
         with suppress(OSError):  # then the ranks assume the short grace time of a preemption
-            write_atomic(part.requeue_request, f"{parts[part].attempt}\n", durable=False)
+            write_atomic(job.requeue_request, f"{statuses[job].attempt}\n", durable=False)
     try:
         preempt(running, environ)
     except SchedulerError:
-        for part in running:
-            part.requeue_request.unlink(missing_ok=True)
+        for job in running:
+            job.requeue_request.unlink(missing_ok=True)
         raise
     return status
 
@@ -85,9 +87,9 @@ def preempt(running: Iterable[RunDir], environ: Mapping[str, str]) -> None:
 
 def _query_status(run: RunDir, environ: Mapping[str, str]) -> tuple[RunStatus, dict[RunDir, RunStatus]]:
     """Return the status of each task of the run, or of the run itself if it has no tasks."""
-    parts = [run.task(index) for index in run.tasks()] or [run]
-    status, *each = StatusPoller([run, *parts], environ).poll()
-    return status, dict(zip(parts, each, strict=True))
+    jobs = [run.task(index) for index in run.tasks()] or [run]
+    status, *statuses = StatusPoller([run, *jobs], environ).poll()
+    return status, dict(zip(jobs, statuses, strict=True))
 
 
 def _jobs_of(runs: Iterable[RunDir]) -> dict[BackendName, list[JobRecord]]:
@@ -105,12 +107,10 @@ def _request(
     environ: Mapping[str, str],
     request: Callable[[Backend, list[JobRecord]], _Answer],
 ) -> list[_Answer]:
-    """Make one request per backend."""
     return [request(open_backend(name, environ), these) for name, these in jobs.items()]
 
 
 def _is_supervised(run: RunDir) -> bool:
-    """Return true unless the job of the run has no supervisor (--template plain)."""
     try:
         return load_spec((run.array or run).spec).supervised
     except SpecError:

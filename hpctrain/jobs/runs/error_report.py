@@ -7,12 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hpctrain.crash_output import useful_lines
 from hpctrain.files import read_json
+from hpctrain.records.crash_output import fold, useful_lines
 from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.text import format_ranks
-from hpctrain.tracebacks import fold
 
 #: Lines of the log to show if a rank exited without a traceback.
 _LAST_LINES = 20
@@ -55,9 +54,11 @@ def details(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -
     if not in_full and not ranks and failure.get("log"):
         yield from _end_of(str(failure["log"]))
     if not ranks:
-        rest = {rank: _summary(record) for rank, record in records.items() if rank not in in_full}
-        for words, same in groupby(sorted(rest, key=lambda rank: (rest[rank], rank)), rest.__getitem__):
-            yield f"also {format_ranks(list(same))}: {words}"
+        summaries = {rank: _summary(record) for rank, record in records.items() if rank not in in_full}
+        for summary, group in groupby(
+            sorted(summaries, key=lambda rank: (summaries[rank], rank)), summaries.__getitem__
+        ):
+            yield f"also {format_ranks(list(group))}: {summary}"
 
 
 def rank_traceback(run: RunDir, failure: dict[str, Any]) -> list[str]:
@@ -97,15 +98,14 @@ def _end_of(log: str) -> Iterator[str]:
 
 
 def _records(run: RunDir, attempt: int) -> dict[int, dict[str, Any]]:
-    """Return the failure records of the attempt by rank."""
-    found = {}
+    records = {}
     for path in run.failure_files(attempt):
         try:
             record = read_json(path)
-            found[int(record["rank"])] = record
+            records[int(record["rank"])] = record
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             continue  # still being written
-    return found
+    return records
 
 
 def _host(record: dict[str, Any]) -> str:

@@ -31,7 +31,6 @@ class ProfileRequest:
 
     @classmethod
     def submit(cls, run: Run, ranks: Sequence[int], num_steps: int) -> ProfileRequest:
-        """Request a profile of an active run."""
         status, _ = require_running(run, ranks, option="--ranks", done="profiled")
         if run.dir.profile_request.exists():
             raise SpecError(
@@ -48,8 +47,8 @@ class ProfileRequest:
         deadline, status_at, awaited = time.monotonic() + timeout_s, time.monotonic() + _STATUS_POLL_S, ""
         try:
             while missing := self._missing():
-                if (now := self._describe_awaited(missing)) != awaited:
-                    awaited = now
+                if (description := self._describe_awaited(missing)) != awaited:
+                    awaited = description
                     report(f"Waiting for {awaited}")
                 if time.monotonic() >= deadline:
                     raise WaitTimeout(
@@ -81,12 +80,12 @@ class ProfileRequest:
     def _check_attempt(self) -> None:
         status = self.run.status()
         if (status.state.ended or status.attempt != self.attempt) and (missing := self._missing()):
-            end, mend = f"is {status.state}", ""
+            end, advice = f"is {status.state}", ""
             if not status.state.ended:
-                end, mend = f"is now in attempt {status.attempt}", " Request another profile."
+                end, advice = f"is now in attempt {status.attempt}", " Request another profile."
             raise RunFailed(
                 f"Run {self.run.run_id} {end}. In attempt {self.attempt}, {format_ranks(missing)} did not "
-                f"complete the {pluralize(self.num_steps, 'step')} to profile.{mend}"
+                f"complete the {pluralize(self.num_steps, 'step')} to profile.{advice}"
             )
 
     def _missing(self) -> list[int]:

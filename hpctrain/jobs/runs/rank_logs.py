@@ -25,8 +25,6 @@ _LISTING_INTERVAL_S = 1.0
 
 
 class RankLogReader:
-    """Incremental reader of the logs of one attempt."""
-
     def __init__(
         self,
         run: RunDir,
@@ -35,7 +33,6 @@ class RankLogReader:
         label: str = "",
         offsets: Mapping[int, int] | None = None,
     ) -> None:
-        """Prepare the reader; nothing is read yet."""
         self.mark: tuple[int, int] | None = None
         """Rank of the text yielded last, and the position after this text in its log, in bytes."""
         self._offsets = offsets or {}
@@ -48,7 +45,6 @@ class RankLogReader:
         self._labels_ranks, self._width = False, 0
 
     def read_past(self) -> Iterator[str]:
-        """Yield the existing lines in order of time."""
         self._find_ranks()
         for _, rank, size in heapq.merge(*map(_notes, self._run.all_log_indexes(self._attempt))):
             if (tail := self._tails.get(rank)) is not None:
@@ -118,14 +114,12 @@ def _last_state(line: str) -> str:
 
 
 def _notes(path: Path) -> Iterator[tuple[float, int, int]]:
-    """Yield time, rank and log length in bytes from the records of a node's ranks."""
     for note in RecordTail(path).read_in_parts():
         with suppress(KeyError, TypeError, ValueError, OverflowError):
             yield float(note["time"]), int(note["rank"]), int(note["bytes"])
 
 
 def _world_size(run: RunDir, attempt: int) -> int:
-    """Return the number of ranks started in the attempt; 0 if not recorded."""
     for event in read_last_records(run.events, is_event, whole=True):
         if event.get("kind") == "started" and event.get("attempt") == attempt:
             return int(event.get("world_size", 0))

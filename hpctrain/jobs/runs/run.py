@@ -102,8 +102,8 @@ class Run:
         tracker = UnknownStateTracker(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
         report = report or logging.getLogger("hpctrain").warning
         for status in self._watch(timeout, tracker):
-            if words := tracker.message_for(status):
-                report(f"Waiting for run {self.run_id}: {words}")
+            if message := tracker.message_for(status):
+                report(f"Waiting for run {self.run_id}: {message}")
         if not status.state.ended:
             state = describe_unknown(status) if status.state is RunState.UNKNOWN else status.state
             raise WaitTimeout(
@@ -122,10 +122,10 @@ class Run:
         while True:
             (status,) = poller.poll()
             yield status
-            left = deadline - time.monotonic()
-            if status.state.ended or left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if status.state.ended or remaining_s <= 0:
                 return
-            pause = min(poller.poll_s, left)
+            pause = min(poller.poll_s, remaining_s)
             time.sleep(min(pause, tracker.left_s) if tracker is not None and tracker.left_s else pause)
 
     def await_exit(self) -> None:
@@ -162,7 +162,6 @@ class Run:
 
 
 def check_completed(status: RunStatus) -> RunStatus:
-    """Return the status of an ended run, or raise an error if it did not complete."""
     from hpctrain.slurm.states import RunState
 
     if status.state in (RunState.COMPLETED, RunState.STOPPED_EARLY):
@@ -213,14 +212,16 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
     """Return the run with that id in `runs_dir`, or with that folder."""
     for folder in (runs_dir / run, Path(run).absolute()):
         try:
-            found = RunDir(folder).spec.is_file()
+            has_spec = RunDir(folder).spec.is_file()
         except OSError as error:
             raise RunNotFound(f"Cannot access run {run!r}: {_trouble(error)}.") from error
-        if found:
+        if has_spec:
             return Run(RunDir(folder.absolute()), environ)
-    known = [known.run_id for known in list_runs(runs_dir, environ)]
+    run_ids = [listed.run_id for listed in list_runs(runs_dir, environ)]
     hint = suggest(
-        run, known, otherwise="Use `hpctrain list` to list all runs, or --runs-dir to select another folder."
+        run,
+        run_ids,
+        otherwise="Use `hpctrain list` to list all runs, or --runs-dir to select another folder.",
     )
     for folder in (runs_dir / run, Path(run)):
         if (path := RunDir(folder).checkpoints).is_dir():

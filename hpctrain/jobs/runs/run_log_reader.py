@@ -48,12 +48,10 @@ class LogPosition:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> LogPosition:
-        """Return the position from its JSON object, whose keys are strings."""
         offsets = {int(rank): offset for rank, offset in record["offsets"].items()}
         return cls(record["attempt"], record["events"], offsets)
 
     def advance(self, mark: LogMark) -> None:
-        """Move to a mark."""
         if mark.attempt not in (None, self.attempt):
             self.attempt, self.offsets = mark.attempt, {}
         if mark.rank is None:
@@ -82,8 +80,6 @@ class EventLine:
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Selection of logs to show."""
-
     ranks: Collection[int] = ()
     """Ranks to show; empty means all."""
     attempt: int | None = None
@@ -93,7 +89,7 @@ class LogFilter:
 
 
 class RunLogReader:
-    """Incremental reader of a run's output."""
+    """Incremental reader of a run's output, of all ranks across attempts."""
 
     def __init__(
         self,
@@ -104,11 +100,13 @@ class RunLogReader:
         label: str = "",
         position: LogPosition | None = None,
     ) -> None:
-        """Prepare the reader; nothing is read yet."""
-        self._position, self._num_events = position, 0
+        """Prepare the reader, which continues at `position`; nothing is read yet."""
         self._run, self._shown, self._whole, self._label = run, shown, whole, label
+        self._position, self._num_events = position, 0
         self._events = RecordTail(run.events, is_event)
-        self._logs: _AttemptLogs | None = None
+        self._first_attempt: int | None = None
+        self._attempt: int | None = None
+        self._rank_logs: RankLogReader | None = None
         self._new_events: list[dict[str, Any]] = []
         self._announced_events: list[dict[str, Any]] = []
 
@@ -119,11 +117,10 @@ class RunLogReader:
 
     def read(self) -> Iterator[LogText | EventLine | LogMark]:
         """Yield the start, then new log output, then the events that the previous call found."""
-        logs = self._logs
-        if logs is None:
-            logs = self._start_attempt_logs()
-            yield LogMark(self._label, logs.first_attempt, None, self._num_events)
-        yield from self._reports() if self._shown.errors else logs.read()
+        if self._first_attempt is None:
+            self._first_attempt = self._start()
+            yield LogMark(self._label, self._first_attempt, None, self._num_events)
+        yield from self._reports() if self._shown.errors else self._read_logs(self._first_attempt)
         for event in self._announced_events:
             self._num_events += 1
             if line := describe_event(event):
@@ -133,23 +130,44 @@ class RunLogReader:
 
     def read_rest(self) -> Iterator[LogText]:
         """Yield the remaining logs of an ended run, including unterminated lines."""
-        if self._logs is not None and not self._shown.errors:
-            yield from self._logs.read_rest()
+        if self._rank_logs is not None:
+            yield from self._marked(self._rank_logs.read_rest())
 
-    def _start_attempt_logs(self) -> _AttemptLogs:
+    def _start(self) -> int:
+        """Read the existing events, and return the first attempt to show."""
         past = list(self._events.read_in_parts())
         start = max((i for i, event in enumerate(past) if is_new_submission(event)), default=-1) + 1
         if self._shown.attempt is not None:
             start = 0  # The attempt may belong to an earlier submission.
-        first = past[start - 1].get("attempt", 0) if self._whole and start else None
-        announces, offsets = self._whole, {}
-        if (known := self._position) is not None:
-            start, first, announces, offsets = known.events, known.attempt, True, known.offsets
+        attempt = past[start - 1].get("attempt", 0) if self._whole and start else None
+        announces = self._whole
+        if self._position is not None:
+            start, attempt, announces = self._position.events, self._position.attempt, True
         self._new_events = past[start:]
         self._announced_events = self._new_events if announces else []
         self._num_events = start if announces else len(past)
-        self._logs = _AttemptLogs(self._run, self._shown, first, self._label, offsets)
-        return self._logs
+        if self._shown.attempt is not None:
+            return self._shown.attempt
+        return max(self._run.attempts(), default=0) if attempt is None else int(attempt)
+
+    def _read_logs(self, first_attempt: int) -> Iterator[LogText]:
+        """Yield new output; the rest of an older attempt precedes the next attempt."""
+        for attempt in self._run.attempts():
+            newest = first_attempt - 1 if self._attempt is None else self._attempt
+            if attempt > newest and self._shown.attempt in (None, attempt):
+                yield from self.read_rest()
+                position = self._position if attempt == first_attempt else None
+                offsets = position.offsets if position is not None else {}
+                self._rank_logs = RankLogReader(self._run, attempt, self._shown.ranks, self._label, offsets)
+                self._attempt = attempt
+                yield from self._marked(self._rank_logs.read_past())
+        if self._rank_logs is not None:
+            yield from self._marked(self._rank_logs.read_new())
+
+    def _marked(self, texts: Iterator[str]) -> Iterator[LogText]:
+        for text in texts:
+            mark = self._rank_logs and self._rank_logs.mark
+            yield LogText(text, LogMark(self._label, self._attempt, *mark) if mark else None)
 
     def _details(self, event: dict[str, Any]) -> tuple[str, ...]:
         if event.get("kind") != "failure" or self._shown.errors:
@@ -165,78 +183,29 @@ class RunLogReader:
                 yield LogText("".join(f"{self._label}{line}\n" for line in lines))
 
 
-class _AttemptLogs:
-    """Logs of the ranks across attempts."""
-
-    def __init__(
-        self,
-        run: RunDir,
-        shown: LogFilter,
-        first_attempt: int | None,
-        label: str,
-        offsets: Mapping[int, int],
-    ) -> None:
-        """Prepare the reader; `offsets` are the bytes of the first attempt that were read before."""
-        self._run, self._shown, self._label, self._offsets = run, shown, label, offsets
-        self._attempt: int | None = None
-        self._logs: RankLogReader | None = None
-        self._least = first_attempt if first_attempt is not None else max(run.attempts(), default=0)
-        if shown.attempt is not None:
-            self._least = shown.attempt
-        self.first_attempt = self._least
-
-    def read(self) -> Iterator[LogText]:
-        """Yield new output; the rest of an older attempt precedes the next attempt."""
-        for attempt in self._run.attempts():
-            if attempt < self._least or self._shown.attempt not in (None, attempt):
-                continue
-            if attempt != self._attempt:
-                yield from self.read_rest()
-                offsets = self._offsets if attempt == self.first_attempt else {}
-                self._logs = RankLogReader(self._run, attempt, self._shown.ranks, self._label, offsets)
-                self._attempt = self._least = attempt
-                yield from self._marked(self._logs.read_past())
-        if self._logs is not None:
-            yield from self._marked(self._logs.read_new())
-
-    def read_rest(self) -> Iterator[LogText]:
-        """Yield the remaining logs of the attempt read last."""
-        if self._logs is not None:
-            yield from self._marked(self._logs.read_rest())
-
-    def _marked(self, texts: Iterator[str]) -> Iterator[LogText]:
-        for text in texts:
-            mark = self._logs and self._logs.mark
-            yield LogText(text, LogMark(self._label, self._attempt, *mark) if mark else None)
-
-
 #: All logs of all ranks.
 ALL_RANKS = LogFilter()
 
 
 def follow_run(
-    run: Run,
-    shown: LogFilter = ALL_RANKS,
-    *,
-    whole: bool,
-    positions: Mapping[str, LogPosition] | None = None,
+    run: Run, shown: LogFilter = ALL_RANKS, *, whole: bool, positions: Mapping[str, LogPosition] | None = None
 ) -> Iterator[LogText | EventLine | LogMark | RunStatus]:
     """Yield logs and events of the run as they are written; the last item is the status of the ended run."""
-    readings = deque(_open_readers(run, shown, whole=whole, positions=positions or {}))
+    readers = deque(_open_readers(run, shown, whole=whole, positions=positions or {}))
     poller, unknown = StatusPoller([run.dir], run.environ), UnknownStateTracker()
     before: RunStatus | None = None
     while True:
         # Query before reading, so that no output before the end is missed.
         status = poller.poll()[0] if poller.is_due else None
         has_ended = status is not None and status.state.ended
-        for _ in range(len(readings) if has_ended else min(_TASKS_PER_POLL, len(readings))):
-            yield from readings[0].read()
-            readings.rotate(-1)
+        for _ in range(len(readers) if has_ended else min(_TASKS_PER_POLL, len(readers))):
+            yield from readers[0].read()
+            readers.rotate(-1)
         if status is not None:
             yield from _notices(status, before, unknown)
             before = status
-        if status is not None and has_ended and not any(reader.has_new_events for reader in readings):
-            for reader in readings:
+        if status is not None and has_ended and not any(reader.has_new_events for reader in readers):
+            for reader in readers:
                 yield from reader.read_rest()
             run.await_exit()
             yield status
@@ -266,8 +235,8 @@ def _notices(
     status: RunStatus, before: RunStatus | None, unknown: UnknownStateTracker
 ) -> Iterator[EventLine]:
     """Yield a line if the state changed or became unknown."""
-    if words := unknown.message_for(status):
-        yield EventLine(words)
+    if message := unknown.message_for(status):
+        yield EventLine(message)
     is_array = status.tasks is not None
     is_new = before is None or before.state is not status.state or (is_array and before.words != status.words)
     if is_new and (is_array or status.state is RunState.PENDING):
@@ -283,8 +252,8 @@ def describe_event(event: dict[str, Any]) -> str | None:
             over = "; no checkpoint to resume from" if event.get("starts_over") else ""
             return f"attempt {attempt}: starting, {size}{over}"
         case "staged":
-            words = describe_staging(event)
-            return None if words is None else f"attempt {attempt}: {words}"
+            description = describe_staging(event)
+            return None if description is None else f"attempt {attempt}: {description}"
         case "startup":
             durations = StartupDurations.from_event(event)
             return None if durations is None else f"attempt {attempt}: {durations.describe()}"

@@ -17,13 +17,7 @@ from hpctrain.records.log_tail import read_last_records
 from hpctrain.records.run_record import RunRecord, last_activity, read_run_record
 from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.slurm.pending_reasons import DEPENDENCY_NEVER_SATISFIED
-from hpctrain.slurm.states import (
-    JobStateView,
-    RunState,
-    combine_states,
-    count_states,
-    describe_counts,
-)
+from hpctrain.slurm.states import JobStateView, RunState, combine_states, count_states, describe_counts
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.text import pluralize
 
@@ -74,18 +68,20 @@ class RunStatus:
 
 
 def derive_status(record: RunRecord, view: JobStateView | None, last_known: float = 0.0) -> RunStatus:
-    """Combine the run record with the scheduler's answer."""
     run = record.run
     if record.finished is None and view is not None and view.state.ended:
         # The run may have recorded its end between the two queries.
         record = read_run_record(run)
     cause: str | None = None
     log: str | None = None
-    words = view.words if view else ""
+    explanation = view.words if view else ""
     if record.finished is not None:
-        state, view, words = _finished_state(record.finished), None, ""
+        state, view, explanation = _finished_state(record.finished), None, ""
     elif view is None:
-        state, words = RunState.UNKNOWN, "the run record contains no job id, so the run was never submitted"
+        state, explanation = (
+            RunState.UNKNOWN,
+            "the run record contains no job id, so the run was never submitted",
+        )
     elif view.state.ended and run.cancel_request.exists():
         state = RunState.STOPPED_EARLY if run.early_stop_reason() else RunState.CANCELLED
     elif view.state is RunState.COMPLETED:
@@ -97,19 +93,19 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
         cause, log = _cause(record, _describe_end(record, view))
     held = view is not None and view.held and state is RunState.PENDING
     if held:
-        words += f"; use `hpctrain requeue {run.run_id}` to end the delay"
+        explanation += f"; use `hpctrain requeue {run.run_id}` to end the delay"
     metrics = _last_metrics(run.metrics)
     attempt = max(run.attempts(), default=None)
     return RunStatus(
         run_id=run.run_id,
         run_dir=str(run.path),
         state=state,
-        words=words,
+        words=explanation,
         held=held,
         job_id=record.job_id,
         backend=record.backend,
         job_state=view.job_state if view is not None else None,
-        never_starts=state is RunState.PENDING and DEPENDENCY_NEVER_SATISFIED in words,
+        never_starts=state is RunState.PENDING and DEPENDENCY_NEVER_SATISFIED in explanation,
         unknown_s=_unknown_s(record, last_known) if state is RunState.UNKNOWN else None,
         attempt=attempt,
         nodes=record.started.get("nodes") if record.started else None,
@@ -126,7 +122,6 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
 
 
 def unreadable(run: RunDir, error: OSError) -> RunStatus:
-    """Return the status of a run whose folder cannot be read."""
     return RunStatus(
         run_id=run.run_id,
         run_dir=str(run.path),
@@ -139,7 +134,6 @@ def unreadable(run: RunDir, error: OSError) -> RunStatus:
 
 
 def summarize_array(record: RunRecord, tasks: Sequence[RunStatus]) -> RunStatus:
-    """Combine the tasks' statuses into the status of the job array."""
     counts = count_states(task.state for task in tasks)
     failed = next((task for task in tasks if task.state is RunState.FAILED), None)
     state = combine_states(task.state for task in tasks)
@@ -157,14 +151,15 @@ def summarize_array(record: RunRecord, tasks: Sequence[RunStatus]) -> RunStatus:
         cause=f"{failed.run_id}: {failed.cause}" if failed else None,
         log=failed.log if failed else None,
         submitted=record.submitted["time"] if record.submitted else None,
-        never_starts=state is RunState.PENDING and all(it.never_starts or it.state.ended for it in tasks),
+        never_starts=state is RunState.PENDING
+        and all(task_status.never_starts or task_status.state.ended for task_status in tasks),
         tasks=counts,
     )
 
 
 def _unknown_s(record: RunRecord, last_known: float) -> float | None:
-    known = max(last_known, last_activity(record.run)) if record.submitted else 0.0
-    return max(0.0, time.time() - known) if known else None
+    known_at = max(last_known, last_activity(record.run)) if record.submitted else 0.0
+    return max(0.0, time.time() - known_at) if known_at else None
 
 
 def _finished_state(finished: dict[str, Any]) -> RunState:
@@ -189,28 +184,28 @@ def _describe_end(record: RunRecord, view: JobStateView | None) -> str:
     return f"{view.words} before any rank started"
 
 
-def _cause(record: RunRecord, words: str) -> tuple[str, str]:
+def _cause(record: RunRecord, explanation: str) -> tuple[str, str]:
     """Return the cause of the failure from the best available source, and the log to read."""
     finished, failure = record.finished or {}, record.failure or {}
-    cause = finished.get("cause") or failure.get("cause") or words or "the run recorded no cause"
+    cause = finished.get("cause") or failure.get("cause") or explanation or "the run recorded no cause"
     log = failure.get("log") or str(record.run.slurm_log if not finished else record.run.supervisor_log)
     return str(cause), str(log)
 
 
 def _last_metrics(path: Path) -> dict[str, Any]:
     """Return the step of the last record, and the last loss."""
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     try:
         for number, record in enumerate(read_last_records(path, is_metrics)):
             if "step" in record:
-                found.setdefault("step", record["step"])
+                summary.setdefault("step", record["step"])
             if _is_loss(record.get("loss")):
-                found.setdefault("loss", record["loss"])
-            if len(found) == 2 or number >= _RECORDS_SEARCHED:
+                summary.setdefault("loss", record["loss"])
+            if len(summary) == 2 or number >= _RECORDS_SEARCHED:
                 break
     except OSError as error:
         warn_once(f"Cannot read {path}: {error.strerror}.")
-    return found
+    return summary
 
 
 def _is_loss(value: object) -> bool:

@@ -28,12 +28,9 @@ _MESSAGE_INTERVAL_S = 60.0
 
 
 class StatusPoller:
-    """Repeated status queries for a list of runs."""
-
     def __init__(
         self, runs: Sequence[RunDir], environ: Mapping[str, str], *, skip_unreadable: bool = False
     ) -> None:
-        """Prepare the poller; nothing is read yet."""
         self._runs = runs
         self._environ = environ
         self._skip_unreadable = skip_unreadable
@@ -55,18 +52,20 @@ class StatusPoller:
     def poll(self) -> list[RunStatus]:
         """Return the status of each run, in order; the status of a job array combines its tasks."""
         tasks = {run: self._tasks_of(run) for run in self._runs}
-        single = list(dict.fromkeys(each for run in self._runs for each in (tasks[run] or [run])))
-        found = dict(zip(single, self._query(single), strict=True))
-        if any(status.state is RunState.UNKNOWN and status.job_id for status in found.values()):
+        single = list(dict.fromkeys(job for run in self._runs for job in (tasks[run] or [run])))
+        statuses = dict(zip(single, self._query(single), strict=True))
+        if any(status.state is RunState.UNKNOWN and status.job_id for status in statuses.values()):
             self._poll_s = min(2 * self.poll_s, _MAX_POLL_S)
         else:
             self._poll_s = 0.0
         self._due = time.monotonic() + self.poll_s
         for run in self._runs:
             if tasks[run]:
-                with self._noting_unreadable(run, found):
-                    found[run] = summarize_array(read_run_record(run), [found[task] for task in tasks[run]])
-        return [found[run] for run in self._runs]
+                with self._noting_unreadable(run, statuses):
+                    statuses[run] = summarize_array(
+                        read_run_record(run), [statuses[task] for task in tasks[run]]
+                    )
+        return [statuses[run] for run in self._runs]
 
     def _tasks_of(self, run: RunDir) -> list[RunDir]:
         try:
@@ -77,33 +76,33 @@ class StatusPoller:
             raise
 
     @contextmanager
-    def _noting_unreadable(self, run: RunDir, found: dict[RunDir, RunStatus]) -> Iterator[None]:
+    def _noting_unreadable(self, run: RunDir, statuses: dict[RunDir, RunStatus]) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if not self._skip_unreadable:
                 raise
-            found[run] = unreadable(run, error)
+            statuses[run] = unreadable(run, error)
 
     def _query(self, runs: Sequence[RunDir]) -> list[RunStatus]:
         records: list[RunRecord] = []
-        found: dict[RunDir, RunStatus] = {}
+        statuses: dict[RunDir, RunStatus] = {}
         for run in runs:
-            with self._noting_unreadable(run, found):
+            with self._noting_unreadable(run, statuses):
                 records.append(read_run_record(run))
         self._asks_slurm = any(record.backend == "slurm" for record in records)
         views: dict[RunDir, JobStateView] = {}
         for name in _POLL_S:
-            asked = [record for record in records if record.backend == name and record.finished is None]
-            if jobs := [record.job for record in asked if record.job]:
+            unfinished = [record for record in records if record.backend == name and record.finished is None]
+            if jobs := [record.job for record in unfinished if record.job]:
                 answers = open_backend(name, self._environ).query(jobs)
-                for record, view in zip(asked, answers, strict=True):
+                for record, view in zip(unfinished, answers, strict=True):
                     views[record.run] = view
                     self._remember(record, view)
         for record in records:
             run = record.run
-            with self._noting_unreadable(run, found):
-                found[run] = derive_status(record, views.get(run), self._last_known.get(run, 0.0))
+            with self._noting_unreadable(run, statuses):
+                statuses[run] = derive_status(record, views.get(run), self._last_known.get(run, 0.0))
         gone_on = [
             record.run
             for record in records
@@ -113,14 +112,14 @@ class StatusPoller:
             and is_continued_by_other_job(record, self._environ)
         ]
         if gone_on:
-            found |= dict(zip(gone_on, self._query(gone_on), strict=True))
-        return [found[run] for run in runs]
+            statuses |= dict(zip(gone_on, self._query(gone_on), strict=True))
+        return [statuses[run] for run in runs]
 
     def _remember(self, record: RunRecord, view: JobStateView) -> None:
         if view.state is not RunState.UNKNOWN:
             self._last_known[record.run] = time.time()
-        seen = record.observed_end["job_state"] if record.observed_end else None
-        if view.state.ended and view.job_state not in (None, seen):
+        job_state = record.observed_end["job_state"] if record.observed_end else None
+        if view.state.ended and view.job_state not in (None, job_state):
             # Record the end: Slurm forgets jobs, and many clusters have no accounting. Only the owner can
             # write it.
             with suppress(OSError):
@@ -138,7 +137,6 @@ class UnknownStateTracker:
     """Messages on a run whose state becomes unknown, stays unknown or is available again."""
 
     def __init__(self, limit_s: float = UNKNOWN_LIMIT_S) -> None:
-        """Start with a definite state."""
         self._limit_s = limit_s
         self._since: float | None = None
         self._next = 0.0
@@ -156,12 +154,12 @@ class UnknownStateTracker:
                 f"({status.words or 'its dependency can no longer be satisfied'}). Cancel the run, and "
                 "submit it again with another --dependency."
             )
-        now = time.monotonic()
+        time_s = time.monotonic()
         if status.state is not RunState.UNKNOWN:
             was_unknown, self._since = self._since is not None, None
             return f"the state is available again ({status.state})" if was_unknown else None
         if self._since is None:
-            self._since = self._next = now
+            self._since = self._next = time_s
         # A run that still writes is alive, even if the scheduler does not respond.
         if self.left_s == 0 and (status.unknown_s is None or status.unknown_s >= self._limit_s):
             raise SchedulerError(
@@ -169,7 +167,7 @@ class UnknownStateTracker:
                 f"{describe_unknown(status)}). The run has not written anything, but may still be active. "
                 "Check again when the scheduler responds."
             )
-        if now < self._next:
+        if time_s < self._next:
             return None
-        self._next = now + _MESSAGE_INTERVAL_S
+        self._next = time_s + _MESSAGE_INTERVAL_S
         return f"the state is {describe_unknown(status)}; this does not affect the run"

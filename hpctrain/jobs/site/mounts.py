@@ -26,8 +26,6 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True)
 class Mount:
-    """A mounted file system."""
-
     source: str
     point: str
     type: str

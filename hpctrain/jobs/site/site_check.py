@@ -8,18 +8,22 @@ with Slurm 22.05 and 26.05).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.site.job_request import JobRequest
+from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.parsing import parse_names
+from hpctrain.slurm.environment import sbatch_env, sbatch_variable
 from hpctrain.slurm.pending_reasons import suggest_remedy
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
+from hpctrain.spec.directives import all_directives
+from hpctrain.spec.job_spec import JobSpec
 from hpctrain.text import join_or, pluralize, suggest
 
 _QOS_FLAGS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", "format=Name,Flags")
+_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 _RESUBMIT_HINT = "Submit the run again with the same --run-dir to continue."
 _SUCCESSOR_NOTE = "continues in a successor job, which starts after the previous job has ended"
 
@@ -52,6 +56,80 @@ REMEDIES = {
     "Invalid qos": f"Use another --qos; {_ACCOUNTS[:-7]} format=qos` lists yours.",
     "reservation": "Use another --reservation; `scontrol show reservation` lists them.",
 }
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """The options of a job as sbatch reads them."""
+
+    spec: JobSpec
+    directives: Mapping[str, str]
+    """Options in the job script, by long name."""
+    variables: Mapping[str, str]
+    """Environment of sbatch. Its SBATCH_* variables apply to options that the script does not set."""
+
+    @classmethod
+    def from_spec(cls, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
+        directives = all_directives(spec)
+        return cls(spec, directives, sbatch_env(environ, directives))
+
+    def value(self, key: str) -> str:
+        """Return the value of an option; empty if it is not given."""
+        return self.directives.get(key) or self.variables.get(sbatch_variable(key), "")
+
+    def origin(self, key: str) -> str:
+        """Return the flag or variable that sets an option, for messages."""
+        variable = sbatch_variable(key)
+        return variable if key not in self.directives and self.variables.get(variable) else f"--{key}"
+
+    def is_given(self, key: str) -> bool:
+        return key in self.directives or bool(self.variables.get(sbatch_variable(key)))
+
+    @property
+    def partitions(self) -> list[str]:
+        """Partitions in which the job may run; empty if the site chooses."""
+        return [name for name in self.value("partition").split(",") if name]
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """The requested time limit; None if it is unlimited or not given."""
+        return parsing.parse_time_limit(self.value("time")) if self.is_given("time") else None
+
+    @property
+    def cpus_per_node(self) -> int:
+        return self.spec.ntasks_per_node * (self.spec.cpus_per_task or 1)
+
+    @property
+    def memory_option(self) -> str | None:
+        return next((key for key in _MEMORY if self.is_given(key)), None)
+
+    @property
+    def memory_per_node_mib(self) -> int:
+        """Requested MiB of memory per node; 0 means no request, or all memory."""
+        if (option := self.memory_option) is None:
+            return 0
+        units = {"mem": 1, "mem-per-cpu": self.cpus_per_node, "mem-per-gpu": self.spec.gpus_per_node}
+        return (parsing.parse_size_mib(self.value(option)) or 0) * units[option]
+
+    @property
+    def whole_nodes(self) -> bool:
+        return self.is_given("exclusive") and self.value("exclusive") in ("", "exclusive")
+
+    def describe(self) -> str:
+        """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib`."""
+        spec, minimum = self.spec, self.spec.least_granted
+        nodes = (
+            pluralize(minimum, "node")
+            if minimum == spec.most_granted
+            else f"{minimum} to {spec.most_granted} nodes"
+        )
+        kind = f"{spec.gpu_type} " if spec.gpu_type else ""
+        size = [pluralize(spec.gpus_per_node, f"{kind}GPU")] if spec.gpus_per_node else []
+        size.append(pluralize(self.cpus_per_node, "CPU"))
+        size += [f"{mib} MiB of memory"] if (mib := self.memory_per_node_mib) else []
+        excluded = f", not on {hosts}" if (hosts := self.value("exclude")) else ""
+        features = f" and the features {constraint}" if (constraint := self.value("constraint")) else ""
+        return f"{nodes}, each with {', '.join(size)}{features}{excluded}"
 
 
 def explain_refusal(refusal: str, request: JobRequest, site: Site) -> str:
@@ -166,13 +244,13 @@ def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> I
             "PartitionMinNodes",
         )
     # For a range of nodes, Slurm allocates what the partition allows.
-    least, cpus, mib = spec.least_granted, request.cpus_per_node, request.memory_per_node_mib
+    minimum, cpus, mib = spec.least_granted, request.cpus_per_node, request.memory_per_node_mib
     max_mib = partition.max_mem_per_node_mib
     if max_mib is None and partition.max_mem_per_cpu_mib is None and site.slurm is not None:
         max_mib = site.slurm.max_mem_per_node_mib
     memory = request.origin(request.memory_option or "mem")
     maxima = {
-        "MaxNodes": (least, partition.max_nodes, f"{pluralize(least, 'node')} (--nodes)"),
+        "MaxNodes": (minimum, partition.max_nodes, f"{pluralize(minimum, 'node')} (--nodes)"),
         "MaxCPUsPerNode": (
             cpus,
             partition.max_cpus_per_node,
@@ -180,10 +258,10 @@ def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> I
         ),
         "MaxMemPerNode": (mib, max_mib, f"{mib} MiB of memory per node ({memory})"),
     }
-    for setting, (value, most, requested) in maxima.items():
-        if most is not None and value > most:
+    for setting, (value, maximum, requested) in maxima.items():
+        if maximum is not None and value > maximum:
             yield ExceededLimit(
-                f"The job requests {requested}, but partition {name} allows at most {most} ({setting}). "
+                f"The job requests {requested}, but partition {name} allows at most {maximum} ({setting}). "
                 "Request less, or choose another --partition.",
                 "PartitionMaxNodes" if setting == "MaxNodes" else None,
             )
@@ -202,7 +280,7 @@ def _lifting_qos(site: Site, ask: RunQuery) -> Mapping[str | None, Sequence[str]
     except SchedulerError:
         return {}
     for name, _, flags in (row.partition("|") for row in rows):
-        for flag in parse_names(flags):
+        for flag in parsing.parse_names(flags):
             lifting.setdefault(flag, []).append(name)
     return lifting
 
@@ -256,7 +334,7 @@ def is_preemptible(partition: Partition, site: Site) -> bool:
     # PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).
     if site.slurm is None or site.slurm.preempt_type != "partition_prio" or partition.preempt_mode == "OFF":
         return False
-    return any(other.priority_tier > partition.priority_tier for other in site.partitions)
+    return any(competitor.priority_tier > partition.priority_tier for competitor in site.partitions)
 
 
 def _requeue_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:

@@ -62,7 +62,6 @@ class SentCode:
         return self
 
     def text(self) -> str:
-        """Return the changes since the commit."""
         return self._diff
 
 
@@ -82,34 +81,39 @@ class CodeSnapshot:
     def plan(
         cls, script: str, limit_mb: int, environ: Mapping[str, str], *, folder: Path | None = None
     ) -> CodeSnapshot:
-        """Plan the copy for a script. Nothing is written."""
+        """Plan the copy of the working tree with the script, or with `folder`.
+
+        Raises:
+            NotARepository: there is no git repository, so the script's files are unknown.
+            SpecError: the files exceed `limit_mb`, a file cannot be copied, or git does not answer.
+        """
         path = Path(os.path.realpath(script))
         inside = folder or path.parent
         repository = SentCode.containing(inside) or GitRepository.containing(inside, environ)
-        place = None if folder else path.relative_to(repository.root)
+        script_path = None if folder else path.relative_to(repository.root)
         files = repository.files()
-        if place is not None:
+        if script_path is not None:
             # Copy the script even if git ignores it.
-            files.setdefault(str(place), True)
+            files.setdefault(str(script_path), True)
         root = str(repository.root)
-        entries = {name: os.lstat(os.path.join(root, name)) for name in files}
-        for name, entry in entries.items():
+        sizes: dict[str, int] = {}
+        for name in files:
+            entry = os.lstat(os.path.join(root, name))
             if not stat.S_ISREG(entry.st_mode) and not stat.S_ISLNK(entry.st_mode):
                 raise SpecError(
                     f"Cannot copy {os.path.join(root, name)!r}: it is neither a regular file nor a symbolic "
                     "link. Remove this file, or submit without a copy of the code (--no-code-snapshot)."
                 )
-        sizes = {name: entry.st_size for name, entry in entries.items()}
-        snapshot = cls(repository, place, files, sum(sizes.values()), limit_mb)
+            sizes[name] = entry.st_size
         if (total := sum(max(size, _LEAST) for size in sizes.values())) > limit_mb * 1e6:
             largest = max(sizes, key=lambda name: sizes[name])
             raise SpecError(
-                f"The git repository {str(repository.root)!r} contains {format_size(total)} in {len(files)} "
-                f"files, but at most {limit_mb} MB are copied (code_snapshot_limit). The largest file is "
-                f"{largest!r} ({format_size(sizes[largest])}). Add files that are not code to .gitignore, "
-                "raise code_snapshot_limit, or submit without a copy of the code (--no-code-snapshot)."
+                f"The git repository {root!r} contains {format_size(total)} in {len(files)} files, but at "
+                f"most {limit_mb} MB are copied (code_snapshot_limit). The largest file is {largest!r} "
+                f"({format_size(sizes[largest])}). Add files that are not code to .gitignore, raise "
+                "code_snapshot_limit, or submit without a copy of the code (--no-code-snapshot)."
             )
-        return snapshot
+        return cls(repository, script_path, files, sum(sizes.values()), limit_mb)
 
     @contextmanager
     def copied_into(self, run: RunDir) -> Iterator[CodeRef]:
@@ -126,24 +130,22 @@ class CodeSnapshot:
             script = None if self.script is None else str(copy / self.script)
             root = str(self.repository.root)
             yield CodeRef(source=root, copy=str(copy), script=script, limit_mb=self.limit_mb)
-        except Exception as error:
-            # Other exceptions, such as Ctrl-C, may occur while the scheduler accepts the job.
-            if not isinstance(error, SubmissionUnconfirmed):
-                _remove(temporary, copy)
-            raise
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            # Others than Exception, such as Ctrl-C, may occur while the scheduler accepts the job.
+            if isinstance(error, Exception) and not isinstance(error, SubmissionUnconfirmed):
+                _remove(copy)
             raise
 
     def _copy_to(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         # Strings, because creating a `Path` for each of thousands of files takes as long as the copy.
-        root, made = str(self.repository.root), set()
+        root, created = str(self.repository.root), set()
         for name in self.files:
             source, target = os.path.join(root, name), os.path.join(folder, name)
-            if (parent := os.path.dirname(target)) not in made:
+            if (parent := os.path.dirname(target)) not in created:
                 os.makedirs(parent, exist_ok=True)
-                made.add(parent)
+                created.add(parent)
             try:
                 if os.path.islink(source):
                     os.symlink(self._target_of(name), target)
@@ -161,21 +163,20 @@ class CodeSnapshot:
     def _target_of(self, link: str) -> str:
         """Return the target for the copy of a link: the copied target if any, otherwise the original."""
         root = str(self.repository.root)
-        here = os.path.dirname(os.path.join(root, link))
-        path = os.path.normpath(os.path.join(here, os.readlink(os.path.join(root, link))))
+        parent = os.path.dirname(os.path.join(root, link))
+        path = os.path.normpath(os.path.join(parent, os.readlink(os.path.join(root, link))))
         name = os.path.relpath(path, root)
         if name == "." or any(file == name or file.startswith(f"{name}/") for file in self.files):
-            return os.path.relpath(path, here)
+            return os.path.relpath(path, parent)
         return path
 
     def _record(self, copy: Path, diff: str) -> None:
-        """Record the origin of the copy next to it."""
-        new = [name for name, is_new in self.files.items() if is_new]
+        new_files = [name for name, is_new in self.files.items() if is_new]
         record = {
             "source": str(self.repository.root),
             "commit": self.repository.commit,
-            "changed": bool(diff or new),
-            "new_files": new,
+            "changed": bool(diff or new_files),
+            "new_files": new_files,
             "num_files": len(self.files),
             "size_bytes": self.size_bytes,
         }
@@ -191,7 +192,10 @@ def plan_snapshot(
     folder: Path | None = None,
     starts_now: bool = False,
 ) -> tuple[CodeSnapshot | None, list[str]]:
-    """Plan the copy; if there is nothing to copy, return notes for the user. See `CodeSnapshot.plan`."""
+    """Plan the copy; if there is nothing to copy, return notes for the user. See `CodeSnapshot.plan`.
+
+    A script outside a repository that starts now needs no note: its user is not likely to change it first.
+    """
     if limit_mb < 1:
         raise SpecError(
             f"code_snapshot_limit is {limit_mb}, but must be at least 1. To disable the copy, use "
@@ -202,14 +206,14 @@ def plan_snapshot(
     except NotARepository as reason:
         if starts_now and isinstance(reason, OutsideRepository):
             return None, []
-        return None, [
+        note = (
             f"Warning: the code is not copied ({reason}). If you change it, later attempts run the new code."
-        ]
+        )
+        return None, [note]
 
 
-def _remove(temporary: Path, copy: Path) -> None:
-    for folder in (temporary, copy):
-        shutil.rmtree(folder, ignore_errors=True)
+def _remove(copy: Path) -> None:
+    shutil.rmtree(copy, ignore_errors=True)
     for suffix in (".json", ".diff"):
         copy.with_name(copy.name + suffix).unlink(missing_ok=True)
     if copy.parent.is_dir() and not any(copy.parent.iterdir()):

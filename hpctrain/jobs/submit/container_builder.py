@@ -22,57 +22,59 @@ from hpctrain.spec.job_spec import BackendName
 
 
 def build_container(
-    given: SubmitOptions,
+    options: SubmitOptions,
     *,
     backend: BackendName,
-    known: tuple[str, ...] | None,
+    runtimes: tuple[str, ...] | None,
     cwd: Path,
     environ: Mapping[str, str],
 ) -> Container | None:
-    """Return the requested container; None if none was requested."""
-    image = given.get("container_image")
+    """Return the requested container; None if none was requested.
+
+    `runtimes` are the runtimes in the site's profile; None if it does not list any.
+    """
+    image = options.get("container_image")
     if image is None:
         return None
     image = os.fspath(image)
     if is_image_file(image):
         image = os.path.normpath(cwd / image)
-    asked = given.get("container_runtime", "auto")
-    runtime = _find(image, backend, known, environ) if asked == "auto" else asked
+    runtime = options.get("container_runtime", "auto")
+    if runtime == "auto":
+        runtime = _choose_runtime(image, backend, runtimes, environ)
     if runtime == "pyxis" and backend == "local":
         raise SpecError(
             "pyxis is a Slurm plugin, so it cannot be used with --backend local. Use container_runtime "
             "apptainer, or remove --container-image."
         )
+    mounts = []
+    for mount in split_list_values(options.get("container_mounts", [])):
+        source, colon, target = mount.partition(":")
+        path = os.path.normpath(cwd / source)
+        mounts.append(f"{path}:{target if colon else path}")
     return Container(
         image=image,
         runtime=runtime,
-        mounts=tuple(_absolute(mount, cwd) for mount in split_list_values(given.get("container_mounts", []))),
-        env=split_list_values(given.get("container_env", [])),
-        python=given.get("container_python", Container.python),
+        mounts=tuple(mounts),
+        env=split_list_values(options.get("container_env", [])),
+        python=options.get("container_python", Container.python),
     )
 
 
-def _absolute(mount: str, cwd: Path) -> str:
-    source, colon, rest = mount.partition(":")
-    path = os.path.normpath(cwd / source)
-    return f"{path}:{rest if colon else path}"
-
-
-def _find(
-    image: str, backend: BackendName, known: tuple[str, ...] | None, environ: Mapping[str, str]
+def _choose_runtime(
+    image: str, backend: BackendName, runtimes: tuple[str, ...] | None, environ: Mapping[str, str]
 ) -> ContainerRuntime:
-    if (only := required_runtime(image)) is not None:
-        return only
+    if (required := required_runtime(image)) is not None:
+        return required
     if backend == "local":
         return "apptainer"
-    if known is None:
-        known = tuple(
-            program for program in APPTAINER_PROGRAMS if shutil.which(program, path=environ.get("PATH"))
-        )
-        known += ("pyxis",) if has_pyxis(environ) else ()
-    if "pyxis" in known:
+    if runtimes is None:
+        programs = APPTAINER_PROGRAMS
+        runtimes = tuple(name for name in programs if shutil.which(name, path=environ.get("PATH")))
+        runtimes += ("pyxis",) if has_pyxis(environ) else ()
+    if "pyxis" in runtimes:
         return "pyxis"
-    if any(program in known for program in APPTAINER_PROGRAMS):
+    if set(runtimes).intersection(APPTAINER_PROGRAMS):
         return "apptainer"
     raise SpecError(
         "No container runtime found on this machine: srun does not support --container-image (pyxis), and "

@@ -50,12 +50,11 @@ _PLACE = re.compile(r"(.*?)(?:\n([0-9a-f]{40,}))?\n", re.DOTALL)
 class GitCommand:
     """Output of git, which runs in the background until the output is read."""
 
-    def __init__(self, folder: Path, words: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start git."""
+    def __init__(self, folder: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
         self._folder = folder
         try:
             self._process = subprocess.Popen(
-                ["git", *_RUN_NOTHING, "-C", str(folder), *words],
+                ["git", *_RUN_NOTHING, "-C", str(folder), *command],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -82,10 +81,12 @@ class GitCommand:
                     "Try again, or submit without a copy of the code (--no-code-snapshot)."
                 ) from None
         if process.returncode:
-            words = err.strip().splitlines()
-            if words and "not a git repository" in words[0]:
+            messages = err.strip().splitlines()
+            if messages and "not a git repository" in messages[0]:
                 raise OutsideRepository("not in a git repository")
-            raise NotARepository(f"git failed: {words[0] if words else f'exit code {process.returncode}'}")
+            raise NotARepository(
+                f"git failed: {messages[0] if messages else f'exit code {process.returncode}'}"
+            )
         return out
 
     def __del__(self) -> None:
@@ -95,8 +96,6 @@ class GitCommand:
 
 
 class GitRepository:
-    """Git working tree."""
-
     def __init__(self, root: Path, environ: Mapping[str, str], files: GitCommand, commit: str | None) -> None:
         self.root, self.commit = root, commit
         """Root folder, and the checked-out commit; None if there is no commit yet."""
@@ -109,9 +108,9 @@ class GitRepository:
         if not any(os.path.lexists(place / ".git") for place in (real, *real.parents)):
             # Git would give the same result, but starting git takes time.
             raise OutsideRepository("not in a git repository")
-        kept = {name: value for name, value in environ.items() if name not in _OTHER_REPOSITORY}
+        variables = {name: value for name, value in environ.items() if name not in _OTHER_REPOSITORY}
         # Reading must not write anything, including a refreshed index.
-        quiet = {**kept, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+        quiet = {**variables, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
         place = GitCommand(folder, ["rev-parse", "--show-toplevel", "--revs-only", "HEAD"], quiet)
         files = GitCommand(folder, _LIST_FILES, quiet)
         match = _PLACE.fullmatch(place.text())
@@ -122,7 +121,7 @@ class GitRepository:
 
     def files(self) -> dict[str, bool]:
         """Return paths of all tracked or new files, including those of submodules; True for new files."""
-        found: dict[str, bool] = {}
+        files: dict[str, bool] = {}
         links: dict[str, bool] = {}
         for tag, name in (entry.split(" ", 1) for entry in self._files.text().split("\0") if entry):
             folder = os.path.dirname(name)
@@ -135,15 +134,14 @@ class GitRepository:
             except OSError:
                 continue  # The file was deleted, but the deletion is not committed.
             if stat.S_ISDIR(mode):
-                found |= self._files_within(name.rstrip("/"))
+                files |= self._files_within(name.rstrip("/"))
             else:
-                found[name] = tag == "?"
-        return found
+                files[name] = tag == "?"
+        return files
 
     def _has_link(self, folder: str) -> bool:
-        """True if the path of a folder contains a link."""
-        parts = accumulate(folder.split("/"), os.path.join)
-        return any(os.path.islink(os.path.join(self.root, part)) for part in parts)
+        ancestors = accumulate(folder.split("/"), os.path.join)
+        return any(os.path.islink(os.path.join(self.root, ancestor)) for ancestor in ancestors)
 
     def _files_within(self, name: str) -> dict[str, bool]:
         """Return files of a nested repository: a submodule or an independent repository."""

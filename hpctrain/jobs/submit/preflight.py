@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import shutil
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,7 +94,7 @@ def check_options(job: PreparedSubmission) -> list[str]:
                 f"{flag} requires torchrun, but srun starts the ranks (--launcher). Remove {flag}, or use "
                 "--launcher torchrun."
             )
-    reasons = {}
+    reasons: dict[str, str] = {}
     if not spec.supervised:
         reasons |= dict.fromkeys(_OF_SUPERVISOR, "hpctrain does not run in the job (--template plain)")
     if spec.backend == "local":
@@ -114,15 +113,15 @@ def check_time_left(job: PreparedSubmission) -> Iterator[str]:
     left_s = spec.time_limit_s - spec.stop_before_limit_s - early_s
     if left_s >= _MIN_S:
         return
-    given = job.settings.options
-    lead_s = spec.stop_before_limit_s if "stop_before_limit" in given else DEFAULT_STOP_BEFORE_LIMIT_S
+    options = job.settings.options
+    lead_s = spec.stop_before_limit_s if "stop_before_limit" in options else DEFAULT_STOP_BEFORE_LIMIT_S
     better = format_time_limit(60 * math.ceil((_MIN_S + lead_s + early_s) / 60))
-    early = f" Slurm may send the stop signal up to {early_s:.0f} s early." if early_s else ""
+    early_note = f" Slurm may send the stop signal up to {early_s:.0f} s early." if early_s else ""
     yield (
         f"Warning: the run may have only {max(0.0, left_s):g} s to start and train. The time limit is "
         f"{spec.time_limit_s:g} s (--time), and the ranks stop and save {spec.stop_before_limit_s} s before "
-        f"it (--stop-before-limit).{early} The run fails after three attempts without a new checkpoint. Use "
-        f"--time {better} or more."
+        f"it (--stop-before-limit).{early_note} The run fails after three attempts without a new checkpoint. "
+        f"Use --time {better} or more."
     )
 
 
@@ -165,55 +164,50 @@ def _check_module_or_command(spec: JobSpec, environ: Mapping[str, str]) -> None:
 
 def _has_module(name: str, folders: Sequence[str]) -> bool:
     """Return true if a module can be found. Nothing is imported."""
-    search, parts = list(folders), name.split(".")
-    for index in range(len(parts)):
-        found = PathFinder.find_spec(".".join(parts[: index + 1]), search)
-        if found is None:
+    search, packages = list(folders), name.split(".")
+    for length in range(1, len(packages) + 1):
+        module = PathFinder.find_spec(".".join(packages[:length]), search)
+        if module is None:
             return False
-        search = list(found.submodule_search_locations or [])
+        search = list(module.submodule_search_locations or [])
     return True
 
 
 def _check_script(script: Path) -> None:
     try:
-        mode = script.stat().st_mode
+        if script.exists() and not script.is_file():
+            raise SpecError(
+                f"The script {str(script)!r} is not a regular file. Pass the path of a Python file."
+            )
+        if script.suffix != ".py":
+            _check_shebang(script)
+        else:
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
     except (FileNotFoundError, NotADirectoryError):
         hint = "Check its path."
         if shutil.which(script.name):
             hint = f"{script.name!r} is a command. Put -- before it: hpctrain submit … -- {script.name} …"
         raise SpecError(f"Script {str(script)!r} not found. {hint}") from None
     except OSError as error:
-        raise SpecError(f"Cannot access the script {str(script)!r}: {error.strerror}.") from None
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-        raise SpecError(f"The script {str(script)!r} is {kind}. Pass the path of a Python file.")
-    if not os.access(script, os.R_OK):
-        raise SpecError(
-            f"You do not have permission to read the script {str(script)!r}. Make it readable (chmod)."
-        )
-    if script.suffix != ".py":
-        _check_shebang(script)
-        return
-    try:
-        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+        raise SpecError(f"Cannot read the script {str(script)!r}: {error.strerror}.") from None
     except SyntaxError as error:
         raise SpecError(
             f"The script {str(script)!r} has a syntax error on line {error.lineno}: {error.msg}."
         ) from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
 def _check_shebang(script: Path) -> None:
     """Reject a script for another interpreter, which Python would report as a syntax error."""
     with open(script, "rb") as file:
-        first = file.readline(256)
-    words = first[2:].decode(errors="replace").strip() if first.startswith(b"#!") else ""
-    if script.suffix in _SHELL or (words and "python" not in words):
-        why = f"begins with #!{words}" if words else f"ends in {script.suffix}"
+        line = file.readline(256)
+    interpreter = line[2:].decode(errors="replace").strip() if line.startswith(b"#!") else ""
+    if script.suffix in _SHELL or (interpreter and "python" not in interpreter):
+        reason = f"begins with #!{interpreter}" if interpreter else f"ends in {script.suffix}"
         raise SpecError(
-            f"The script {str(script)!r} {why}, but every rank runs it with Python. Pass the Python script, "
-            "and add shell lines with --setup."
+            f"The script {str(script)!r} {reason}, but every rank runs it with Python. Pass the Python "
+            "script, and add shell lines with --setup."
         )
 
 
@@ -226,31 +220,18 @@ def check_environment(job: PreparedSubmission) -> None:
             f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with "
             "another interpreter."
         )
-    rdzv_backend = "c10d" if spec.torchrun is None or spec.container else spec.torchrun.rdzv_backend
-    if rdzv_backend != "c10d" and python == Path(sys.executable) and not _has_module("etcd", sys.path):
-        raise SpecError(
-            f"rdzv_backend is {rdzv_backend}, which requires the module 'etcd', which is not installed. Run "
-            "`pip install python-etcd`, or set rdzv_backend to c10d."
-        )
     spec.shell.check_files(job.environ)
     if spec.container is not None:
         spec.container.check_files()
 
 
 def check_staged_sources(job: PreparedSubmission) -> None:
-    """Check that the sources of `--stage` are readable files or folders, and that an environment exists."""
+    """Check that the sources of `--stage` are readable files or folders."""
     for source in job.spec.stage.values():
         if not os.path.exists(source):
             raise SpecError(f"{source!r} (--stage) not found. Check its path.")
         if not (os.path.isfile(source) or os.path.isdir(source)) or not os.access(source, os.R_OK):
             raise SpecError(f"{source!r} (--stage) is not a readable file or folder. Check its permissions.")
-    is_own = job.spec.python == sys.executable
-    if job.spec.stage_environment and is_own and sys.prefix in ("/usr", "/usr/local"):
-        raise SpecError(
-            "--stage-environment copies a virtual or conda environment, but hpctrain runs with the Python of "
-            f"the operating system in {sys.prefix}. Install hpctrain in a virtual environment, or remove the "
-            "option."
-        )
 
 
 def check_run_folder(job: PreparedSubmission) -> Iterable[str]:
@@ -274,9 +255,9 @@ def _describe_changes(run: RunDir, spec: JobSpec) -> Iterator[str]:
         return
     old, new = ((job.script, shlex.join(job.args)) for job in (before, spec))
     changed = [
-        f"{name} {now or 'none'!r} instead of {then or 'none'!r}"
-        for name, then, now in zip(("script", "arguments"), old, new, strict=True)
-        if then != now
+        f"{name} {current or 'none'!r} instead of {then or 'none'!r}"
+        for name, then, current in zip(("script", "arguments"), old, new, strict=True)
+        if then != current
     ]
     if not changed:
         return
@@ -300,20 +281,16 @@ def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
             )
     elif path.exists():
         raise SpecError(f"{str(path)!r} (--run-dir) is a file, not a folder. Choose a folder.")
-    nearest = path
-    while not nearest.exists():
-        nearest = nearest.parent
-    room = os.statvfs(nearest)
-    reason = ""
-    if not nearest.is_dir():
-        reason = f"{str(nearest)!r} is not a folder"
-    elif not (room.f_blocks or room.f_files):
-        reason = f"the file system of {str(nearest)!r} cannot store files"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        reason = f"you have no write permission in {str(nearest)!r}"
-    if reason:
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    stat = os.statvfs(nearest)
+    problems = {
+        f"{str(nearest)!r} is not a folder": not nearest.is_dir(),
+        f"the file system of {str(nearest)!r} cannot store files": not (stat.f_blocks or stat.f_files),
+        f"you have no write permission in {str(nearest)!r}": not os.access(nearest, os.W_OK | os.X_OK),
+    }
+    if problem := next((text for text, applies in problems.items() if applies), None):
         raise SpecError(
-            f"Cannot write to the run folder {str(path)!r} (--run-dir): {reason}. Choose another folder."
+            f"Cannot write to the run folder {str(path)!r} (--run-dir): {problem}. Choose another folder."
         )
 
 
@@ -339,13 +316,13 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
 
 def check_code(job: PreparedSubmission) -> Iterable[str]:
     """Choose the code to copy; check its size, and that git can list the files."""
-    asked = job.settings.options
-    if not asked.get("code_snapshot", True) or not job.spec.supervised:
+    options = job.settings.options
+    if not options.get("code_snapshot", True) or not job.spec.supervised:
         return ()
     # Imported only if needed, because this import is slow.
     from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 
-    script, limit_mb = job.spec.script, asked["code_snapshot_limit"]
+    script, limit_mb = job.spec.script, options["code_snapshot_limit"]
     job.snapshot, notes = plan_snapshot(
         script, limit_mb, job.environ, folder=job.code, starts_now=job.backend.name == "local"
     )
@@ -362,7 +339,7 @@ def check_template(job: PreparedSubmission) -> list[str]:
 
 
 def check_backend(job: PreparedSubmission) -> Iterable[str]:
-    """Check the job against this machine or its Slurm site (`backends/preflight_slurm.py`)."""
+    """Check the job against this machine or its Slurm site."""
     job.preflight = job.backend.check(job.spec, job.script, job.settings.habits)
     return job.preflight.notes
 

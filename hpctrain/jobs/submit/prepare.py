@@ -65,25 +65,27 @@ def prepare_submission(
     settings = resolve_options(
         options, source=source, assignments=assignments, previous=previous, cwd=cwd, environ=environ
     )
-    given = settings.options
+    chosen = settings.options
     try:
-        backend, notes = choose_backend(given.get("backend", "auto"), environ, dry_run=dry_run)
+        backend, notes = choose_backend(chosen.get("backend", "auto"), environ, dry_run=dry_run)
         if backend.name == "slurm":
             notes += [
-                *_resolve_runs(given, cwd, environ),
-                *_apply_srun_variables(given, environ),
-                *_choose_cpus(given, partial(backend.site, settings.habits), environ),
+                *_resolve_runs(chosen, cwd, environ),
+                *_apply_srun_variables(chosen, environ),
+                *_choose_cpus(chosen, partial(backend.site, settings.habits), environ),
             ]
         container = None
-        if "container_image" in given:
+        if "container_image" in chosen:
             from hpctrain.jobs.submit.container_builder import build_container
 
             runtimes = settings.habits.containers
-            container = build_container(given, backend=backend.name, known=runtimes, cwd=cwd, environ=environ)
+            container = build_container(
+                chosen, backend=backend.name, runtimes=runtimes, cwd=cwd, environ=environ
+            )
         spec = build_spec(
             script,
             args,
-            given,
+            chosen,
             backend=backend.name,
             cwd=cwd,
             python=python,
@@ -102,44 +104,44 @@ def prepare_submission(
         raise
 
 
-def _resolve_runs(given: SubmitOptions, cwd: Path, environ: Mapping[str, str]) -> list[str]:
+def _resolve_runs(options: SubmitOptions, cwd: Path, environ: Mapping[str, str]) -> list[str]:
     """Replace the runs on which the job depends with their jobs."""
-    directives = cast(dict[str, str], given.get("sbatch", {}))
+    directives = cast(dict[str, str], options.get("sbatch", {}))
     if "dependency" not in directives:
         return []
     from hpctrain.jobs.submit.dependency import resolve_dependency
 
-    runs_dir = os.fspath(given.get("runs_dir") or RUNS_FOLDER)
+    runs_dir = os.fspath(options.get("runs_dir") or RUNS_FOLDER)
     resolved, notes = resolve_dependency(directives.pop("dependency"), cwd, environ, runs_dir)
     if resolved:
         directives["dependency"] = resolved
     return notes
 
 
-def _apply_srun_variables(given: SubmitOptions, environ: Mapping[str, str]) -> list[str]:
+def _apply_srun_variables(options: SubmitOptions, environ: Mapping[str, str]) -> list[str]:
     """Turn the user's variables of srun into options; in a job, they would belong to that job."""
     if "SLURM_JOB_ID" in environ:
         return []
     notes = []
     for name, option in (("SLURM_CPU_BIND", "--cpu-bind"), ("SLURM_DISTRIBUTION", "--distribution")):
-        srun_args = list(given.get("srun_arg", ()))
+        srun_args = list(options.get("srun_arg", ()))
         if (value := environ.get(name)) and not any(arg.startswith(option) for arg in srun_args):
-            given["srun_arg"] = [*srun_args, f"{option}={value}"]
+            options["srun_arg"] = [*srun_args, f"{option}={value}"]
             notes.append(f"The ranks start with srun {option}={value}, from the variable {name}.")
     return notes
 
 
 def _choose_cpus(
-    given: SubmitOptions, get_site: Callable[[], Site | None], environ: Mapping[str, str]
+    options: SubmitOptions, get_site: Callable[[], Site | None], environ: Mapping[str, str]
 ) -> Iterator[str]:
     """Give each rank its share of the CPUs of the nodes, unless the user requests CPUs.
 
     A job that uses half of the GPUs of a node gets half of its CPUs, so that other jobs can use the rest.
     """
-    gpu_type, gpus, ntasks = node_shape(given)
-    if not gpus or "cpus_per_task" in given or (site := get_site()) is None:
+    gpu_type, gpus, ntasks = node_shape(options)
+    if not gpus or "cpus_per_task" in options or (site := get_site()) is None:
         return
-    directives = given.get("sbatch", {})
+    directives = options.get("sbatch", {})
     names = directives.get("partition") or environ.get("SBATCH_PARTITION", "")
     partitions = [site.partition(name) for name in names.split(",") if name] or [site.default_partition]
     whole_nodes = directives.get("exclusive") == ""
@@ -157,7 +159,7 @@ def _choose_cpus(
         )
         return
     share, group, partition = min(shares, key=lambda entry: entry[0])
-    cpus = given["cpus_per_task"] = max(1, share)
+    cpus = options["cpus_per_task"] = max(1, share)
     if cpus < _MIN_CPUS:
         yield (
             f"Warning: each rank gets only {cpus} of the {group.cpus} CPUs of a node in partition "

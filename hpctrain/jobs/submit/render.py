@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jinja2
@@ -15,10 +15,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
-from hpctrain.jobs.submit.template_checks import check_blocks, check_rendered_script
-from hpctrain.redaction import redact_args
-from hpctrain.spec.directives import all_directives, directive_lines
+from hpctrain.jobs.options.option_parser import find_replacement
+from hpctrain.spec.directives import SHORT_NAMES, all_directives, directive_lines
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.redaction import redact_args
 from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.spec.step_options import program_words, srun_options
 from hpctrain.text import suggest
@@ -26,20 +26,19 @@ from hpctrain.text import suggest
 TEMPLATE_SUFFIX = ".sbatch.j2"
 #: Maximum length of the command in the comments of a script.
 _MAX_CHARACTERS = 2_000
+_DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(\S.*)$", re.MULTILINE)
 _NOT_PLAIN = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
 #: Exceptions that an invalid expression in a template may raise.
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def template_folder() -> Path:
-    """Return the folder of the built-in templates: in the package of a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[2]
     inside = package / "slurm_templates"
     return inside if inside.is_dir() else package.parent / "slurm_templates"
 
 
 def built_in_templates() -> list[str]:
-    """Return the names of the built-in templates."""
     return sorted(path.name.removesuffix(TEMPLATE_SUFFIX) for path in template_folder().glob("*.j2"))
 
 
@@ -48,9 +47,7 @@ def render(spec: JobSpec) -> str:
     text = _render(spec, launch=None)
     if spec.template is not None and os.sep in spec.template:
         _check_preparations(spec.shell, text, spec.template)
-        check_rendered_script(
-            text, directive_lines(all_directives(spec)), spec.template, supervised=spec.supervised
-        )
+        _check_script(text, directive_lines(all_directives(spec)), spec.template, supervised=spec.supervised)
     return text
 
 
@@ -66,7 +63,6 @@ def render_setup(spec: JobSpec) -> str:
 
 
 def template_of(spec: JobSpec) -> str:
-    """Return the name or path of the job's template."""
     if spec.template is not None:
         return spec.template
     if spec.torchrun is not None:
@@ -80,7 +76,6 @@ def _render(spec: JobSpec, *, launch: str | None) -> str:
     path = _find_template(name)
     environment = _jinja_environment(name, path.parent)
     try:
-        check_blocks(environment, path.name)
         template = environment.get_template(path.name)
         if launch is not None:
             template = environment.from_string(
@@ -114,7 +109,6 @@ def _render(spec: JobSpec, *, launch: str | None) -> str:
 
 
 def _find_template(name: str) -> Path:
-    """Return the file of a template, given its name or path."""
     if os.sep in name:
         path = Path(name)
         if not path.is_file():
@@ -151,7 +145,6 @@ def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
 
 
 def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
-    """Check that a template does not omit requested setup."""
     requested = {
         "--module": [shlex.quote(module) for module in shell.modules],
         "--conda": [shlex.quote(shell.conda)] if shell.conda else [],
@@ -168,58 +161,71 @@ def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
 
 
 def describe_job(spec: JobSpec) -> list[str]:
-    """Return comments that say what the job runs, and explain directives that differ from the request."""
     start = f"To start an ended run again: hpctrain resume {shlex.quote(spec.run_dir)}"
     if not spec.supervised:
         command = "sbatch" if spec.backend == "slurm" else "bash"
-        start = f"To start an ended run again: {command} job.sbatch, in the run folder."
-    return [start, *(_explain_step(spec) if spec.supervised else ()), *_explain_directives(spec)]
-
-
-def _explain_step(spec: JobSpec) -> Iterator[str]:
-    words = redact_args(program_words(spec))
+        return [f"To start an ended run again: {command} job.sbatch, in the run folder."]
+    arguments = redact_args(program_words(spec))
     if spec.torchrun is not None:
-        program = ["--no-python", *words] if spec.program == "command" else words[1:]
+        program = ["--no-python", *arguments] if spec.program == "command" else arguments[1:]
         agents = [f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.ntasks_per_node}"]
-        words = ["torchrun", *agents, f"--rdzv-backend={spec.torchrun.rdzv_backend}", *program]
-    if spec.backend == "local":
-        yield f"Each attempt starts {spec.world_size} processes on this machine:"
-    else:
-        words = ["srun", *srun_options(spec, spec.nodes), *words]
-        yield "Each attempt runs the equivalent of:"
-    command = " ".join(map(_quote, words))
+        arguments = ["torchrun", *agents, f"--rdzv-backend={spec.torchrun.rdzv_backend}", *program]
+    title = f"Each attempt starts {spec.world_size} processes on this machine:"
+    if spec.backend == "slurm":
+        arguments = ["srun", *srun_options(spec, spec.nodes), *arguments]
+        title = "Each attempt runs the equivalent of:"
+    command = " ".join(map(_quote, arguments))
     if len(command) > _MAX_CHARACTERS:
         command = f"{command[:_MAX_CHARACTERS]} …"
-    for line in textwrap.wrap(command, 105, break_long_words=False, break_on_hyphens=False):
-        yield f"  {line}"
-    if spec.torchrun is not None and spec.torchrun.rdzv_endpoint is not None:
-        yield f"Rendezvous: {spec.torchrun.rdzv_backend} at {_quote(spec.torchrun.rdzv_endpoint)}"
-    else:
-        host = "rank 0" if spec.torchrun is None else "the supervisor"
-        yield f"Rendezvous: a store of {host} on the first node (MASTER_ADDR, MASTER_PORT)"
-    if spec.container is not None:
-        yield f"Container of the ranks: {_quote(spec.container.image)} ({spec.container.runtime})"
-    for name, source in spec.stage.items():
-        yield f"Staged to the local disks: {_quote(source)} as $HPCTRAIN_STAGE/{name}"
-    if spec.stage_environment:
-        yield "Staged to the local disks: the Python environment and the code"
+    lines = textwrap.wrap(command, 105, break_long_words=False, break_on_hyphens=False)
+    return [start, title, *(f"  {line}" for line in lines)]
 
 
-def _explain_directives(spec: JobSpec) -> Iterator[str]:
-    if spec.backend == "local":
-        return
-    if not spec.supervised:
-        yield "--requeue: Slurm requeues the job after a preemption or a node failure, and for nothing else"
-    if spec.is_elastic:
-        spares = f", and {spec.spare_nodes} spare" if spec.spare_nodes else ""
-        yield f"--nodes: the run uses {spec.min_nodes} to {spec.nodes} nodes{spares}"
-        yield "--cpus-per-task: the CPUs of all ranks of a node, because sbatch counts one task per node"
-    elif spec.spare_nodes:
-        yield f"--nodes: {spec.nodes} for the run, and {spec.spare_nodes} spare"
-    if spec.resume_mode == "successor":
-        yield "--requeue: for preemptions and the loss of the first node; otherwise, a new job continues"
-
-
-def _quote(word: str) -> str:
+def _quote(text: str) -> str:
     """Return a word on one line, quoted if it contains special characters."""
-    return word if word and not _NOT_PLAIN.search(word) else json.dumps(word, ensure_ascii=False)
+    return text if text and not _NOT_PLAIN.search(text) else json.dumps(text, ensure_ascii=False)
+
+
+def _check_script(text: str, lines: Sequence[str], template: str, *, supervised: bool) -> None:
+    if supervised and "hpctrain.supervisor" not in text:
+        raise SpecError(
+            f"The template {template!r} (--template) does not start the supervisor, so no rank would "
+            "run. Extend a built-in template. If you replace its block 'launch', call super() in that block."
+        )
+    options = dict(option for line in lines for option in directive_options(line))
+    for line in text.splitlines():
+        if line in lines:
+            continue
+        for name, value in directive_options(line):
+            if name in options and options[name] != value:
+                raise SpecError(
+                    f"The template {template!r} (--template) contains {line.strip()!r}, but the job is "
+                    f"submitted with --{name}={options[name]}. Remove that line, and pass the option "
+                    "to hpctrain submit."
+                )
+            if name not in options and (hint := find_replacement(name)):
+                raise SpecError(
+                    f"The template {template!r} (--template) contains {line.strip()!r}, but a template "
+                    f"cannot set --{name}. {hint}."
+                )
+
+
+def directive_options(line: str) -> Iterator[tuple[str, str]]:
+    """Yield long names and values of the options in a directive line; nothing for other lines."""
+    if (match := _DIRECTIVE.match(line)) is None:
+        return
+    try:
+        tokens = shlex.split(match[1], comments=True)
+    except ValueError:
+        return
+    while tokens:
+        token = tokens.pop(0)
+        if token.startswith("--"):
+            name, equals, value = token[2:].partition("=")
+        elif token.startswith("-") and token[1:2] in SHORT_NAMES:
+            name, equals, value = SHORT_NAMES[token[1]], token[2:], token[2:].removeprefix("=")
+        else:
+            continue
+        if not equals and tokens and not tokens[0].startswith("-"):
+            value = tokens.pop(0)
+        yield name, value

@@ -33,9 +33,7 @@ _LOCK_TIMEOUT_S = 5.0
 
 
 def submit_prepared(
-    submission: PreparedSubmission,
-    functions: Sequence[bytes] = (),
-    sweep: SweepRecord | None = None,
+    submission: PreparedSubmission, functions: Sequence[bytes] = (), sweep: SweepRecord | None = None
 ) -> Run:
     """Write the run folder and submit the job; for a job array, also write the folder of each task."""
     spec = submission.spec
@@ -52,14 +50,14 @@ def submit_prepared(
             else nullcontext(spec.code) as code,
             _written_sweep(folder, sweep) if sweep else nullcontext(),
         ):
-            spec, *tasks = (replace(part, code=code) for part in (spec, *tasks))
+            spec, *tasks = (replace(job, code=code) for job in (spec, *tasks))
             check_spec(spec)
             # Slurm has judged the job in the meantime. The files of an earlier submission are unchanged.
             if reason := submission.preflight.refusal():
                 raise SchedulerError(f"The job was not submitted: {reason}")
-            function_of = dict(zip((part.run_dir for part in tasks or [spec]), functions, strict=False))
-            for part in (*tasks, spec):
-                _write(part, submission.script if part is spec else None, function_of.get(part.run_dir))
+            function_of = dict(zip((job.run_dir for job in tasks or [spec]), functions, strict=False))
+            for job in (*tasks, spec):
+                _write(job, submission.script if job is spec else None, function_of.get(job.run_dir))
             write_atomic(folder.git_ignore, "*\n", durable=False)
             job_id = submission.backend.submit(spec, folder, lock)
             for task in tasks:
@@ -118,7 +116,6 @@ def _folder(spec: JobSpec) -> RunDir:
 
 
 def _write(spec: JobSpec, script: str | None, function: bytes | None) -> None:
-    """Write the files that a run folder needs before its job is submitted."""
     folder = _folder(spec)
     make_folder(folder.path)
     make_folder(folder.logs)
@@ -126,7 +123,11 @@ def _write(spec: JobSpec, script: str | None, function: bytes | None) -> None:
     files = {folder.spec: spec.text(), folder.job_script: script, folder.function: function}
     # An array may have thousands of tasks: an fsync per task would take minutes.
     durable = spec.array_task is None
-    replace_files({path: it for path, it in files.items() if it is not None}, durable=durable, private=True)
+    replace_files(
+        {path: content for path, content in files.items() if content is not None},
+        durable=durable,
+        private=True,
+    )
 
 
 @contextmanager
@@ -142,11 +143,11 @@ def _written_sweep(folder: RunDir, sweep: SweepRecord) -> Iterator[None]:
         raise
 
 
-def _record(spec: JobSpec, job_id: str, **more: Any) -> None:
+def _record(spec: JobSpec, job_id: str, **details: Any) -> None:
     folder = _folder(spec)
     attempt = max(folder.attempts(), default=-1) + 1
     try:
-        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend, **more)
+        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend, **details)
     except OSError as error:
         raise SubmissionUnconfirmed(
             f"Job {job_id} was submitted, but cannot be recorded in {str(folder.events)!r}: "

@@ -46,7 +46,6 @@ class ScratchRun:
     def __init__(
         self, verified: RunDir, environ: Mapping[str, str], backend: BackendName, parent: Path | None
     ) -> None:
-        """Load the specification of the verified run."""
         self._verified, self._environ = verified, environ
         self._backend = choose_backend(backend, environ)[0]
         self._parent = parent or (verified.path.parent if backend == "slurm" else None)
@@ -72,21 +71,19 @@ class ScratchRun:
             shutil.rmtree(self.run.path, ignore_errors=True)
 
     def check(self, plan: VerificationPlan) -> None:
-        """Raise `SpecError` if the ranks do not fit."""
-        for part in plan.parts:
-            spec = self._spec_of(part, Path.cwd(), {})
+        for segment in plan.parts:
+            spec = self._spec_of(segment, Path.cwd(), {})
             try:
                 self._backend.check(spec, render(spec), ResolvedOptions({}).habits)
             except SpecError as error:
                 if self._backend.name == "slurm":
                     raise
                 raise SpecError(
-                    f"The run trained on {part.world_size} ranks, which this machine cannot host: {error} "
+                    f"The run trained on {segment.world_size} ranks, which this machine cannot host: {error} "
                     "Use --backend slurm, or train the steps on N ranks of this machine with --ranks N."
                 ) from error
 
     def train(self, plan: VerificationPlan, record: TrainingRecord) -> None:
-        """Train the steps of a plan."""
         if plan.start_checkpoint is not None:
             folder = self.run.checkpoints / plan.start_checkpoint.name
             make_folder(folder.parent)
@@ -102,15 +99,15 @@ class ScratchRun:
         environments = (record.environments.get(attempt, {}) for attempt in plan.attempts)
         threads = next(filter(None, environments), {}).get("threads_per_rank")
         function = [self._verified.function.read_bytes()] if self._verified.function.exists() else []
-        for part in plan.parts:
+        for segment in plan.parts:
             # The grouping of additions on a CPU depends on the number of threads.
             variables = {"OMP_NUM_THREADS": str(threads)} if type(threads) is int else {}
-            spec = self._spec_of(part, self.run.path, variables)
+            spec = self._spec_of(segment, self.run.path, variables)
             submission = PreparedSubmission(
                 spec, ResolvedOptions({}), self._backend, self._environ, None, script=render(spec)
             )
             status = submit_prepared(submission, function).wait_for_end()
-            if part.last not in list_checkpoint_steps(self.run.checkpoints) and (
+            if segment.last not in list_checkpoint_steps(self.run.checkpoints) and (
                 status.state is not RunState.COMPLETED
             ):
                 self._failed = True
@@ -119,27 +116,26 @@ class ScratchRun:
                     f"Log: {status.log or self.run.logs}"
                 )
 
-    def _spec_of(self, part: ReplayedPart, folder: Path, variables: Mapping[str, str]) -> JobSpec:
-        per_node = part.world_size // part.nodes
-        env = {**variables, **self._spec.env, VERIFY_STEPS_VARIABLE: ",".join(map(str, part.saved))}
-        env[VERIFY_SYNC_STEPS_VARIABLE] = ",".join(map(str, part.synced))
+    def _spec_of(self, segment: ReplayedPart, folder: Path, variables: Mapping[str, str]) -> JobSpec:
+        per_node = segment.world_size // segment.nodes
+        env = {**variables, **self._spec.env, VERIFY_STEPS_VARIABLE: ",".join(map(str, segment.saved))}
+        env[VERIFY_SYNC_STEPS_VARIABLE] = ",".join(map(str, segment.synced))
         # The ranks import modules from the code snapshot of the verified run, which must not change.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
-        if part.micro_batch_size is not None:
-            env[MICRO_BATCH_VARIABLE] = str(part.micro_batch_size)
+        if segment.micro_batch_size is not None:
+            env[MICRO_BATCH_VARIABLE] = str(segment.micro_batch_size)
         return replace(
             self._spec,
             env=env,
             run_dir=str(folder),
             run_id=folder.name,
-            nodes=part.nodes,
-            min_nodes=part.nodes,
+            nodes=segment.nodes,
+            min_nodes=segment.nodes,
             ntasks_per_node=per_node,
             gpus_per_node=per_node * self._spec.gpus_per_task,
         )
 
     def _load_spec(self) -> JobSpec:
-        """Return the specification of the copy. The verified run may be from another machine."""
         verified, spec = self._verified, load_spec(self._verified.spec)
         missing = f"of run {verified.run_id} is not on this machine"
         if spec.array is not None:

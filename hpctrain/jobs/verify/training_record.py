@@ -77,14 +77,14 @@ class TrainingRecord:
         newest = next((entry for entry in reversed(settings) if isinstance(entry, dict)), {})
         if "checkpoint_every" not in newest:
             return []
-        every = newest["checkpoint_every"]
+        interval = newest["checkpoint_every"]
         steps: list[int] = []
         for event in self.events:
             if event["kind"] == "resumed":
                 steps = [step for step in steps if step <= event["step"]]
             elif event["kind"] == "checkpoint" and event.get("step") is not None:
                 steps.append(event["step"])
-        return sorted({step for step in steps if not (isinstance(every, int) and step % every == 0)})
+        return sorted({step for step in steps if not (isinstance(interval, int) and step % interval == 0)})
 
     @cached_property
     def earlier_ends(self) -> set[int]:
@@ -100,10 +100,9 @@ class TrainingRecord:
 
     @cached_property
     def parts(self) -> tuple[TrainedPart, ...]:
-        """The parts of the training whose steps count, in order."""
         logged = set(self._logged_attempts.values())
         started: dict[int, dict[str, Any]] = {}
-        parts: list[TrainedPart] = []
+        segments: list[TrainedPart] = []
         micro_batch_size: int | None = None
         for event in self.events:
             attempt = int(event.get("attempt", 0))
@@ -119,13 +118,13 @@ class TrainingRecord:
             if start is None:
                 continue
             # An attempt trains all steps after its start again.
-            parts = [part for part in parts if part.start < start]
+            segments = [segment for segment in segments if segment.start < start]
             nodes, world_size = (int(started[attempt].get(name, 1)) for name in ("nodes", "world_size"))
-            if parts and parts[-1].shape == (nodes, world_size, micro_batch_size):
-                parts[-1] = replace(parts[-1], attempts=(*parts[-1].attempts, attempt))
+            if segments and segments[-1].shape == (nodes, world_size, micro_batch_size):
+                segments[-1] = replace(segments[-1], attempts=(*segments[-1].attempts, attempt))
             else:
-                parts.append(TrainedPart(start, nodes, world_size, (attempt,), micro_batch_size))
-        return tuple(parts)
+                segments.append(TrainedPart(start, nodes, world_size, (attempt,), micro_batch_size))
+        return tuple(segments)
 
     def _begins_with_resume(self, attempt: int) -> bool:
         """Return true if an attempt began by loading a checkpoint. A rollback loads one later."""
@@ -152,8 +151,6 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class ReplayedPart:
-    """Steps that the same ranks train again."""
-
     last: int
     nodes: int
     world_size: int
@@ -187,7 +184,7 @@ class VerificationPlan:
 
 
 def plan_verification(
-    record: TrainingRecord, first: int | None, last: int | None, num_ranks: int | None
+    record: TrainingRecord, first_step: int | None, last_step: int | None, num_ranks: int | None
 ) -> VerificationPlan:
     """Choose the start, the state to compare, and the ranks. None chooses the values of the record."""
     name = record.run.run_id
@@ -204,46 +201,48 @@ def plan_verification(
         )
     checkpoints = {checkpoint.step: checkpoint.path for checkpoint in list_checkpoints(record.run)[0]}
     newest, origin = max(record.steps), record.parts[0].start
-    first, last = first or origin + 1, last or newest
-    if not origin < first <= last <= newest:
+    first_step, last_step = first_step or origin + 1, last_step or newest
+    if not origin < first_step <= last_step <= newest:
         raise SpecError(
-            f"--steps is {first}:{last}, but run {name} recorded only steps "
+            f"--steps is {first_step}:{last_step}, but run {name} recorded only steps "
             f"{origin + 1}:{newest}. Choose steps in this range."
         )
     ranges = [f"{step + 1}:{newest}" for step in sorted(checkpoints) if step < newest]
     advice = f"To start from a checkpoint, use --steps {join_or(ranges)}." if ranges else ""
-    start = max((step for step in checkpoints if step < first), default=0)
+    start = max((step for step in checkpoints if step < first_step), default=0)
     if start < origin:
         raise SpecError(
             f"Run {name} began with an imported checkpoint of step {origin}, which no longer exists, so "
             f"these steps cannot be trained again. {advice}".rstrip()
         )
     notes = []
-    if start == 0 and first > 1:
-        notes.append(f"No checkpoint before step {first} is left, so training starts at step 1. {advice}")
-    state = max((step for step in checkpoints if start < step <= last), default=None)
+    if start == 0 and first_step > 1:
+        notes.append(
+            f"No checkpoint before step {first_step} is left, so training starts at step 1. {advice}"
+        )
+    state = max((step for step in checkpoints if start < step <= last_step), default=None)
     if state is None:
-        notes.append(f"No checkpoint of steps {start + 1}:{last} is left, so the state is not compared.")
-    ends = [*(part.start for part in record.parts[1:]), newest]
+        notes.append(f"No checkpoint of steps {start + 1}:{last_step} is left, so the state is not compared.")
+    ends = [*(segment.start for segment in record.parts[1:]), newest]
     trained = [
-        (part, min(end, last))
-        for part, end in zip(record.parts, ends, strict=True)
-        if end > start and part.start < last
+        (segment, min(end, last_step))
+        for segment, end in zip(record.parts, ends, strict=True)
+        if end > start and segment.start < last_step
     ]
     replayed = trained if num_ranks is None else [(TrainedPart(0, 1, num_ranks, ()), trained[-1][1])]
-    parts, begin = [], 0
-    for part, end in replayed:
+    segments, begin = [], 0
+    for segment, end in replayed:
         saved = {end} | ({state} if state is not None and begin < state <= end else set())
         synced = tuple(step for step in record.unscheduled_saves if begin < step < end)
-        parts.append(ReplayedPart(end, *part.shape, tuple(sorted(saved)), synced))
+        segments.append(ReplayedPart(end, *segment.shape, tuple(sorted(saved)), synced))
         begin = end
     return VerificationPlan(
         start,
-        last,
+        last_step,
         checkpoints.get(start),
         None if state is None else (state, checkpoints[state]),
-        tuple(parts),
-        tuple(attempt for part, _ in trained for attempt in part.attempts),
-        tuple(part.world_size for part, _ in trained),
+        tuple(segments),
+        tuple(attempt for segment, _ in trained for attempt in segment.attempts),
+        tuple(segment.world_size for segment, _ in trained),
         tuple(notes),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 #: Stands for a value that only the other record has.
 _MISSING = "(missing)"
-#: Maximum number of samples in a message.
-_MAX_SAMPLES = 16
 #: States of generators that only some scripts seed.
 _UNSEEDED_GENERATOR = re.compile(r"rank-\d+/(python|numpy)")
 #: Entries of the state that metrics.jsonl contains, or that depend on the time of the stop or the memory of
@@ -49,8 +48,6 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class RecordDifference:
-    """A metric or sample of a step that differs."""
-
     step: int
     name: str
     recorded: Any
@@ -59,19 +56,15 @@ class RecordDifference:
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f" of rank {self.rank}"
-        recorded, here = (
-            ", ".join(map(str, value[:_MAX_SAMPLES])) + (", …" if len(value) > _MAX_SAMPLES else "")
-            if isinstance(value, list)
-            else repr(value)
+        recorded, repeated = (
+            reprlib.repr(value)[1:-1] if isinstance(value, list) else repr(value)
             for value in (self.recorded, self.here)
         )
-        return f"{self.name}{rank}: {recorded} in the record, {here} here"
+        return f"{self.name}{rank}: {recorded} in the record, {repeated} here"
 
 
 @dataclass
 class VerificationResult:
-    """Result of a verification."""
-
     plan: VerificationPlan
     steps: list[int] = field(default_factory=list)
     """Steps whose metrics were compared."""
@@ -96,7 +89,6 @@ class VerificationResult:
 
     @property
     def first_step(self) -> int | None:
-        """The first step with a difference."""
         steps = [difference.step for difference in (*self.metrics, *self.samples)]
         if self.state is not None and self.state.differences and self.plan.checkpoint is not None:
             steps.append(self.plan.checkpoint[0])
@@ -139,19 +131,19 @@ def verify_run(
                 "Use --steps to start from another checkpoint"
             )
             return result
-        ranks = ", then ".join(pluralize(part.world_size, "rank") for part in plan.parts)
+        ranks = ", then ".join(pluralize(segment.world_size, "rank") for segment in plan.parts)
         start = plan.start_checkpoint or "the beginning"
         report(
             f"Training steps {plan.start + 1}:{plan.last} again, from {start}, on {ranks}, in {scratch.run}."
         )
         scratch.train(plan, record)
-        here = TrainingRecord(scratch.run)
-        result.metrics = list(compare_metrics(record, here, result.steps, skipped))
-        result.samples = list(compare_samples(record, here, result.sample_steps))
+        repeated = TrainingRecord(scratch.run)
+        result.metrics = list(compare_metrics(record, repeated, result.steps, skipped))
+        result.samples = list(compare_samples(record, repeated, result.sample_steps))
         if plan.checkpoint is not None:
             _compare_state(result, plan.checkpoint[1], scratch.run.checkpoint(plan.checkpoint[0]))
         recorded = [record.environments[n] for n in plan.attempts if n in record.environments]
-        facts = compare_environments(recorded, here.environments.values())
+        facts = compare_environments(recorded, repeated.environments.values())
     if not (result.compared or result.damaged):
         raise nothing_compared
     if result.identical:
@@ -162,27 +154,27 @@ def verify_run(
 
 
 def compare_metrics(
-    recorded: TrainingRecord, here: TrainingRecord, steps: Iterable[int], ignored: Collection[str]
+    recorded: TrainingRecord, repeated_record: TrainingRecord, steps: Iterable[int], ignored: Collection[str]
 ) -> Iterator[RecordDifference]:
-    """Yield the differing metrics of each step, the loss first. Metrics that only `here` has are skipped."""
+    """Yield the differing metrics of each step, the loss first, without those of the repetition only."""
     for step in steps:
-        values, repeated = recorded.steps[step], here.steps.get(step, {})
+        values, repeated = recorded.steps[step], repeated_record.steps.get(step, {})
         names = values.keys() - set(ignored)
         if step in recorded.earlier_ends and repeated:
             names &= repeated.keys()
         for name in sorted(names, key=lambda name: (name != "loss", name)):
-            value, other = values[name], repeated.get(name, _MISSING)
-            is_nan = value != value and other != other
-            if value != other and not is_nan:
-                yield RecordDifference(step, name, value, other)
+            value, counterpart = values[name], repeated.get(name, _MISSING)
+            is_nan = value != value and counterpart != counterpart
+            if value != counterpart and not is_nan:
+                yield RecordDifference(step, name, value, counterpart)
 
 
 def compare_samples(
-    recorded: TrainingRecord, here: TrainingRecord, steps: Iterable[int]
+    recorded: TrainingRecord, repeated_record: TrainingRecord, steps: Iterable[int]
 ) -> Iterator[RecordDifference]:
     """Yield the differing sample indices of each step: by rank, or of all ranks if their numbers differ."""
     for step in steps:
-        ranks, repeated = recorded.samples[step], here.samples.get(step, {})
+        ranks, repeated = recorded.samples[step], repeated_record.samples.get(step, {})
         if ranks.keys() == repeated.keys():
             for rank in sorted(ranks):
                 if ranks[rank] != repeated[rank]:
@@ -193,16 +185,18 @@ def compare_samples(
             yield RecordDifference(step, "samples", union, union_here)
 
 
-def _compare_state(result: VerificationResult, recorded: Path, here: Path) -> None:
+def _compare_state(result: VerificationResult, recorded: Path, repeated: Path) -> None:
     # Imports torch.
     from hpctrain.checkpoint.convert.compare_checkpoints import compare_checkpoints
 
     result.damaged += _damage(recorded)
-    if not here.is_dir():
-        result.notes.append(f"The script did not save {here.name} this time, so the state is not compared.")
+    if not repeated.is_dir():
+        result.notes.append(
+            f"The script did not save {repeated.name} this time, so the state is not compared."
+        )
         return
     try:
-        state = compare_checkpoints(recorded, here, ignored=_NOT_COMPARED)
+        state = compare_checkpoints(recorded, repeated, ignored=_NOT_COMPARED)
     except CheckpointError as error:
         result.damaged = result.damaged or [str(error)]
         return
@@ -217,7 +211,6 @@ def _compare_state(result: VerificationResult, recorded: Path, here: Path) -> No
 
 
 def _damage(checkpoint: Path) -> Iterator[str]:
-    """Yield a message per damaged file."""
     try:
         files = Manifest.read(checkpoint).files
     except CheckpointError as error:
@@ -231,21 +224,26 @@ def _damage(checkpoint: Path) -> Iterator[str]:
 
 
 def compare_environments(
-    recorded: Iterable[Mapping[str, Any]], here: Collection[Mapping[str, Any]]
+    recorded: Iterable[Mapping[str, Any]], repeated_records: Collection[Mapping[str, Any]]
 ) -> list[str]:
-    """Return a sentence per fact that differs: code, settings, versions, devices."""
+    """Return a sentence per fact that differs: code, settings, versions, devices.
+
+    Each environment of a recorded attempt is compared with the most similar one of the verification.
+    """
     facts: dict[str, None] = {}
     for environment in recorded:
-        differences = min((list(_compare_facts(environment, other)) for other in here or [{}]), key=len)
+        differences = min(
+            (list(_compare_facts(environment, repeated)) for repeated in repeated_records or [{}]), key=len
+        )
         facts |= dict.fromkeys(differences)
     return list(facts)
 
 
-def _compare_facts(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+def _compare_facts(recorded: Mapping[str, Any], repeated: Mapping[str, Any]) -> Iterator[str]:
     code, code_here, settings, settings_here = (
         value if isinstance(value := environment.get(name), Mapping) else {}
         for name in ("code", "settings")
-        for environment in (recorded, here)
+        for environment in (recorded, repeated)
     )
     for file, checksum in code.items():
         if file not in code_here:
@@ -257,13 +255,11 @@ def _compare_facts(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iter
         if name != "run_dir" and value != settings_here.get(name):
             yield f"setting {name}: {value!r} in the record, {settings_here.get(name)!r} here"
     for name, title in _FACTS.items():
-        # Earlier versions did not record all facts.
-        if name in recorded and name in here and recorded[name] != here[name]:
-            yield f"{title}: {recorded[name] or 'none'} in the record, {here[name] or 'none'} here"
+        if name in recorded and name in repeated and recorded[name] != repeated[name]:
+            yield f"{title}: {recorded[name] or 'none'} in the record, {repeated[name] or 'none'} here"
 
 
 def describe_result(result: VerificationResult) -> Iterator[str]:
-    """Yield the lines of the output."""
     plan, state = result.plan, result.state
     yield from (f"note         {note}" for note in result.notes)
     if result.identical:
@@ -307,14 +303,13 @@ def _describe_state_difference(difference: StateDifference) -> str:
 
 
 def result_record(result: VerificationResult) -> dict[str, Any]:
-    """Return the result as plain values, for `--json`."""
     plan, state = result.plan, result.state
     return {
         "identical": result.identical,
         "first_step": plan.start + 1,
         "last_step": plan.last,
         "start_checkpoint": plan.start_checkpoint and str(plan.start_checkpoint),
-        "ranks": [part.world_size for part in plan.parts],
+        "ranks": [segment.world_size for segment in plan.parts],
         "recorded_ranks": list(plan.recorded_ranks),
         "steps_compared": len(result.steps),
         "steps_with_samples_compared": len(result.sample_steps),

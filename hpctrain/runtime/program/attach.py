@@ -58,7 +58,6 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def require_rank(run_dir: str, attempt: str, rank: str) -> ProcessInfo:
-    """Return the process of a rank on this host; exit without one."""
     if (process := find_rank(run_dir, int(attempt), int(rank))) is None:
         print(
             f"Error: Rank {rank} of attempt {attempt} has no process on {os.uname().nodename}. The rank "
@@ -69,12 +68,12 @@ def require_rank(run_dir: str, attempt: str, rank: str) -> ProcessInfo:
     return process
 
 
-def environment_beside(process: ProcessInfo, own: Mapping[str, str]) -> dict[str, str]:
+def environment_beside(process: ProcessInfo, terminal: Mapping[str, str]) -> dict[str, str]:
     source = "torchrun" if "TORCHELASTIC_RUN_ID" in process.environ else "slurm"
     ranks = detect({**process.environ, ENVIRONMENT_VARIABLE: source})
     environ = {**process.environ, **ranks.torch_variables()}
     outside = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_RUN)}
-    return outside | {name: own[name] for name in _TERMINAL if name in own}
+    return outside | {name: terminal[name] for name in _TERMINAL if name in terminal}
 
 
 def _wait(child: subprocess.Popen[bytes], lock: Path | None) -> int:
@@ -96,7 +95,6 @@ def _wait(child: subprocess.Popen[bytes], lock: Path | None) -> int:
 
 
 def _kill_children() -> None:
-    """Kill the processes that the program has left."""
     while children := [process for process in processes(os.geteuid()) if process.parent == os.getpid()]:
         for process in children:
             process.kill()

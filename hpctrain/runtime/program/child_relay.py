@@ -29,7 +29,7 @@ from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.program.heartbeat import heartbeat_message, on_message
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
-from hpctrain.runtime.program.step_hook import STEP_HOOK_VARIABLE, install_step_hook
+from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
@@ -71,9 +71,8 @@ def observe_process() -> None:
             agreed_stop.is_enabled = True
             start_signal_recorder()
             exit_on_stop_signal()
-    if os.environ.get(STEP_HOOK_VARIABLE) != "0":
-        group_check = ProcessGroupCheck(os.environ)
-        install_step_hook(partial(_after_step, group_check, run, attempt, ranks), is_restart=attempt > 0)
+    group_check = ProcessGroupCheck(os.environ)
+    install_step_hook(partial(_after_step, group_check, run, attempt, ranks), is_restart=attempt > 0)
     start_heartbeat(
         partial(connect_to_worker, command["socket"]),
         partial(heartbeat_message, dict(os.environ)),
@@ -113,8 +112,6 @@ def _is_own_process(connected: socket.socket) -> bool:
 
 
 class ChildRelay:
-    """The worker's socket for the Python processes of the command."""
-
     def __init__(
         self,
         ranks: Ranks,
@@ -136,7 +133,6 @@ class ChildRelay:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of the command."""
         ranks = {name: value for name, value in vars(self._ranks).items() if name != "sources"}
         paths = [str(_HOOK_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = json.dumps({"socket": self._name, "ranks": ranks})

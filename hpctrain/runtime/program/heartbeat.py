@@ -38,7 +38,6 @@ _has_reported, _has_reported_group = threading.Event(), threading.Event()
 
 
 def heartbeat_message(started_with: Mapping[str, str]) -> Message:
-    """Return the content of a heartbeat."""
     startup = startup_times.report()
     return {
         **({"stop": True} if agreed_stop.signal else {}),
@@ -60,7 +59,6 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
 
 
 def on_heartbeat_sent(message: Message) -> None:
-    """Record that a heartbeat was sent."""
     _has_reported.set()
     if "group" in message:
         _has_reported_group.set()
@@ -73,7 +71,6 @@ def wait_until_group_is_reported() -> None:
 
 
 def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, message: Message) -> None:
-    """Handle a message of the supervisor."""
     if "tell" in message:
         report_diagnostics(run, attempt, ranks, connection)
     elif "prepare_stop" in message:
@@ -115,7 +112,6 @@ def _main_frame() -> FrameType | None:
 
 
 def _rendezvous() -> str | None:
-    """Return the address at which the script waits for its process group, or None."""
     return find_rendezvous(_main_frame(), os.environ) if activity.phase == RankPhase.START else None
 
 

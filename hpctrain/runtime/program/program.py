@@ -29,8 +29,6 @@ _STOP_LIMIT_S = 300.0
 
 @dataclass(frozen=True)
 class Program:
-    """A program and its arguments."""
-
     kind: ProgramKind
     entry: str
     """Path of a script, name of a module, or the command."""
@@ -92,7 +90,6 @@ def _parse_python_command(program: Program) -> Program:
 
 
 def _is_this_python(command: str) -> bool:
-    """Return true if `command` starts the interpreter of this process, in the same environment."""
     path = shutil.which(command) if command else None
     if path is None or not os.path.basename(path).startswith("python"):
         return False
@@ -101,7 +98,6 @@ def _is_this_python(command: str) -> bool:
 
 
 def _shebang_interpreter(path: str) -> str:
-    """Return the interpreter in the first line of a script, or an empty string."""
     with open(path, "rb") as file:
         line = file.readline(1024)
     command = line[2:].decode(errors="replace").split() if line.startswith(b"#!") else []
@@ -115,7 +111,7 @@ def _run_command(command: list[str], relay: ChildRelay | None) -> NoReturn:
     for number in STOP_SIGNALS:
         # Recorded by `signal_recorder`. They also reach the command, which decides when to exit.
         signal.signal(number, lambda *_: None)
-    command = [copied_path(word, os.environ) if os.path.exists(word) else word for word in command]
+    command = [copied_path(path, os.environ) if os.path.exists(path) else path for path in command]
     try:
         environ = {**os.environ, **(relay.variables if relay is not None else {})}
         child = subprocess.Popen(command, env=environ, preexec_fn=die_with_parent)

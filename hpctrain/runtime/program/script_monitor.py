@@ -101,7 +101,6 @@ class ScriptMonitor:
 
 
 def waits_for_ranks(frame: FrameType) -> bool:
-    """Return true if the code of the innermost frame waits for other ranks."""
     return _is_in(frame, _EXCHANGE)
 
 
@@ -152,7 +151,6 @@ def _cpu_seconds(pid: int | None) -> float:
 
 
 def _output_size() -> int:
-    """Return the size of this rank's log, if stdout is a file."""
     with suppress(OSError):
         return os.fstat(1).st_size
     return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,9 +20,6 @@ from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
 
-#: 0 disables the hooks.
-STEP_HOOK_VARIABLE = "HPCTRAIN_STEP_HOOK"
-
 #: The module that holds the global hooks.
 _OPTIMIZER_MODULE = "torch.optim.optimizer"
 
@@ -31,6 +29,8 @@ def install_step_hook(after_step: Callable[[], None] = lambda: None, *, is_resta
 
     With `is_restart`, the script may load weights of an earlier attempt, not only pretrained ones.
     """
+    if os.environ.get("HPCTRAIN_STEP_HOOK") == "0":
+        return
     hook = _StepHook(after_step, is_restart)
     step_profiler.counts_steps = True
     if _OPTIMIZER_MODULE in sys.modules:
@@ -125,8 +125,6 @@ class _ImportWatcher(MetaPathFinder):
 
 
 class _RegisteringLoader(Loader):
-    """Loads a module with another loader, then registers the hooks."""
-
     def __init__(self, loader: Loader, hook: _StepHook) -> None:
         self._loader, self._hook = loader, hook
 

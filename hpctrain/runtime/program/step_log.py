@@ -61,7 +61,7 @@ class StepLog:
         step, now = activity.optimizer_steps, time.perf_counter()
         if activity.logs_metrics or has_started() or step == self._written:
             return
-        first: dict[str, int] = {}
+        first_fields: dict[str, int] = {}
         if self._first_step is None:
             try:
                 # The time of the steps in the first line is unknown.
@@ -69,7 +69,7 @@ class StepLog:
             except OSError:
                 return  # another attempt follows
             self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
-            first = {"first_step": self._first_step + 1}
+            first_fields = {"first_step": self._first_step + 1}
         spent = {"all": now - self._since, "data": activity.data_s - self._data_s}
         # DDP communicates in the backward pass, in which the wait cannot be observed.
         if (exchange_s := activity.exchange_s - self._exchange_s) > 0:
@@ -79,7 +79,7 @@ class StepLog:
                 "step": self._first_step + step,
                 "time": time.time(),
                 "attempt": self._attempt,
-                **first,
+                **first_fields,
                 "spent": {name: round(seconds, 6) for name, seconds in spent.items()},
             }
         )

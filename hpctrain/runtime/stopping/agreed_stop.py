@@ -24,7 +24,6 @@ AGREEMENT_TIMEOUT_S, _SHARE_OF_GRACE = 10.0, 1 / 3
 
 
 def agreement_timeout_s(number: signal.Signals, environ: Mapping[str, str]) -> float:
-    """Return the time limit for a stop after a common step."""
     with suppress(UserError):  # this runs in a signal handler
         if (grace_s := read_stop_grace(environ).get(number.name)) is not None:
             return min(AGREEMENT_TIMEOUT_S, grace_s * _SHARE_OF_GRACE)

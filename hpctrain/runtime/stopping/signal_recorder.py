@@ -55,8 +55,6 @@ def read_stop_grace(environ: Mapping[str, str]) -> dict[str, float]:
 
 
 class _SignalRecord:
-    """Received stop signals, in order."""
-
     def __init__(self) -> None:
         """Start to record signals. Only the main thread may call this."""
         self._reading, writing = os.pipe()
@@ -86,7 +84,6 @@ class _SignalRecord:
             self._stop_signals.clear()
 
     def wait(self) -> None:
-        """Wait for any signal; returns immediately if one is unread."""
         select.select([self._reading], [], [])
 
 
@@ -124,7 +121,6 @@ def report_stop_signal(report: Callable[[signal.Signals], None]) -> None:
 
 
 def wait_for_stop_signal(timeout_s: float) -> None:
-    """Wait until a stop signal is pending, or the time limit is over."""
     deadline = time.monotonic() + timeout_s
     while pending_stop_signal() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -145,7 +141,8 @@ def _watch(record: _SignalRecord) -> None:
         if number is not None and record.report is not None:
             with contextlib.suppress(OSError):  # The supervisor has exited.
                 record.report(number)
-        instruction, num_polls = None, 0
+        instruction: tuple[int, int] | None = None
+        num_polls = 0
         while (number := record.first_stop_signal()) is not None:
             previous, instruction = instruction, _handler_instruction(main_thread, number)
             if instruction is None or instruction != previous:

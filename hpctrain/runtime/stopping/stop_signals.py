@@ -222,7 +222,6 @@ def _install_fork_hooks() -> None:
 
 
 def _is_forked_by_loader() -> bool:
-    """Return true if a DataLoader forks this process now."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Diagnosis of an attempt: its kind and cause, from exit codes, failure files and nodes."""
+"""Diagnose an attempt: its kind and cause, from exit codes, failure files and nodes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ import shlex
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain import system
-from hpctrain.crash_output import describe_unfinished
 from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json
+from hpctrain.records.crash_output import describe_unfinished
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event, is_metrics, is_new_submission
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import EndKind
-from hpctrain.supervisor.failures.classify import classify, gpu_faults, is_deterministic
 from hpctrain.supervisor.failures.failure_files import (
     Corruption,
     RankFailure,
+    classify,
     collect_failures,
+    gpu_faults,
+    is_deterministic,
     root_cause,
 )
-from hpctrain.supervisor.job_control.job_control import (
+from hpctrain.supervisor.job_control import (
     EARLY_SIGNAL_TOLERANCE_S,
     JobControl,
     known_seconds_left,
 )
 from hpctrain.supervisor.launch.job_step import TaskResult
 from hpctrain.supervisor.policy.decide import AttemptEnd, describe_nodes
-from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S
+from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S, History
 from hpctrain.supervisor.workers.attempt_monitor import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 
@@ -44,15 +46,6 @@ _PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """Result of an attempt."""
-
-    end: AttemptEnd
-    lost: Mapping[str, str] = field(default_factory=dict)
-    """Lost and draining nodes, with the reason."""
-
-
-@dataclass(frozen=True)
 class FailureAnalyzer:
     """Diagnoses attempts, and records the results in the run's record."""
 
@@ -60,36 +53,35 @@ class FailureAnalyzer:
     spec: JobSpec
     job_control: JobControl
 
-    def analyze(self, result: AttemptResult, hosts: list[str]) -> Diagnosis:
-        """Diagnose an attempt on `hosts`."""
-        left_early = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
+    def analyze(self, result: AttemptResult, hosts: list[str]) -> AttemptEnd:
+        attempt = result.attempt
+        early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
-            case AttemptOutcome.DONE if not left_early:
-                if (cause := self._describe_missing_steps(result.attempt)) is None:
-                    return Diagnosis(AttemptEnd(EndKind.DONE))
-                log_path = str(self.run.rank_log(result.attempt, 0))
-                return Diagnosis(
-                    self._record(
-                        result.attempt, EndKind.UNFINISHED, cause, rank=0, host=hosts[0], log=log_path
-                    )
-                )
-            case AttemptOutcome.DONE if self._agreed_to_stop(result.attempt):
+            case AttemptOutcome.DONE if not early_exits:
+                if (cause := self._describe_missing_steps(attempt)) is None:
+                    return AttemptEnd(EndKind.DONE)
+                return self._record(attempt, EndKind.UNFINISHED, cause, rank=0, host=hosts[0])
+            case AttemptOutcome.DONE if History.from_events(self.run.read_events()).agreed_to_stop:
                 return self._diagnose_stop(result)
-            case AttemptOutcome.DONE:
-                return self._analyze_failure(result, hosts, left_early)
             case AttemptOutcome.STOPPED:
                 return self._diagnose_stop(result)
             case AttemptOutcome.OUT_OF_TIME:
-                return Diagnosis(AttemptEnd(EndKind.OUT_OF_TIME))
+                return AttemptEnd(EndKind.OUT_OF_TIME)
             case AttemptOutcome.NOT_STARTED:
-                return Diagnosis(self._analyze_not_started(result), self._find_lost(hosts))
-            case AttemptOutcome.FAILED:
-                return self._analyze_failure(result, hosts, left_early)
+                end = result.monitor.end
+                assert end is not None
+                cause = (
+                    f"the job step did not start: srun exited with code {end.returncode}: {end.stderr_tail}"
+                )
+                cause, log_path = cause.rstrip(": "), str(self.run.slurm_log)
+                failure = self._record(attempt, EndKind.NOT_STARTED, cause, log_path=log_path)
+                return replace(failure, lost=self._find_lost(hosts))
+            case AttemptOutcome.DONE | AttemptOutcome.FAILED:
+                return self._analyze_failure(result, hosts, early_exits)
 
     def record_supervisor_death(self, attempt: int) -> AttemptEnd:
-        """Record that the supervisor was killed, together with the ranks."""
         cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)
-        return self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=log_path)
+        return self._record(attempt, EndKind.KILLED, cause, log_path=log_path)
 
     def recorded_stop(self, attempt: int) -> EndKind | None:
         """Return the kind of stop recorded by the attempt's requeue event; None without one."""
@@ -102,13 +94,11 @@ class FailureAnalyzer:
         return None
 
     def record_bad_nodes(self, attempt: int, bad: Mapping[str, str], hosts: list[str]) -> AttemptEnd:
-        """Record that nodes failed the check before an attempt."""
-        end = AttemptEnd(EndKind.NODE_CHECK)
-        for host, why in bad.items():
+        for host, trouble in bad.items():
             rank = hosts.index(host) * self.spec.ntasks_per_node
-            cause, log_path = f"node check: {host}: {why}", str(self.run.node_check_result(attempt, rank))
-            end = self._record(attempt, EndKind.NODE_CHECK, cause, rank=rank, host=host, log=log_path)
-        return AttemptEnd(end.kind, f"node check: {describe_nodes(bad)}")
+            cause, log_path = f"node check: {host}: {trouble}", str(self.run.node_check_result(attempt, rank))
+            self._record(attempt, EndKind.NODE_CHECK, cause, rank=rank, host=host, log_path=log_path)
+        return AttemptEnd(EndKind.NODE_CHECK, f"node check: {describe_nodes(bad)}")
 
     def stop_kind(self, attempt: int) -> EndKind:
         """Return the request that stopped the ranks; without `Trainer`, ranks report no signal."""
@@ -119,25 +109,22 @@ class FailureAnalyzer:
                 return EndKind.TIME_LIMIT if event.get("signal") == signal.SIGUSR2.name else EndKind.PREEMPTED
             if event.get("kind") == "started":
                 break
-        left = known_seconds_left(self.job_control)
-        near = left is not None and left <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
+        left_s = known_seconds_left(self.job_control)
+        near = left_s is not None and left_s <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
         return EndKind.TIME_LIMIT if near else EndKind.PREEMPTED
 
-    def _diagnose_stop(self, result: AttemptResult) -> Diagnosis:
+    def _diagnose_stop(self, result: AttemptResult) -> AttemptEnd:
         if draining := result.monitor.draining:
-            return Diagnosis(AttemptEnd(EndKind.NODE_DRAIN, describe_nodes(draining)), draining)
-        return Diagnosis(AttemptEnd(self.stop_kind(result.attempt)))
+            return AttemptEnd(EndKind.NODE_DRAIN, describe_nodes(draining), lost=draining)
+        return AttemptEnd(self.stop_kind(result.attempt))
 
     def _early_exits(self, result: AttemptResult, world_size: int) -> dict[int, str]:
-        """Return ranks that exited with code 0 during training, with a description of each.
-
-        Removes their files.
-        """
+        """Return and delete the reports of ranks that exited with code 0 during training."""
         per_task = self.spec.ntasks_per_node // self.spec.processes_per_node
         done = {task.rank for task in result.monitor.exits if task.result is TaskResult.DONE}
         newest = self._newest_metrics()
         trained = newest.get("step") if newest.get("attempt") == result.attempt else None
-        found = {}
+        early_exits = {}
         for path in self.run.unfinished_files(result.attempt):
             rank = int(path.name.split("-")[3])
             if rank < world_size and (result.outcome is AttemptOutcome.DONE or rank // per_task in done):
@@ -145,14 +132,13 @@ class FailureAnalyzer:
                     record = read_json(path)
                 except (OSError, ValueError):  # The file was written to a full disk.
                     record = {}
-                what = record.get("what", "training")
-                found[rank] = describe_unfinished(what, trained, record.get("last_step"))
+                training = record.get("what", "training")
+                early_exits[rank] = describe_unfinished(training, trained, record.get("last_step"))
             with suppress(OSError):
                 path.unlink()
-        return found
+        return early_exits
 
     def _newest_metrics(self) -> dict[str, Any]:
-        """Return the newest logged metrics; empty if there are none, or they cannot be read."""
         try:
             return next(read_last_records(self.run.metrics, is_metrics), {})
         except OSError:
@@ -190,99 +176,89 @@ class FailureAnalyzer:
             f"continue from its earlier output, or to overwrite it, then resume the run: {command}"
         )
 
-    def _agreed_to_stop(self, attempt: int) -> bool:
-        """True if the ranks of the attempt agreed to stop."""
-        for event in read_last_records(self.run.events, is_event):
-            if event.get("attempt") == attempt and event.get("kind") in ("signal", "started"):
-                return bool(event["kind"] == "signal")
-        return False
-
     def _analyze_failure(
-        self, result: AttemptResult, hosts: list[str], left_early: Mapping[int, str]
-    ) -> Diagnosis:
+        self, result: AttemptResult, hosts: list[str], early_exits: Mapping[int, str]
+    ) -> AttemptEnd:
         """Diagnose failed ranks. Ranks that only lost stopped peers count as stopped."""
-        attempt, exits = result.attempt, result.monitor.exits
+        attempt, monitor = result.attempt, result.monitor
         lost = self._find_lost(hosts)
-        if (hang := result.monitor.hang) is not None and not lost:
-            log_path = str(self.run.rank_log(attempt, hang.rank))
-            end = self._record(
-                attempt, EndKind.HANG, hang.cause, rank=hang.rank, host=hang.host, log=log_path
-            )
-            return Diagnosis(end)
+        if (hang := monitor.hang) is not None and not lost:
+            return self._record(attempt, EndKind.HANG, hang.cause, rank=hang.rank, host=hang.host)
         failures = collect_failures(
-            self.run, self.spec, attempt, exits, hosts, result.job_log_offset, left_early
+            self.run, self.spec, attempt, monitor.exits, hosts, result.job_log_offset, early_exits
         )
         if lost:
             # The loss of the node explains all reports of the ranks.
-            return Diagnosis(self._record_loss(attempt, lost, hosts, len(failures)), lost)
-        if not failures and result.monitor.is_stopping:
+            return self._record_loss(attempt, lost, hosts, len(failures))
+        if not failures and monitor.is_stopping:
             return self._diagnose_stop(result)
         if not failures:
             cause = "the job step failed, but no rank reported a cause"
-            return Diagnosis(self._record(attempt, EndKind.KILLED, cause, rank=-1, host=None, log=None))
-        first = root_cause(failures)
-        told_to_leave = any(task.result is TaskResult.CONTINUE for task in exits)
-        if told_to_leave and first.is_peer_lost:
+            return self._record(attempt, EndKind.KILLED, cause)
+        failure = root_cause(failures)
+        told_to_leave = any(task.result is TaskResult.CONTINUE for task in monitor.exits)
+        if told_to_leave and failure.is_peer_lost:
             return self._diagnose_stop(result)
-        if first.corruption is not None:
-            return Diagnosis(self._record_corruption(attempt, first, first.corruption, hosts))
-        kind = EndKind.GPU if gpu_faults(self.run, [first.host], result.started_at) else classify(first)
-        if result.monitor.is_stopping and (kind in _PART_OF_STOP or first.kind == "exit"):
-            log.info("after the stop request, %s: this is part of the stop", first)
+        if failure.corruption is not None:
+            return self._record_corruption(attempt, failure, failure.corruption, hosts)
+        kind = classify(failure)
+        if gpu_faults(self.run, [failure.host], result.started_at):
+            kind = EndKind.GPU
+        if monitor.is_stopping and (kind in _PART_OF_STOP or failure.kind == "exit"):
+            log.info("after the stop request, %s: this is part of the stop", failure)
             return self._diagnose_stop(result)
         # A rank whose peers have stopped may fail with a subsequent error.
-        if kind is EndKind.PYTHON and not told_to_leave and self._is_user_error(result, first):
+        if kind is EndKind.PYTHON and not told_to_leave and self._is_user_error(result, failure):
             kind = EndKind.USER_ERROR
-        cause = str(first)
+        cause = str(failure)
         if kind is EndKind.DISK_FULL:
             command = f"hpctrain resume {shlex.quote(self.spec.run_dir)}"
             cause = f"{cause.rstrip('.')}. Free up disk space, then resume the run: {command}"
-        size = first.micro_batch_size if kind is EndKind.GPU_OOM else None
+        size = failure.micro_batch_size if kind is EndKind.GPU_OOM else None
+        fields = {"micro_batch_size": size} if size else {}
         end = self._record(
             attempt,
             kind,
             cause,
-            rank=first.rank,
-            host=first.host,
-            log=first.log,
+            rank=failure.rank,
+            host=failure.host,
+            log_path=failure.log,
             failed_ranks=len(failures),
-            **({"micro_batch_size": size} if size else {}),
+            **fields,
         )
-        return Diagnosis(replace(end, micro_batch_size=size))
+        return replace(end, micro_batch_size=size)
 
     def _record_corruption(
         self, attempt: int, failure: RankFailure, corruption: Corruption, hosts: list[str]
     ) -> AttemptEnd:
         """Record wrong results as a failure of the suspected rank; without a majority, of no node."""
-        suspects = corruption.suspects
-        per_node = self.spec.ntasks_per_node
-        nodes = {host for idx, host in enumerate(hosts) if any(rank // per_node == idx for rank in suspects)}
+        suspects, per_node = corruption.suspects, self.spec.ntasks_per_node
+        nodes = {hosts[rank // per_node] for rank in suspects if rank in range(len(hosts) * per_node)}
         return self._record(
             attempt,
             EndKind.CORRUPTION,
             failure.message,
             rank=min(suspects),
             host=nodes.pop() if len(nodes) == 1 else None,
-            log=failure.log,
+            log_path=failure.log,
             device=next(iter(suspects.values())) if len(suspects) == 1 else None,
             verified_step=corruption.verified_step,
         )
 
-    def _is_user_error(self, result: AttemptResult, first: RankFailure) -> bool:
+    def _is_user_error(self, result: AttemptResult, failure: RankFailure) -> bool:
         """Return true if the next attempt would fail in the same way, without a checkpoint to continue from.
 
         A function marks the failure itself as final. The failure of a script is final if it occurs soon after
         the launch, in the first step.
         """
-        if first.final or self.run.function.exists():
-            return first.final
-        if not is_deterministic(first) or system.time() - result.started_at > SHORT_ATTEMPT_S:
+        if failure.final or self.run.function.exists():
+            return failure.final
+        if not is_deterministic(failure) or system.time() - result.started_at > SHORT_ATTEMPT_S:
             return False
         saved = any(event["kind"] in ("checkpoint", "resumed") for event in self.run.read_events())
         return not saved and int(self._newest_metrics().get("step", 0)) <= 1
 
     def _find_lost(self, hosts: list[str]) -> dict[str, str]:
-        """Return lost nodes with the reason; empty if this cannot be determined."""
         if len(hosts) == 1 or self.job_control.nodes is None:
             return {}
         try:
@@ -296,23 +272,8 @@ class FailureAnalyzer:
         host = next(iter(lost))
         rank = hosts.index(host) * self.spec.ntasks_per_node
         cause = f"node lost: {describe_nodes(lost)}"
-        log_path = str(self.run.rank_log(attempt, rank))
-        return self._record(
-            attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, log=log_path, failed_ranks=count
-        )
-
-    def _analyze_not_started(self, result: AttemptResult) -> AttemptEnd:
-        end = result.monitor.end
-        assert end is not None
-        cause = f"the job step did not start: srun exited with code {end.returncode}: {end.stderr_tail}"
-        return self._record(
-            result.attempt,
-            EndKind.NOT_STARTED,
-            cause.rstrip(": "),
-            rank=-1,
-            host=None,
-            log=str(self.run.slurm_log),
-        )
+        end = self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, failed_ranks=count)
+        return replace(end, lost=lost)
 
     def _record(
         self,
@@ -320,17 +281,16 @@ class FailureAnalyzer:
         kind: EndKind,
         cause: str,
         *,
-        rank: int,
-        host: str | None,
-        log: str | None,
-        **more: int | str | None,
+        rank: int = -1,
+        host: str | None = None,
+        log_path: str | None = None,
+        **fields: int | str | None,
     ) -> AttemptEnd:
-        self.run.log_event(
-            "failure", attempt, rank=rank, host=host, cause=cause, log=log, **more, **{"class": kind}
-        )
-        _log_failure(attempt, kind, cause, log)
+        """Record a failure; by default, with the log of the rank."""
+        if log_path is None and rank >= 0:
+            log_path = str(self.run.rank_log(attempt, rank))
+        facts = {"rank": rank, "host": host, "cause": cause, "log": log_path, **fields, "class": kind}
+        self.run.log_event("failure", attempt, **facts)
+        hint = f" (log: {log_path})" if log_path else ""
+        log.error("attempt %d failed (%s): %s%s", attempt, kind, cause, hint)
         return AttemptEnd(kind, cause)
-
-
-def _log_failure(attempt: int, kind: EndKind, cause: str, path: str | None) -> None:
-    log.error("attempt %d failed (%s): %s%s", attempt, kind, cause, f" (log: {path})" if path else "")

@@ -1,27 +1,67 @@
-"""Failure files of an attempt: files of the ranks, files written on their behalf, and the root cause."""
+"""Read and write the failure files of an attempt's ranks, and find and classify the root cause."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain import system
-from hpctrain.crash_output import UNFINISHED, UNFINISHED_ADVICE, CrashOutput, find_crash_output
+from hpctrain.errors import DataWorkerKilled, DiskFull, RendezvousError
 from hpctrain.files import read_json
-from hpctrain.rundir import RunDir
+from hpctrain.records.crash_output import (
+    UNFINISHED,
+    UNFINISHED_ADVICE,
+    CrashOutput,
+    find_crash_output,
+    is_peer_lost,
+)
+from hpctrain.records.log_tail import read_last_records
+from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.spec.job_spec import JobSpec
+from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
 from hpctrain.text import signal_name
-from hpctrain.tracebacks import is_peer_lost
 
 log = logging.getLogger(__name__)
 
 #: Exit codes of a shell that cannot execute or find a command (POSIX).
 _NOT_EXECUTED = (126, 127)
+#: Messages of CUDA and the driver for faults of the device itself (CUDA Runtime API, cudaError_t 46, 100, 214
+#: and others). Illegal addresses are excluded: these are faults of a kernel, and thus of the script.
+_GPU = re.compile(
+    r"uncorrectable|\becc\b.*error|\bxid\b|fallen off the bus|gpu is lost|hardware stack error"
+    r"|nvlink.*error|device(?:\(s\))? is/are busy or unavailable|devices? unavailable|no cuda-capable device",
+    re.IGNORECASE,
+)
+_GPU_OOM = re.compile(r"cuda out of memory|cublas_status_alloc_failed|hip out of memory", re.IGNORECASE)
+_OOM = re.compile(r"can't allocate memory|cannot allocate memory|\bbad_alloc\b", re.IGNORECASE)
+_COLLECTIVE = re.compile(
+    r"\bncc?l\b.*(?:error|timeout|timed out|abort)|\bgloo\b.*(?:error|timeout|timed out)"
+    r"|enforce fail at .*\bgloo\b",
+    re.IGNORECASE,
+)
+
+#: Xids of the device, its memory or its links, not of a kernel: they require a reset of the GPU or an
+#: inspection of the node (NVIDIA, "XID Errors", the table of actions).
+HARDWARE_XIDS = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
+#: Number of newest lines of a node's file to search after an attempt.
+_LINES = 200
+
+_NUMBER = re.compile(r"\d{1,18}")
+
+#: Exception classes of failed communication.
+_COMMUNICATION = frozenset(
+    {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", RendezvousError.__name__}
+)
+#: Exception classes caused by the environment, which may not recur in the next attempt.
+_MAY_PASS = frozenset(
+    {"OSError", "EOFError", "DistError", "AcceleratorError", "CheckpointError", RendezvousError.__name__}
+)
 
 
 @dataclass(frozen=True)
@@ -31,13 +71,10 @@ class Corruption:
     suspects: Mapping[int, str]
     """Ranks that may be faulty, with the names of their devices."""
     verified_step: int
-    """Step up to which training was verified."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Failure of a rank."""
-
     rank: int
     host: str
     kind: str
@@ -52,14 +89,12 @@ class RankFailure:
     final: bool = False
     """True if the rank reports that the next attempt would fail in the same way."""
     classes: tuple[str, ...] = ()
-    """Class names of an exception and its base classes, in order."""
     out_of_memory: bool = False
     """True if the kernel killed the rank for exceeding the memory of the job."""
     micro_batch_size: int | None = None
     """Size of micro-batches that may fit into GPU memory, as suggested by the rank that ran out of memory."""
 
     corruption: Corruption | None = None
-    """Suspected ranks, if the replicas differed."""
 
     @property
     def is_peer_lost(self) -> bool:
@@ -81,19 +116,18 @@ def collect_failures(
 ) -> list[RankFailure]:
     """Return the failures of `attempt`, and write the failure files that ranks could not write."""
     failures = {failure.rank: failure for failure in _read(run, attempt)}
-    for rank, where in (early_exits or {}).items():
+    time_s = system.time()
+    for rank, location in (early_exits or {}).items():
         if rank not in failures:
-            host, log = hosts[rank // spec.ntasks_per_node], run.rank_log(attempt, rank)
-            failure = RankFailure(
-                rank, host, UNFINISHED, where, UNFINISHED_ADVICE, str(log), None, system.time()
-            )
+            host, log_path = hosts[rank // spec.ntasks_per_node], str(run.rank_log(attempt, rank))
+            failure = RankFailure(rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, time_s)
             failures[rank] = _write(run, attempt, failure)
     if spec.torchrun is not None and failures:
         # An agent fails because its ranks fail.
         return list(failures.values())
-    ranks_of_each = spec.ntasks_per_node // spec.processes_per_node
+    ranks_per_process = spec.ntasks_per_node // spec.processes_per_node
     for task in exits:
-        rank = task.rank * ranks_of_each
+        rank = task.rank * ranks_per_process
         if task.out_of_memory and rank in failures:
             # Such as an exception of a rank whose data worker was killed.
             failures[rank] = replace(failures[rank], out_of_memory=True)
@@ -184,23 +218,69 @@ def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFa
     if task.out_of_memory:
         message = "out of memory: the job exceeded its memory limit on this node (see --mem)"
     kind, error = ("signal", signal_name(task.signal)) if task.signal else ("exit", f"exit code {task.code}")
-    now = system.time()
-    return RankFailure(
-        rank,
-        host,
-        kind,
-        error,
-        message,
-        str(crash.log),
-        None,
-        now,
-        final=kind == "exit" and task.code in _NOT_EXECUTED,
-        out_of_memory=task.out_of_memory,
-    )
+    failure = RankFailure(rank, host, kind, error, message, str(crash.log), None, system.time())
+    is_final = kind == "exit" and task.code in _NOT_EXECUTED
+    return replace(failure, out_of_memory=task.out_of_memory, final=is_final)
 
 
 def _write(run: RunDir, attempt: int, failure: RankFailure, traceback: str = "") -> RankFailure:
-    """Write the failure file of a rank that could not write it."""
     record = {**failure.__dict__, "node": failure.host, "traceback": traceback}
     run.write(run.failure(attempt, failure.rank), json.dumps(record, indent=1) + "\n")
     return failure
+
+
+def classify(failure: RankFailure) -> EndKind:
+    """Return the kind of a root-cause failure. `USER_ERROR` is determined elsewhere."""
+    text = f"{failure.error}: {failure.message}"
+    classes = {failure.error, *failure.classes}
+    if failure.kind == UNFINISHED:
+        return EndKind.UNFINISHED
+    if failure.corruption is not None:
+        return EndKind.CORRUPTION
+    if "Unauthenticated" in classes:
+        return EndKind.UNAUTHENTICATED
+    if DiskFull.__name__ in classes:
+        return EndKind.DISK_FULL
+    if failure.out_of_memory or "MemoryError" in classes:
+        return EndKind.OOM
+    if "OutOfMemoryError" in classes or _GPU_OOM.search(text):
+        return EndKind.GPU_OOM
+    if _GPU.search(text):
+        return EndKind.GPU
+    if DataWorkerKilled.__name__ in classes:
+        return EndKind.KILLED if signal.SIGKILL.name in failure.message else EndKind.SIGNAL
+    if failure.kind == "signal" and failure.error == signal.SIGKILL.name:
+        return EndKind.KILLED
+    if failure.is_peer_lost or classes & _COMMUNICATION or _COLLECTIVE.search(text):
+        return EndKind.COMMUNICATION
+    if failure.kind == "signal":
+        return EndKind.SIGNAL
+    return EndKind.OOM if _OOM.search(text) else EndKind.PYTHON
+
+
+def is_deterministic(failure: RankFailure) -> bool:
+    """Return true if the class of the exception suggests that the next attempt would fail in the same way."""
+    return failure.kind == "exception" and not _MAY_PASS.intersection(failure.classes)
+
+
+def gpu_faults(run: RunDir, hosts: Iterable[str], since: float) -> dict[str, list[int]]:
+    """Return the Xids that the devices of each node reported since a time, in seconds since the epoch."""
+    names = {_short(host): host for host in hosts}
+    faults: dict[str, list[int]] = {}
+    for path in run.all_telemetry():
+        for _, line in zip(range(_LINES), read_last_records(path, is_metrics), strict=False):
+            host = names.get(_short(str(line.get("host"))))
+            if host is None or float(line.get("time", 0.0)) < since:
+                break
+            if xids := HARDWARE_XIDS.intersection(_numbers(line.get("gpu_xids"))):
+                faults.setdefault(host, []).extend(xids)
+    return faults
+
+
+def _short(host: str) -> str:
+    """Return a host's name without its domain, which Slurm's node name may lack."""
+    return host.partition(".")[0]
+
+
+def _numbers(value: object) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(str(value or ""))]

@@ -1,4 +1,4 @@
-"""Interface of a job step: tasks that start together, and the result of each task."""
+"""Define the interface of a job step: tasks that start together, their results and its events."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class TaskResult(Enum):
-    """Result of a task."""
-
     DONE = "done"
     CONTINUE = "continue"
     """The state is saved, or there was no state yet: continue later."""
@@ -30,7 +28,6 @@ class TaskExit:
 
     rank: int
     code: int | None
-    """Exit code, or None if a signal ended it."""
     signal: int | None = None
     out_of_memory: bool = False
     """True if the kernel killed the task because the job exceeded its memory."""
@@ -46,9 +43,7 @@ class TaskExit:
     @classmethod
     def from_returncode(cls, rank: int, returncode: int) -> TaskExit:
         """Convert a return code of `subprocess`: a negative code is a signal."""
-        if returncode < 0:
-            return cls(rank, None, -returncode)
-        return cls(rank, returncode)
+        return cls(rank, None, -returncode) if returncode < 0 else cls(rank, returncode)
 
     def __str__(self) -> str:
         return f"was killed by {signal_name(self.signal)}" if self.signal else f"exited with code {self.code}"
@@ -130,11 +125,10 @@ class Launcher(Protocol):
     hosts: list[str]
     """The nodes of the next step in rank order; lost nodes are removed."""
     spares: list[str]
-    """Spare nodes of the allocation."""
     address: str
     """Address of the supervisor's host for the tasks."""
 
     def start(
         self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
     ) -> JobStep:
-        """Start one task per rank, each running `command` with `variables` added to the environment."""
+        """Start one task per rank; `beside` is true if the step shares the nodes with a running step."""

@@ -1,4 +1,4 @@
-"""Simulated nodes: the tasks of a step as local processes, with the variables that srun sets."""
+"""Start the tasks of a step as local processes, with the variables that srun sets, on simulated nodes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ _REAP_LIMIT_S = 30.0
 
 
 class LocalLauncher:
-    """Starts the ranks of simulated nodes on this machine."""
-
     address = "127.0.0.1"
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
@@ -50,7 +48,6 @@ class LocalLauncher:
         *,
         beside: bool = False,  # noqa: ARG002 (all processes share one machine)
     ) -> LocalStep:
-        """Start one process per rank. See `Launcher.start`."""
         spec = self._spec
         num_nodes = len(self.hosts)
         count, num_ranks = num_nodes * spec.processes_per_node, num_nodes * spec.ntasks_per_node
@@ -92,16 +89,12 @@ class LocalLauncher:
             "SLURM_NODEID": str(node),
             "SLURMD_NODENAME": self.hosts[node],
         }
-        first = node * self._spec.gpus_per_node
-        return task | gpu_variables(self._gpus[first : first + self._spec.gpus_per_node])
+        count = self._spec.gpus_per_node
+        return task | gpu_variables(self._gpus[node * count : (node + 1) * count])
 
 
 def kill_session(environ: Mapping[str, str]) -> None:
-    """End the background processes of the job script, as Slurm does when a job ends.
-
-    Such processes would hold the run's lock. Does nothing in a session led by another process, such as a
-    shell.
-    """
+    """End the background processes of the job script, which would hold the run's lock, as Slurm does."""
     if "SLURM_JOB_ID" not in environ and os.getsid(0) == system.getpid():
         system.handle_signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
@@ -125,21 +118,19 @@ class LocalStep:
         self._lock = system.Lock()
         self._killed = False
         # Tasks watch the read end, which closes when this process exits for any reason.
-        reading, self._lifeline = os.pipe()
+        read_end, self._lifeline = os.pipe()
         self._processes: list[system.Popen[bytes]] = []
         try:
             for task in tasks:
-                environ = {**task, LIFELINE_VARIABLE: str(reading)}
-                self._processes.append(
-                    system.Popen(
-                        command,
-                        env=environ,
-                        cwd=workdir,
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,
-                        pass_fds=(reading,),
-                    )
+                process = system.Popen(
+                    command,
+                    env={**task, LIFELINE_VARIABLE: str(read_end)},
+                    cwd=workdir,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=(read_end,),
                 )
+                self._processes.append(process)
         except BaseException:
             self.kill()
             for process in self._processes:
@@ -147,17 +138,14 @@ class LocalStep:
             os.close(self._lifeline)
             raise
         finally:
-            os.close(reading)
-        self._waiters = [
-            system.Thread(target=self._wait_for, args=(rank,), daemon=True)
-            for rank in range(len(self._processes))
-        ]
+            os.close(read_end)
+        ranks = range(len(self._processes))
+        self._waiters = [system.Thread(target=self._wait_for, args=(rank,), daemon=True) for rank in ranks]
         self._ender = system.Thread(target=self._end, daemon=True)
         for thread in (*self._waiters, self._ender):
             thread.start()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send `number` to every process of every task, as Slurm does."""
         with self._lock:
             for process in self._processes:
                 if process.returncode is None:
@@ -165,16 +153,13 @@ class LocalStep:
                         os.killpg(process.pid, number)
 
     def is_over(self) -> bool:
-        """Return False: the exit of each process is detected immediately. See `JobStep.is_over`."""
-        return False
+        return False  # The exit of each process is detected immediately.
 
     def kill(self) -> None:
-        """Kill every task immediately."""
         self._killed = True
         self.signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the remaining processes, and wait until they have exited."""
         self.kill()
         self._ender.join(_REAP_LIMIT_S)
         os.close(self._lifeline)

@@ -12,7 +12,7 @@ class RendezvousStore:
     """A reserved port for the ranks of one attempt, and the store on this port if the supervisor hosts it.
 
     Rank 0 hosts the store of the ranks, as under plain `srun`. It is on this host, and listens on the port,
-    which is bound but not open, so that no other program can use it. Scripts may also choose another address.
+    which is bound but not open, so that no other program can use it.
 
     The supervisor hosts the store of torchrun agents and of node checks, which outlives their processes. They
     may connect immediately: the kernel queues the connections until the store answers. PyTorch, which
@@ -20,7 +20,6 @@ class RendezvousStore:
     """
 
     def __init__(self, address: str, *, hosted: bool = False) -> None:
-        """Reserve a free port."""
         self._address = address
         # The store has no authentication, so other hosts can reach it only if ranks run there.
         self._socket = bind_socket(local_only=address == "127.0.0.1")
@@ -32,7 +31,6 @@ class RendezvousStore:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables for `env://`."""
         return {"MASTER_ADDR": self._address, "MASTER_PORT": str(self._port)}
 
     def serve(self) -> None:

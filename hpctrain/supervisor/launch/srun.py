@@ -1,4 +1,4 @@
-"""Slurm nodes: the tasks of a step under srun."""
+"""Start the tasks of a step under srun."""
 
 from __future__ import annotations
 
@@ -35,17 +35,9 @@ _KILL_TIMEOUT_S = 8.0
 #: Variables of the batch script that srun would use as options of the step. srun or `job_variables` sets them
 #: for the ranks.
 _JOB_SHAPE = (
-    "SLURM_NTASKS",
-    "SLURM_NPROCS",
-    "SLURM_NNODES",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_JOB_NODELIST",
-    "SLURM_NODELIST",
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_TASKS_PER_NODE",
-    "SLURM_NTASKS_PER_NODE",
-    "SLURM_CPU_BIND",
-    "SLURM_DISTRIBUTION",
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"),
+    *("SLURM_NODELIST", "SLURM_CPUS_PER_TASK", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
+    *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION"),
     # From hpctrain's own directive. In a rank, it would apply to the user's calls of srun.
     "SLURM_OPEN_MODE",
 )
@@ -61,8 +53,6 @@ _SIGNALS_BY_NAME = {signal.strsignal(number): number for number in signal.Signal
 
 
 class SrunLauncher:
-    """Starts the ranks of a job step in the allocation of this batch script."""
-
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         if "SLURM_JOB_NODELIST" not in environ:
             raise SpecError(
@@ -80,32 +70,26 @@ class SrunLauncher:
     def start(
         self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
     ) -> SrunStep:
-        """Start one task per rank. See `Launcher.start`."""
         spec = self._spec
-        threads = {"OMP_NUM_THREADS": str(spec.cpus_per_task or 1)}
         name = job_step_name(int(variables[ATTEMPT_VARIABLE]), waits=beside)
-        options = [
-            f"--job-name={name}",
-            *srun_options(spec, len(self.hosts)),
-        ]
+        options = [f"--job-name={name}", *srun_options(spec, len(self.hosts))]
         if len(self.hosts) < self._num_granted:
             options.append(f"--nodelist={compress_hostlist(self.hosts)}")
         # The user's variables and those of the job are for the ranks, not for srun, which would replace the
         # job name with the step name.
         named = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ}
-        own = named | job_variables(spec, self.hosts) | spec.env
-        hidden = prefixed(own)
-        defaults = {name: value for name, value in threads.items() if name not in spec.env}
+        rank_variables = named | job_variables(spec, self.hosts) | spec.env
+        hidden = prefixed(rank_variables)
+        threads = str(spec.cpus_per_task or 1)
+        defaults = {} if "OMP_NUM_THREADS" in spec.env else {"OMP_NUM_THREADS": threads}
         environ = apply_env_defaults({**self._environ, **variables, **hidden}, defaults)
-        command = restore_names_command(command, own)
+        command = restore_names_command(command, rank_variables)
         containerized = containerize(spec, command, [*variables, *hidden, *defaults], environ.get("PATH"))
-        words = ["srun", *options, *containerized.srun_options, *containerized.command]
-        return SrunStep(words, environ, self._job_id, name, emit)
+        srun = ["srun", *options, *containerized.srun_options, *containerized.command]
+        return SrunStep(srun, environ, self._job_id, name, emit)
 
 
 class SrunStep:
-    """A step started with srun."""
-
     def __init__(
         self, command: list[str], environ: Mapping[str, str], job_id: str, name: str, emit: EmitEvent
     ) -> None:
@@ -128,12 +112,10 @@ class SrunStep:
         self._reader.start()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send `number` to every task of this step."""
         if (step := find_step(self._job_id, self._name, self._outer)) is not None:
             signal_steps([step], number, self._outer)
 
     def is_over(self) -> bool:
-        """Query `squeue`. See `JobStep.is_over`."""
         return find_step(self._job_id, self._name, self._outer) is None
 
     def kill(self) -> None:
@@ -147,9 +129,7 @@ class SrunStep:
         try:
             self.signal(signal.SIGKILL)
         except SchedulerError as error:
-            print(
-                f"hpctrain: cannot kill the ranks through Slurm ({error}); killing srun instead", flush=True
-            )
+            print(f"hpctrain: cannot kill the ranks through Slurm ({error}); killing srun", flush=True)
             self._srun.terminate()
 
     def _kill_until_gone(self) -> None:
@@ -160,7 +140,6 @@ class SrunStep:
                 end()
 
     def close(self) -> None:
-        """Ensure that srun and the step have ended."""
         if self._srun.poll() is None:
             self.kill()
             try:
@@ -201,11 +180,7 @@ def parse_task_report(line: str) -> list[TaskExit]:
 
 
 def _address_of_this_host(hosts: list[str]) -> str:
-    """Return the address of this node for the other nodes.
-
-    A host's own name often resolves to a loopback address on the host itself. Instead, the kernel reports its
-    source address for a connection to another node. Nothing is sent.
-    """
+    """Return the address on the route to another node; this host's name may resolve to a loopback address."""
     for host in hosts[1:_MAX_ROUTE_PROBES]:
         with contextlib.suppress(OSError):
             return address_towards(host)

@@ -41,15 +41,15 @@ _TASK_VARIABLES = (
 
 def worker_command(spec: JobSpec, num_nodes: int) -> list[str]:
     """Return the command of each process of a step: a rank, or the agent that starts the ranks of a node."""
-    words = json.dumps([spec.program, spec.entry, *spec.args])
+    program = json.dumps([spec.program, spec.entry, *spec.args])
     if spec.torchrun is None:
-        return [*module_command(spec, "worker"), words]
+        return [*module_command(spec, "worker"), program]
     plan = {
         "nodes": num_nodes,
         "ranks_per_node": spec.ntasks_per_node,
         "backend": spec.torchrun.rdzv_backend,
         "endpoint": spec.torchrun.rdzv_endpoint,
-        "worker": [*module_command(spec, "worker"), "torchrun", words],
+        "worker": [*module_command(spec, "worker"), "torchrun", program],
     }
     return [*module_command(spec, "torchrun_agent"), json.dumps(plan)]
 
@@ -84,10 +84,7 @@ def prefixed(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def restore_names_command(command: list[str], names: Iterable[str]) -> list[str]:
-    """Return a command that restores the names of the prefixed variables, then runs `command`.
-
-    env(1) expands `${NAME}` in the argument of `-S`, so the command line contains only names.
-    """
+    """Return a command that restores the names: env(1) expands `${NAME}` in the argument of `-S`."""
     names = list(names)
     if not names:
         return command
@@ -109,35 +106,31 @@ def containerize(
     container = spec.container
     if container is None:
         return ContainerCommand(command)
-    winning = list(dict.fromkeys([*_TASK_VARIABLES, *names, *container.env]))
+    variables = list(dict.fromkeys([*_TASK_VARIABLES, *names, *container.env]))
     if container.runtime == "pyxis":
         options = (
             f"--container-image={container.image_name}",
             f"--container-mounts={','.join(_mounts(spec))}",
             f"--container-workdir={spec.workdir}",
-            f"--container-env={','.join(winning)}",
+            f"--container-env={','.join(variables)}",
         )
         return ContainerCommand(command, options)
-    program = next((found for name in APPTAINER_PROGRAMS if (found := shutil.which(name, path=path))), None)
+    program = next(filter(None, (shutil.which(name, path=path) for name in APPTAINER_PROGRAMS)), None)
     if program is None:
         raise SpecError(
             f"Neither {' nor '.join(APPTAINER_PROGRAMS)} is on the PATH of the job ({path}), so "
             f"the job cannot run the container image {container.image!r} (--container-image). Load a module "
             "that provides apptainer or singularity (--module)."
         )
-    words = [program, "exec", *(["--nv"] if spec.gpus_per_node else [])]
+    command_line = [program, "exec", *(["--nv"] if spec.gpus_per_node else [])]
     for mount in _mounts(spec):
-        words += ["--bind", mount]
-    words += ["--pwd", spec.workdir, container.image_name, *command]
-    return ContainerCommand(["/bin/sh", "-c", _export(winning, Path(program).name), "sh", *words])
+        command_line += ["--bind", mount]
+    command_line += ["--pwd", spec.workdir, container.image_name, *command]
+    return ContainerCommand(["/bin/sh", "-c", _export(variables, Path(program).name), "sh", *command_line])
 
 
 def _export(names: Collection[str], program: str) -> str:
-    """Return a shell line that also exports variables under apptainer's names, then runs its arguments.
-
-    Slurm sets some of the values only in the task. No command line contains a value: `export` is not a
-    process.
-    """
+    """Return a shell line that also exports variables under apptainer's names, then runs its arguments."""
     prefix = f"{program.upper()}ENV_"
     exports = [f'[ -z "${{{name}+set}}" ] || export {prefix}{name}="${name}"' for name in names]
     return "; ".join([*exports, 'exec "$@"'])
@@ -148,8 +141,8 @@ def _mounts(spec: JobSpec) -> list[str]:
     assert spec.container is not None
     package = Path(__file__).resolve().parents[2]
     folders = sorted(set(spec.folders.values()))
-    inside_another = {path for path in folders for other in folders if path.startswith(f"{other}/")}
-    mounts = {path: f"{path}:{path}" for path in folders if path not in inside_another}
+    outer = [path for path in folders if not any(path.startswith(f"{parent}/") for parent in folders)]
+    mounts = {path: f"{path}:{path}" for path in outer}
     mounts[f"{_PACKAGES}/hpctrain"] = f"{package}:{_PACKAGES}/hpctrain:ro"
     mounts |= {mount.split(":")[1]: mount for mount in spec.container.mounts}
     return list(mounts.values())

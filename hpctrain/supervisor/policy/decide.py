@@ -1,4 +1,4 @@
-"""The decision after an attempt: a pure function of the history of the run.
+"""Decide the next action after an attempt, as a pure function of the history of the run.
 
 The rules for each kind of end are the rows of `hpctrain.spec.restart_policy` and of docs/restart-policy.md.
 """
@@ -22,44 +22,32 @@ CRASHES_PER_FAILURE = 10
 
 @dataclass(frozen=True)
 class Allocation:
-    """State of an allocation after an attempt."""
-
     in_use: tuple[str, ...] = ("n1",)
-    """Nodes with ranks in the attempt, in rank order."""
     spare: tuple[str, ...] = ()
-    """Spare nodes."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Nodes that can no longer run processes, or are about to be taken out of service, with the reason."""
     min_nodes: int = 1
-    """Minimum number of nodes of the run."""
     can_reallocate: bool = False
     """True if the scheduler can start the job without the nodes to be excluded."""
 
     def usable(self, excluded_hosts: frozenset[str]) -> tuple[str, ...]:
         """Return the usable nodes, at most as many as were in use; spare nodes replace lost nodes."""
-        good = [
-            host
-            for host in (*self.in_use, *self.spare)
-            if host not in self.lost and host not in excluded_hosts
-        ]
+        all_hosts = (*self.in_use, *self.spare)
+        good = [host for host in all_hosts if host not in self.lost and host not in excluded_hosts]
         return tuple(good[: len(self.in_use)])
 
 
 @dataclass(frozen=True)
 class RunSituation:
-    """State of a run when an attempt has ended."""
-
     policy: RestartPolicy
     history: History = field(default_factory=History)
     """History of the run, including the failure of this attempt."""
     intent: JobIntent = JobIntent.CONTINUE
     nodes: Allocation = field(default_factory=Allocation)
     ends_at: float | None = None
-    """Time at which the job reaches its time limit; None if unlimited or unknown."""
     lead_s: float = 0.0
     """Seconds before `ends_at` at which the ranks receive the stop signal."""
     seconds: float = 0.0
-    """Duration of the attempt."""
     larger_memory: str | None = None
     """sbatch option with which the job can get more memory, such as `mem=96000`; None if there is none."""
     must_release: bool = False
@@ -68,25 +56,21 @@ class RunSituation:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """Kind and cause of an attempt's end."""
-
     kind: EndKind
     cause: str | None = None
     micro_batch_size: int | None = None
     """Maximum size of micro-batches after a rank ran out of GPU memory; None if unknown."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Lost and draining nodes, with the reason."""
 
 
 class Action(Enum):
-    """The next action of the supervisor."""
-
     RESTART = "restart"
-    """Restart the workers in the allocation."""
     SHRINK = "shrink"
     """Restart the workers on the remaining nodes of the allocation."""
     REPLACE = "replace"
     """Restart the workers, with spare nodes in place of others."""
     REQUEUE = "requeue"
-    """Release the allocation and request a new allocation."""
     LEAVE = "leave"
     """Exit without recording the end of the run: the scheduler has taken over."""
     COMPLETE = "complete"
@@ -109,11 +93,8 @@ _ENDS_RUN = {Action.COMPLETE: "completed", Action.CANCEL: "cancelled", Action.FA
 
 @dataclass(frozen=True)
 class Decision:
-    """The next action and its reason."""
-
     action: Action
     hosts: tuple[str, ...] = ()
-    """Nodes of the next attempt in this allocation."""
     exclude: Mapping[str, str] = field(default_factory=dict)
     """Nodes to exclude from now on, with the reason."""
     memory: str | None = None
@@ -123,21 +104,22 @@ class Decision:
 
     def __str__(self) -> str:
         state = _ENDS_RUN.get(self.action)
-        parts = [f"mark the run as {state}" if state else f"{self.action.value} the job"]
+        clauses = [f"mark the run as {state}" if state else f"{self.action.value} the job"]
         if self.action is Action.LEAVE:
-            parts = ["leave the job to the scheduler"]
+            clauses = ["leave the job to the scheduler"]
         if self.action in (Action.RESTART, Action.SHRINK, Action.REPLACE):
             notes = {Action.SHRINK: " (fewer nodes)", Action.REPLACE: " (with replacement nodes)"}
-            parts = [f"restart the ranks on {compress_hostlist(self.hosts)}{notes.get(self.action, '')}"]
+            clauses = [f"restart the ranks on {compress_hostlist(self.hosts)}{notes.get(self.action, '')}"]
         if self.exclude:
-            parts.append(f"exclude {', '.join(f'{host} ({why})' for host, why in self.exclude.items())}")
+            nodes = ", ".join(f"{host} ({reason})" for host, reason in self.exclude.items())
+            clauses.append(f"exclude {nodes}")
         if self.memory:
-            parts.append(f"request --{self.memory}")
-        return "; ".join([*parts, *filter(None, [self.reason])])
+            clauses.append(f"request --{self.memory}")
+        return "; ".join([*clauses, *filter(None, [self.reason])])
 
 
 def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
-    """Decide the next action after an attempt."""
+    """Decide the next action after an attempt; `now` is on the clock of `situation.ends_at`."""
     match end.kind, situation.intent:
         case EndKind.DONE, _:
             return Decision(Action.COMPLETE)
@@ -147,67 +129,57 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
             return Decision(Action.LEAVE)
     gets_more = end.kind is EndKind.OOM and situation.larger_memory is not None
     changes = gets_more or end.micro_batch_size is not None or situation.history.has_saved
-    if (why := _NO_MORE_MEMORY.get(end.kind)) and not changes:
-        return Decision(Action.FAIL, reason=f"{why}; {END_KINDS[end.kind].advice}")
-    if (why := _budget_exhausted(situation, end.kind)) is not None:
-        return Decision(Action.FAIL, reason=why)
-    if end.kind is EndKind.CORRUPTION and (why := _repeated_corruption(situation)) is not None:
-        return Decision(Action.FAIL, reason=why)
+    if (reason := _NO_MORE_MEMORY.get(end.kind)) and not changes:
+        return Decision(Action.FAIL, reason=f"{reason}; {END_KINDS[end.kind].advice}")
+    if (reason := _budget_exhausted(situation, end.kind)) is not None:
+        return Decision(Action.FAIL, reason=reason)
+    if end.kind is EndKind.CORRUPTION and (reason := _repeated_corruption(situation)) is not None:
+        return Decision(Action.FAIL, reason=reason)
     if gets_more:
         return Decision(Action.REQUEUE, memory=situation.larger_memory)
     if end.kind.releases_nodes:
         return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
     in_time = situation.ends_at is None or situation.ends_at - now > situation.lead_s
     if in_time and situation.intent is JobIntent.CONTINUE and not situation.must_release:
+        nodes, is_refused = situation.nodes, end.kind is EndKind.NOT_STARTED
         exclude = _nodes_to_exclude(situation, here=True)
-        hosts = situation.nodes.usable(situation.history.excluded.union(exclude))
-        if (
-            hosts
-            and len(hosts) >= situation.nodes.min_nodes
-            and (end.kind is not EndKind.NOT_STARTED or situation.nodes.lost)
-        ):
-            note = _describe_risk(situation.history, end.kind, hosts)
-            return Decision(_action(situation.nodes.in_use, hosts), hosts, exclude, reason=note)
-        usable = situation.nodes.usable(frozenset())
-        if (
-            len(usable) >= situation.nodes.min_nodes
-            and end.kind is not EndKind.NOT_STARTED
-            and not situation.nodes.can_reallocate
-        ):
+        hosts = nodes.usable(situation.history.excluded.union(exclude))
+        if hosts and len(hosts) >= nodes.min_nodes and (not is_refused or nodes.lost):
+            return _continue_on(hosts, situation, end.kind, exclude)
+        hosts = nodes.usable(frozenset())
+        if len(hosts) >= nodes.min_nodes and not is_refused and not nodes.can_reallocate:
             # Using previously excluded nodes is better than using none.
-            note = _describe_risk(situation.history, end.kind, usable)
-            return Decision(_action(situation.nodes.in_use, usable), usable, reason=note)
+            return _continue_on(hosts, situation, end.kind, {})
     return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
 
 
+def _continue_on(
+    hosts: tuple[str, ...], situation: RunSituation, kind: EndKind, exclude: Mapping[str, str]
+) -> Decision:
+    before, note = situation.nodes.in_use, _describe_risk(situation.history, kind, hosts)
+    action = Action.RESTART if hosts == before else Action.REPLACE
+    return Decision(Action.SHRINK if len(hosts) < len(before) else action, hosts, exclude, reason=note)
+
+
 def describe_nodes(reasons: Mapping[str, str]) -> str:
-    """Join nodes and their problems into one string."""
     return "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
 
 
 def suspect_nodes(policy: RestartPolicy, history: History) -> dict[str, str]:
     """Return nodes to exclude because of their failures, with the reason; excluded nodes are omitted."""
-    found = {}
-    for (host, kind), count in history.count_by_node().items():
-        enough = policy[kind].exclude
-        if enough and count >= enough and host not in history.excluded:
-            found[host] = f"{pluralize(count, 'failure')} of kind {kind}"
-    return found
+    return {
+        host: f"{pluralize(count, 'failure')} of kind {kind}"
+        for (host, kind), count in history.count_by_node().items()
+        if policy[kind].exclude and count >= policy[kind].exclude and host not in history.excluded
+    }
 
 
 def _nodes_to_exclude(situation: RunSituation, *, here: bool) -> dict[str, str]:
     """Return nodes to exclude from now on, if enough nodes remain in the allocation or at the site."""
-    found = suspect_nodes(situation.policy, situation.history)
-    enough_here = (
-        len(situation.nodes.usable(situation.history.excluded.union(found))) >= situation.nodes.min_nodes
-    )
-    return found if situation.nodes.can_reallocate or (here and enough_here) else {}
-
-
-def _action(before: tuple[str, ...], hosts: tuple[str, ...]) -> Action:
-    if len(hosts) < len(before):
-        return Action.SHRINK
-    return Action.RESTART if hosts == before else Action.REPLACE
+    suspects = suspect_nodes(situation.policy, situation.history)
+    remaining = situation.nodes.usable(situation.history.excluded.union(suspects))
+    enough_here = here and len(remaining) >= situation.nodes.min_nodes
+    return suspects if situation.nodes.can_reallocate or enough_here else {}
 
 
 def _repeated_corruption(situation: RunSituation) -> str | None:
@@ -250,23 +222,20 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
         )
     if kind is EndKind.OUT_OF_TIME and rule.retries == 0:
         return f"the ranks did not save and exit before the time limit; {END_KINDS[kind].advice}"
-    alike = history.consecutive_identical()
-    if rule.repeats is not None and alike > rule.repeats:
+    repeats = history.consecutive_identical()
+    if rule.repeats is not None and repeats > rule.repeats:
         label = "failure" if kind is EndKind.PYTHON else f"{kind} failure"
-        return f"the same {label} occurred {alike} times in a row without a new checkpoint"
+        return f"the same {label} occurred {repeats} times in a row without a new checkpoint"
     if rule.retries is None:
-        sharing = {other for other, its in policy.rules.items() if its.retries is None}
-        most, name = policy.max_failures - 1, "--max-failures"
+        sharing = {kind for kind, rule in policy.rules.items() if rule.retries is None}
+        limit, option = policy.max_failures - 1, "--max-failures"
     else:
-        sharing, most, name = {kind}, rule.retries, f"--restart-policy {kind}.retries"
+        sharing, limit, option = {kind}, rule.retries, f"--restart-policy {kind}.retries"
     failures = sum(past.kind in sharing for past in history.failures)
     crashes = sum(past in sharing for past in history.crashes)
-    if failures > most:
-        return (
-            f"{failures} consecutive failures without a new checkpoint (limit: {name})"
-            if failures > 1
-            else ""
-        )
-    if crashes >= (limit := CRASHES_PER_FAILURE * (most + 1)):
-        return f"{crashes} consecutive failures without known progress (limit: {limit}, from {name})"
+    if failures > limit:
+        reason = f"{failures} consecutive failures without a new checkpoint (limit: {option})"
+        return reason if failures > 1 else ""
+    if crashes >= (crash_limit := CRASHES_PER_FAILURE * (limit + 1)):
+        return f"{crashes} consecutive failures without known progress (limit: {crash_limit}, from {option})"
     return None

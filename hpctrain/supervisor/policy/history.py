@@ -1,4 +1,4 @@
-"""History of a run, as far as the next decision depends on it."""
+"""Summarize the history of a run, as far as the next decision depends on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from hpctrain.rundir import is_new_submission
@@ -21,13 +22,10 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True)
 class PastFailure:
-    """An earlier failure."""
-
     kind: EndKind
     host: str | None = None
     """Node of the rank that failed first."""
     normalized_cause: str = ""
-    """The normalized cause, which is identical for identical failures."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +33,17 @@ class History:
     """History of a run since the last submission by the user."""
 
     failures: tuple[PastFailure, ...] = ()
-    """Failures since the newest checkpoint, oldest first."""
     crashes: tuple[EndKind, ...] = ()
     """Failures since the last checkpoint whose step is known."""
     stops: tuple[EndKind, ...] = ()
     """Consecutive stopped attempts that are known to have made no progress. See `shows_no_progress`."""
     slow_nodes: tuple[str, ...] = ()
-    """Nodes that slowed down the others, once per detection."""
     excluded: frozenset[str] = frozenset()
-    """Excluded nodes."""
     agreed_to_stop: bool = False
     """True if the ranks of the newest attempt agreed to stop, so all checkpoints are recorded."""
     has_saved: bool = False
     """True if the newest attempt saved a new checkpoint, whose step is known."""
     memory: str | None = None
-    """sbatch option that replaces the memory request of the submission, such as `mem=96000`."""
     micro_batch_size: int | None = None
     """Maximum size of micro-batches, because larger ones did not fit into GPU memory."""
     faulty_devices: tuple[str | None, ...] = ()
@@ -123,20 +117,12 @@ class History:
                     elif end.is_stop and not progressed:
                         stops.append(end)
                     progressed = False
-        kept = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
-        return cls(*kept, agreed, saved, memory, micro_batch_size, tuple(faulty), limit)
+        counts = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
+        return cls(*counts, agreed, saved, memory, micro_batch_size, tuple(faulty), limit)
 
     def consecutive_identical(self) -> int:
-        """Count the consecutive identical failures at the end."""
-        count = 0
-        for past in reversed(self.failures):
-            if (past.kind, past.normalized_cause) != (
-                self.failures[-1].kind,
-                self.failures[-1].normalized_cause,
-            ):
-                break
-            count += 1
-        return count
+        causes = [(past.kind, past.normalized_cause) for past in reversed(self.failures)]
+        return len([*takewhile(lambda cause: cause == causes[0], causes)])
 
     def count_by_node(self) -> Counter[tuple[str, EndKind]]:
         """Count the failures of each node by kind, and the detections of a slow node."""
@@ -145,7 +131,7 @@ class History:
 
 
 def shows_no_progress(kind: EndKind, seconds: float, *, agreed: bool) -> bool:
-    """Return true if an attempt without a new checkpoint certainly made no progress.
+    """Return true if an attempt of this duration without a new checkpoint certainly made no progress.
 
     In a long attempt, the script may have saved its own checkpoint, unless the ranks agreed to stop.
     """

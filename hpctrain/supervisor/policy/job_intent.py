@@ -13,11 +13,9 @@ class JobDisposition(Enum):
 
     STAYS = "stays"
     REQUEUED = "requeued"
-    """The job is being requeued."""
     EVICTED = "evicted"
     """The job is being ended permanently, but not by request: preemption, or a lost node."""
     ENDS = "ends"
-    """The job is being ended permanently."""
 
 
 class JobIntent(Enum):
@@ -25,7 +23,6 @@ class JobIntent(Enum):
 
     CONTINUE = "continue"
     CANCEL = "cancel"
-    """The user requested the end of the job."""
     YIELD = "leave"
     """The scheduler is ending the job and decides on the continuation."""
     RELOCATE = "move"
@@ -46,12 +43,8 @@ def resolve_intent(*, cancelled: bool, disposition: JobDisposition, resume_mode:
 
 
 class ContinuationMethod(Enum):
-    """Methods to get another allocation."""
-
     REQUEUE = "requeue"
-    """Requeue the same job."""
     SUCCESSOR = "successor"
-    """Continue the run in another job."""
 
 
 def continuation_methods(
@@ -99,14 +92,12 @@ class OwnershipState:
 
     job_id: str
     newest: str | None
-    """The newest job in the run's record; None without a job."""
     newest_after: str | None = None
     """The predecessor of that job; None if the user submitted it."""
     ended: str | None = None
     """The final state of the run since the submission of that job."""
     cancelled: bool = False
     predecessor: str | None = None
-    """The predecessor of this job; None if the user submitted this job."""
     claimed_by: str | None = None
     """The job that has taken over from the predecessor: this job, unless another was faster."""
     successor: str | None = None

@@ -13,7 +13,7 @@ from enum import Enum
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.supervisor.job_control.job_control import (
+from hpctrain.supervisor.job_control import (
     EARLY_SIGNAL_TOLERANCE_S,
     JobControl,
     known_seconds_left,
@@ -55,11 +55,9 @@ _KILL_LIMIT_S = 60.0
 
 class AttemptOutcome(Enum):
     DONE = "done"
-    """Every rank finished."""
     STOPPED = "stopped"
     """The ranks received a stop signal and exited; the run continues later."""
     FAILED = "failed"
-    """A rank crashed."""
     NOT_STARTED = "not started"
     """The scheduler did not start the step, for example because a node is broken."""
     OUT_OF_TIME = "out of time"
@@ -77,13 +75,10 @@ class AttemptMonitor:
     stop_before_limit_s: float
     """Seconds before `ends_at` at which the ranks receive the signal."""
     process_name: str = "rank"
-    """Term for a process of the step."""
     exits: list[TaskExit] = field(default_factory=list)
     """Processes that exited by themselves, in order of detection."""
     signals: list[signal.Signals] = field(default_factory=list)
-    """Signals that the supervisor received."""
     hang: HangDetected | None = None
-    """The hang that caused the step to be killed."""
     draining: Mapping[str, str] = field(default_factory=dict)
     """Nodes that caused the ranks to be stopped, with the reason."""
     end: StepEnded | None = None
@@ -98,7 +93,6 @@ class AttemptMonitor:
     _is_leaving: bool = False
 
     def wait(self, step: JobStep) -> AttemptOutcome:
-        """Wait until `step` is over, and return its outcome."""
         while self.end is None:
             timeout_s, begun = self._time_left(), system.monotonic()
             if timeout_s is not None:
@@ -141,10 +135,7 @@ class AttemptMonitor:
                     self._limit(_LEAVE_GRACE_S if draining else STOP_GRACE_S, "the ranks to stop")
             case LauncherStuck():
                 if not self._killed:
-                    log.warning(
-                        "all %ss have exited, but the launcher has not: killing the launcher",
-                        self.process_name,
-                    )
+                    log.warning("all %ss have exited, but not the launcher: killing it", self.process_name)
                     self._kill(step)
             case RankSignalled(rank, name):
                 if not self.is_stopping:
@@ -154,9 +145,8 @@ class AttemptMonitor:
                 self._begin_stop()
                 self.signals.append(number)
                 forward = self.job_control.on_signal.get(number)
-                log.info(
-                    "received %s%s", number.name, f"; sending {forward.name} to the ranks" if forward else ""
-                )
+                reaction = f"; sending {forward.name} to the ranks" if forward else ""
+                log.info("received %s%s", number.name, reaction)
                 if self._killed or forward is None:
                     return
                 cancels = [past for past in self.signals if past in self.job_control.cancel_signals]
@@ -220,10 +210,8 @@ class AttemptMonitor:
             if not self._warned:
                 self._warned = True
                 self._begin_stop()
-                log.info(
-                    "%.0f s left until the time limit: sending SIGUSR2 to the ranks",
-                    self.stop_before_limit_s,
-                )
+                lead_s = self.stop_before_limit_s
+                log.info("%.0f s left until the time limit: sending SIGUSR2 to the ranks", lead_s)
                 self._signal_ranks(step, signal.SIGUSR2)
             elif now >= self.ends_at:
                 log.info("time limit reached: ending the job step")

@@ -15,7 +15,7 @@ from hpctrain import system
 from hpctrain.checkpoint.interval import longest_save_s
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
-from hpctrain.crash_output import file_size
+from hpctrain.files import file_size
 from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
@@ -27,14 +27,13 @@ from hpctrain.rundir import (
     INDEPENDENT_RANKS_VARIABLE,
     MICRO_BATCH_VARIABLE,
     RUN_DIR_VARIABLE,
-    STOP_GRACE_VARIABLE,
     VERIFIED_STEP_VARIABLE,
     RunDir,
     is_event,
     is_metrics,
 )
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.job_control.job_control import (
+from hpctrain.supervisor.job_control import (
     EARLY_SIGNAL_TOLERANCE_S,
     JobControl,
     known_seconds_left,
@@ -58,24 +57,18 @@ _RESTARTS = ("restart", "shrink", "replace")
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """An ended attempt."""
-
     attempt: int
     outcome: AttemptOutcome
     monitor: AttemptMonitor
     has_process_group: bool
-    """True if ranks have reported a process group."""
     job_log_offset: int
     """Size of the job log in bytes at the start of the attempt."""
     started_at: float
-    """Start of the attempt, in seconds since the epoch."""
     world_size: int
 
 
 @dataclass(frozen=True)
 class AttemptRunner:
-    """Starts the ranks of a run on the launcher's nodes."""
-
     run: RunDir
     spec: JobSpec
     launcher: Launcher
@@ -83,17 +76,13 @@ class AttemptRunner:
     events: system.SimpleQueue[StepEvent]
     worker_group: WorkerGroup
     grace_variables: Mapping[str, str]
-    """Variables with the grace time of each signal."""
     stager: Stager | None = None
-    """Copies files to the nodes before the ranks start."""
 
     @property
     def world_size(self) -> int:
-        """The number of ranks on the current nodes of the job."""
         return len(self.launcher.hosts) * self.spec.ntasks_per_node
 
     def start(self, attempt: int) -> AttemptResult:
-        """Start the ranks and monitor them until they exit."""
         lead = required_lead_s(self.run, self.spec.stop_before_limit_s, self.spec.time_limit_s)
         ends_at = self._ends_at(lead)
         new_monitor = partial(AttemptMonitor, self.events, self.job_control, ends_at, lead)
@@ -165,20 +154,14 @@ class AttemptRunner:
         return system.monotonic() + left_s
 
     def _is_restart(self) -> bool:
-        """Return true if this job has already run an attempt."""
         kinds = (event["kind"] for event in reversed(list(self.run.read_events())))
         return next((kind for kind in kinds if kind in (*_RESTARTS, "started")), None) in _RESTARTS
 
     def _variables(self, attempt: int, lead: float) -> dict[str, str]:
         spec = self.spec
-        variables = {
-            RUN_DIR_VARIABLE: str(self.run.path),
-            ATTEMPT_VARIABLE: str(attempt),
-            **self.grace_variables,
-        }
-        if STOP_GRACE_VARIABLE in self.grace_variables:
-            grace = _TIME_LIMIT_GRACE.sub(rf"\g<1>{lead:g}", self.grace_variables[STOP_GRACE_VARIABLE])
-            variables[STOP_GRACE_VARIABLE] = grace
+        variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
+        for name, grace in self.grace_variables.items():
+            variables[name] = _TIME_LIMIT_GRACE.sub(rf"\g<1>{lead:g}", grace)
         if spec.code is not None:
             variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
         history = History.from_events(self.run.read_events())
@@ -209,10 +192,7 @@ def minimum_lead_s(step_s: float, save_s: float) -> float:
 
 
 def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -> float:
-    """Return the lead before the time limit: the user's value, or more if the ranks need it.
-
-    Half of the time limit is reserved for training, regardless of the save time.
-    """
+    """Return the lead before the time limit: the user's value, or more if the ranks need it to save."""
     saves = [
         float(event["seconds"])
         for event in islice(read_last_records(run.events, is_event), _EVENTS_SEEN)

@@ -49,7 +49,6 @@ class PhaseLimits:
     floor_s: float | None
     """Lower bound of all limits in seconds; None disables the limits."""
     max_duration_s: dict[str, float] = field(default_factory=dict)
-    """Longest duration of each phase in this run."""
 
     def limit_s(self, phase: str) -> float:
         if self.floor_s is None or phase == RankPhase.END:
@@ -64,8 +63,6 @@ class PhaseLimits:
 
 @dataclass
 class RankProgress:
-    """Last known state of a connected rank."""
-
     phase: str = RankPhase.START
     step: int = 0
     progress_count: int = -1
@@ -76,7 +73,6 @@ class RankProgress:
 
     @property
     def limit_phase(self) -> str:
-        """Phase whose limit applies."""
         is_first = self.step == 0 and self.phase in (RankPhase.STEP, RankPhase.DATA)
         return RankPhase.FIRST if is_first else self.phase
 
@@ -143,10 +139,7 @@ class HangDetector:
             self._waiting_since += seconds
 
     def find_hang(self, now: float) -> HangInfo | None:
-        """Return a `HangInfo` if the attempt hangs, else None.
-
-        The last phase of a silent rank does not extend the limit while other ranks report their phases.
-        """
+        """Return a `HangInfo` if the attempt hangs, else None."""
         if self._waiting_since is not None and RankPhase.START in self.limits.max_duration_s:
             seconds, limit_s = now - self._waiting_since, self.limits.limit_s(RankPhase.START)
             return HangInfo(seconds, limit_s) if seconds > limit_s else None
@@ -172,7 +165,6 @@ class RankSnapshot:
     place: str
     """The innermost line of user code, as `training_step (train.py:12)`."""
     waits: bool
-    """True if the rank is waiting for other ranks."""
     rendezvous: str | None = None
     """Address at which the rank is waiting for the process group."""
 

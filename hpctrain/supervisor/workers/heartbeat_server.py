@@ -23,9 +23,8 @@ log = logging.getLogger(__name__)
 TICK_INTERVAL_S = 1.0
 #: Maximum size of a message in bytes; messages of ranks are far shorter.
 _MAX_MESSAGE = 1 << 16
-#: Limits for unauthenticated connections: bytes, seconds, and number of connections. A new connection
-#: replaces the oldest; a rank whose connection is dropped connects again.
-_UNPROVEN_BYTES, _UNPROVEN_S, _MAX_UNPROVEN = 512, 10.0, 256
+#: Limits for unauthenticated connections: bytes, and seconds.
+_UNPROVEN_BYTES, _UNPROVEN_S = 512, 10.0
 #: Maximum number of refused connections to log.
 _MAX_REPORTS = 10
 #: Pause in seconds after an error of the thread.
@@ -88,7 +87,6 @@ class HeartbeatServer:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variable with the address for ranks and the secret of these connections."""
         return {SUPERVISOR_ADDRESS_VARIABLE: f"{self._address}:{self._port}:{self._secret}"}
 
     def send(self, attempt: int, message: Mapping[str, Any]) -> int:
@@ -156,16 +154,10 @@ class HeartbeatServer:
         try:
             connection, peer = self._socket.accept()
         except OSError:
-            # Unknown peers may have exhausted the limit of open files.
-            if self._unproven:
-                self._drop(next(iter(self._unproven)))
-            else:
-                system.sleep(_PAUSE_S / 10)
+            # The peer has gone, or too many files are open.
+            system.sleep(_PAUSE_S / 10)
             return
         rank_connection = RankConnection(connection, peer[:2])
-        if len(self._unproven) >= _MAX_UNPROVEN:
-            oldest = next(iter(self._unproven))
-            self._refuse(oldest, f"more than {_MAX_UNPROVEN} connections are not authenticated")
         with suppress(OSError):
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -182,12 +174,12 @@ class HeartbeatServer:
         except OSError:
             data = b""
         rank_connection.received += data
-        *lines, rest = rank_connection.received.split(b"\n")
-        rank_connection.received = rest
+        *lines, partial_line = rank_connection.received.split(b"\n")
+        rank_connection.received = partial_line
         try:
             for line in lines:
                 self._handle_line(rank_connection, bytes(line))
-            if len(rest) > (limit := _MAX_MESSAGE if rank_connection.is_proven else _UNPROVEN_BYTES):
+            if len(partial_line) > (limit := _MAX_MESSAGE if rank_connection.is_proven else _UNPROVEN_BYTES):
                 raise Unauthenticated(f"received a line of more than {limit} bytes")
         except Unauthenticated as error:
             self._refuse(rank_connection, str(error))
@@ -223,8 +215,8 @@ class HeartbeatServer:
         self._num_refused += 1
         if self._num_refused <= _MAX_REPORTS:
             is_last = self._num_refused == _MAX_REPORTS
-            more = "; further refused connections will not be reported" if is_last else ""
-            log.warning("a connection from %s was refused: %s%s", rank_connection.peer[0], reason, more)
+            note = "; further refused connections will not be reported" if is_last else ""
+            log.warning("a connection from %s was refused: %s%s", rank_connection.peer[0], reason, note)
         self._drop(rank_connection)
 
     def _drop(self, rank_connection: RankConnection) -> None:

@@ -50,8 +50,6 @@ _LAUNCHER_TIMEOUT_S = 60.0
 
 @dataclass
 class _HangProbe:
-    """Request for the positions of the ranks in a hung attempt."""
-
     hang: HangInfo
     since: float
     snapshots: dict[int, RankSnapshot] = field(default_factory=dict)
@@ -123,8 +121,8 @@ class RankMonitor:
         """Slow imports common to all ranks; None until all ranks have imported PyTorch."""
         if len(self._modules) < self._world_size:
             return None
-        imports, *rest = self._modules.values()
-        common = [name for name in imports if all(name in modules for modules in rest)]
+        imports, *peers = self._modules.values()
+        common = [name for name in imports if all(name in modules for modules in peers)]
         return common if "torch" in common else None
 
     def are_connected(self, ranks: Iterable[int]) -> bool:
@@ -132,11 +130,9 @@ class RankMonitor:
 
     @property
     def changed(self) -> list[str]:
-        """Environment variables that the script has changed on any rank."""
         return sorted(self._changed)
 
     def on_tick(self) -> None:
-        """Check for hangs, stragglers and a missed end of the step."""
         now = system.monotonic()
         self._check_for_pause(now)
         if self._stopped:
@@ -168,10 +164,7 @@ class RankMonitor:
             self._discount(passed, now)
 
     def _on_rank_pause(self, rank: int, seconds: float, monotonic_s: float) -> None:
-        """Discount and record a pause of a rank, for which the others had to wait, unless already done.
-
-        The monotonic clock, which measured `monotonic_s`, stops while the machine sleeps.
-        """
+        """Discount and record a pause of a rank, for which the others had to wait, unless already done."""
         now, clock = system.monotonic(), system.time()
         if monotonic_s > _PAUSE_S and now - monotonic_s >= self._discounted_at:
             self._discount(monotonic_s, now)
@@ -270,16 +263,14 @@ def describe_hang(
     host_of: Callable[[int], str],
     world_size: int,
 ) -> str:
-    """Describe a hang in one sentence."""
     text = f"hung: no rank made progress for {hang.seconds:.0f} s (limit {hang.limit_s:.0f} s)"
     if not snapshots and not silent:
         return f"{text}; no rank has connected to the supervisor in this attempt"
     joining = {rank: snapshot.rendezvous for rank, snapshot in snapshots.items()}
     if waiting := {rank: address for rank, address in joining.items() if address is not None}:
         addresses = sorted(set(waiting.values()))
-        text += (
-            f"; {format_ranks(sorted(waiting))} waiting for the process group at {' and '.join(addresses)}"
-        )
+        places = " and ".join(addresses)
+        text += f"; {format_ranks(sorted(waiting))} waiting for the process group at {places}"
         if absent := sorted(set(range(world_size)) - waiting.keys()):
             text += f"; {format_ranks(absent)} not arrived"
         if len(addresses) > 1:

@@ -1,4 +1,4 @@
-"""Stage files: before the ranks start, one process per node copies them to the local disk."""
+"""Stage files on the local disk of each node before the ranks start."""
 
 from __future__ import annotations
 
@@ -53,15 +53,12 @@ class StagePlan:
     """Copies on each node, and the job that uses them."""
 
     folder: str
-    """Folder of the copies on each node."""
     arguments: str
-    """Argument of `stage_node`."""
     host_spec: JobSpec
     """The job without a container, which starts the processes that copy."""
     ranks_spec: JobSpec
     """The job with the interpreter, code and arguments of the ranks."""
     variables: Mapping[str, str]
-    """Variables of the ranks."""
 
     @classmethod
     def create(cls, spec: JobSpec, environ: Mapping[str, str]) -> StagePlan | None:
@@ -94,20 +91,13 @@ class StagePlan:
 
 @dataclass
 class Stager:
-    """Runs the copies before each attempt, and removes them at the end of the job."""
-
     run: RunDir
     plan: StagePlan
     launcher: Launcher
     events: system.SimpleQueue[StepEvent]
 
     def stage(self, attempt: int, hosts: list[str], monitor: AttemptMonitor) -> AttemptOutcome:
-        """Copy everything to the nodes of an attempt, while `monitor` watches; unchanged copies are reused.
-
-        Raises:
-            StagingError: a file cannot be copied, or its copies differ.
-            OSError: a process cannot be started.
-        """
+        """Copy everything to the nodes of an attempt, while `monitor` watches, and reuse unchanged copies."""
         begun = system.monotonic()
         command = [*module_command(self.plan.host_spec, "stage_node"), self.plan.arguments]
         variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
@@ -136,11 +126,10 @@ class Stager:
         self.launcher.hosts = hosts
         command = [*_ONCE_PER_NODE, *REMOVE_COMMAND, self.plan.folder]
         limit_s = _SHORT_REMOVAL_LIMIT_S if is_short else _REMOVAL_LIMIT_S
-        what = f"the removal of {self.plan.folder}"
-        clean_nodes(self.run, self.launcher, command, attempt, lost, limit_s, what)
+        purpose = f"the removal of {self.plan.folder}"
+        clean_nodes(self.run, self.launcher, command, attempt, lost, limit_s, purpose)
 
     def _collect_results(self, attempt: int, hosts: list[str]) -> dict[str, _Copies]:
-        """Return the copies of each node that has reported a result."""
         staged: dict[str, _Copies] = {}
         problems: dict[str, list[str]] = {}
         for node, host in enumerate(hosts):

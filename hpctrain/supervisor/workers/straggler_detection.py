@@ -31,27 +31,20 @@ class StepTimes:
     timed_steps: int
     """Steps that the times of computing and exchange contain: on a GPU, measurements arrive later."""
     measured_steps: int
-    """The measured ones of these steps."""
 
-    def __sub__(self, other: StepTimes) -> StepTimes:
-        return StepTimes(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
+    def __sub__(self, earlier: StepTimes) -> StepTimes:
+        return StepTimes(*(getattr(self, name) - getattr(earlier, name) for name in _FIELDS))
 
     def per_step(self) -> StepTimes:
-        """Return the averages per step."""
         timed = max(1, self.timed_steps)
         data_s = self.data_s / max(1, self.steps)
         return StepTimes(1, data_s, self.compute_s / timed, self.exchange_s / timed, 1, 1)
 
     def by_part(self) -> dict[str, float]:
-        return {
-            "data": round(self.data_s, 6),
-            "compute": round(self.compute_s, 6),
-            "exchange": round(self.exchange_s, 6),
-        }
+        return {name: round(getattr(self, f"{name}_s"), 6) for name in ("data", "compute", "exchange")}
 
     @property
     def own_time_s(self) -> float:
-        """Time without the exchange."""
         return self.data_s + self.compute_s
 
 
@@ -68,9 +61,7 @@ class Straggler:
     part: str
     """Part in which the rank loses the most time: `data` or `compute`."""
     own_times: StepTimes
-    """Average step of this rank."""
     typical_times: StepTimes
-    """Typical step of the ranks."""
 
 
 def find_stragglers(times: Mapping[int, StepTimes]) -> list[Straggler]:
@@ -79,8 +70,8 @@ def find_stragglers(times: Mapping[int, StepTimes]) -> list[Straggler]:
     if len(steps) < 2:
         return []
 
-    def median(part: str) -> float:
-        return statistics.median_low(getattr(step, part) for step in steps.values())
+    def median(name: str) -> float:
+        return float(statistics.median_low(getattr(step, name) for step in steps.values()))
 
     typical = StepTimes(1, median("data_s"), median("compute_s"), median("exchange_s"), 1, 1)
     typical_s = max(median("own_time_s"), 1e-9)
@@ -94,8 +85,8 @@ def find_stragglers(times: Mapping[int, StepTimes]) -> list[Straggler]:
     return sorted(stragglers, key=lambda straggler: -straggler.ratio)
 
 
-def _slow_part(own: StepTimes, typical: StepTimes) -> str:
-    return "data" if own.data_s - typical.data_s > own.compute_s - typical.compute_s else "compute"
+def _slow_part(step: StepTimes, typical: StepTimes) -> str:
+    return "data" if step.data_s - typical.data_s > step.compute_s - typical.compute_s else "compute"
 
 
 class StragglerDetector:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
@@ -14,15 +14,15 @@ from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
 from hpctrain.spec.job_spec import JobSpec
-from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
+from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
-from hpctrain.supervisor.workers.standby_workers import StandbyWorkers
 from hpctrain.telemetry.startup_parts import PartDuration, StartupDurations, StartupPart, durations_s
+from hpctrain.text import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +112,8 @@ class WorkerGroup:
             monitor.close()
             self.has_process_group = monitor.has_process_group
         with suppress(OSError):
-            write_atomic(
-                self._run.phase_durations, json.dumps(self._limits.max_duration_s) + "\n", durable=False
-            )
+            record = json.dumps(self._limits.max_duration_s) + "\n"
+            write_atomic(self._run.phase_durations, record, durable=False)
 
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
         with self._lock:
@@ -140,10 +139,7 @@ class WorkerGroup:
             self._start_standby_when_due(monitor)
 
     def _send_requests(self) -> None:
-        """Send requested profiles to the ranks.
-
-        In a separate thread, because the file system may hang.
-        """
+        """Send requested profiles to the ranks, in a separate thread, because the file system may hang."""
         while not self._closed.wait(TICK_INTERVAL_S):
             path = self._run.profile_request
             with self._lock:
@@ -202,7 +198,6 @@ class WorkerGroup:
         system.Thread(target=self._start_standby, args=(monitor, modules), daemon=True).start()
 
     def _start_standby(self, monitor: RankMonitor, modules: list[str]) -> None:
-        """Start standby workers, unless the current attempt has ended."""
         attempt, hosts = self._attempt + 1, len(self._launcher.hosts)
         command, ranks = worker_command(self._spec, hosts), hosts * self._spec.ntasks_per_node
         try:
@@ -223,8 +218,73 @@ class WorkerGroup:
             standby.close()
 
 
+class StandbyWorkers:
+    """A step of ranks that have done the slow imports, and wait for the next attempt."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        server: HeartbeatServer,
+        command: list[str],
+        variables: Mapping[str, str],
+        modules: Sequence[str],
+        world_size: int,
+    ) -> None:
+        self.attempt = int(variables[ATTEMPT_VARIABLE])
+        self.hosts = list(launcher.hosts)
+        self._server, self._world_size = server, world_size
+        self._lock = system.Lock()
+        self._emit: EmitEvent | None = None
+        self._ready: set[int] = set()
+        self._is_broken = False
+        environ = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
+        self._step = launcher.start(command, environ, self._on_event, beside=True)
+
+    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
+        if message.get("ready"):
+            self._ready.add(rank)
+            if len(self._ready) == self._world_size:
+                log.info(
+                    "%s ready for attempt %d", pluralize(self._world_size, "standby worker"), self.attempt
+                )
+        elif "why" in message:
+            log.warning("standby worker %d failed: %s", rank, message["why"])
+            self._is_broken = True
+
+    def is_usable(self, attempt: int, hosts: Sequence[str]) -> bool:
+        """Return true if all workers are connected; they may still be importing."""
+        if self._is_broken or (self.attempt, self.hosts) != (attempt, list(hosts)):
+            return False
+        return self._server.num_connected(attempt) == self._world_size
+
+    def activate(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
+        """Start training in the workers; None, and the step is closed, if one could not be reached."""
+        num_reached = self._server.send(self.attempt, {"go": dict(variables)})
+        with self._lock:
+            if num_reached < self._world_size:
+                self._is_broken = True
+            else:
+                self._emit = emit
+        if self._is_broken:
+            log.warning("attempt %d: a standby worker is unreachable, so new workers start", self.attempt)
+            self.close()
+            return None
+        log.info("attempt %d: using %s", self.attempt, pluralize(num_reached, "standby worker"))
+        return self._step
+
+    def close(self) -> None:
+        self._step.close()
+
+    def _on_event(self, event: StepEvent) -> None:
+        with self._lock:
+            emit = self._emit
+            if emit is None:
+                self._is_broken = True
+        if emit is not None:
+            emit(event)
+
+
 def _read_phase_durations(run: RunDir) -> dict[str, float]:
-    """Return the phase durations that earlier jobs of the run recorded."""
     try:
         record = read_json(run.phase_durations)
         return {str(phase): float(seconds) for phase, seconds in record.items()}
@@ -237,8 +297,6 @@ _MAX_NODES = 16
 
 
 class StartupRecord:
-    """Collects the times at which each rank ended the parts of its start."""
-
     def __init__(
         self,
         run: RunDir,
@@ -255,9 +313,8 @@ class StartupRecord:
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         if (ends := message.get("startup")) is None or rank in self._durations:
             return
-        self._durations[rank] = durations_s(
-            self._begun, {str(part): float(end) for part, end in ends.items()}
-        )
+        part_ends = {str(name): float(end) for name, end in ends.items()}
+        self._durations[rank] = durations_s(self._begun, part_ends)
         if len(self._durations) == self._world_size:
             durations = self._summarize()
             self._run.log_event("startup", self._attempt, **durations.fields())
@@ -265,16 +322,16 @@ class StartupRecord:
 
     def _summarize(self) -> StartupDurations:
         job_s, ranks = self._job_s, self._durations
-        parts = {} if job_s is None else {StartupPart.JOB.value: PartDuration(job_s, job_s)}
+        durations = {} if job_s is None else {StartupPart.JOB.value: PartDuration(job_s, job_s)}
         for part in StartupPart:
             if seconds := {rank: spent[part] for rank, spent in ranks.items() if part in spent}:
                 slowest = max(seconds, key=seconds.__getitem__)
                 median = round(statistics.median(seconds.values()), 3)
-                parts[part.value] = PartDuration(median, seconds[slowest], self._host_of(slowest))
+                durations[part.value] = PartDuration(median, seconds[slowest], self._host_of(slowest))
         nodes: dict[str, dict[str, float]] = {}
         for rank, spent in ranks.items():
             node = nodes.setdefault(self._host_of(rank), {})
-            node |= {part: max(seconds, node.get(part, 0.0)) for part, seconds in spent.items()}
+            node |= {name: max(seconds, node.get(name, 0.0)) for name, seconds in spent.items()}
         slowest_nodes = sorted(nodes, key=lambda host: -sum(nodes[host].values()))[:_MAX_NODES]
         total_s = max(sum(spent.values()) for spent in ranks.values())
-        return StartupDurations(round(total_s, 3), parts, {host: nodes[host] for host in slowest_nodes})
+        return StartupDurations(round(total_s, 3), durations, {host: nodes[host] for host in slowest_nodes})

@@ -32,7 +32,6 @@ def reports_steps(run: RunDir, *, has_steps: bool, completed: bool) -> bool | No
 
 
 def why_unknown(reports: bool | None) -> str:
-    """Return the reason why figures derived from steps are unknown."""
     return NO_STEPS if reports is False else NO_STEPS_YET
 
 

@@ -19,8 +19,6 @@ STATE_CHANGES = frozenset(
 
 
 class TimeCategory(StrEnum):
-    """Category of a run's time."""
-
     TRAINING = "training"
     COMMUNICATING = "communicating"
     DATA = "waiting for data"
@@ -110,8 +108,8 @@ def read_timeline_events(
         if _is_count(step := record.get("step")):
             attempt = _count(record.get("attempt"))
             time_us = max(time_us, started_us.get(attempt, 0))
-            first = record.get("first_step")
-            first_step = first if _is_count(first) else None
+            first_logged = record.get("first_step")
+            first_step = first_logged if _is_count(first_logged) else None
             steps.append(
                 TimelineEvent(time_us, "step", attempt, step, first_step, _spent(record.get("spent")))
             )

@@ -12,18 +12,7 @@
     if (size !== 0 && (size < 1e-4 || size >= 1e7)) return value.toExponential(4);
     return String(+value.toPrecision(7));
   };
-  const elapsed = (seconds) => {
-    if (seconds == null) return "–";
-    const s = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
-    if (s < 60) return (Math.round(seconds * 10) / 10) + " s";
-    const days = Math.floor(s / 86400), hours = Math.floor(s % 86400 / 3600), minutes = Math.floor(s % 3600 / 60);
-    if (s < 3600) return minutes + ":" + pad(s % 60) + " min";
-    return (days ? days + " d " : "") + hours + ":" + pad(minutes) + " h";
-  };
 
-  // Distances of marks on an axis of time, in seconds.
-  const roundTimes = [1e-3, 0.01, 0.1, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200,
-    ...[1, 2, 5, 10, 20, 50, 100, 200, 500].map((days) => 86400 * days)];
   // Distances of marks on the axis of values, however large these are.
   const increments = (_plot, _axis, low, high, size, space) => {
     const least = (high - low) * space / size, power = Math.floor(Math.log10(least));
@@ -32,7 +21,6 @@
   // The axis of values; one without any finite value has a range, too.
   const valueRange = (chart) => (_, low, high) => {
     if (low == null) return chart.log ? [0.1, 1] : [0, 1];
-    if (chart.axis === "time") return [0, high * 1.1 || 1];
     return chart.log ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high, 0.1, true);
   };
 
@@ -41,7 +29,7 @@
     const ratio = devicePixelRatio, end = bbox.left + bbox.width;
     context.save();
     Object.assign(context, { strokeStyle: color("restarting"), fillStyle: color("restarting"), lineWidth: ratio,
-      font: 11 * ratio + "px system-ui, sans-serif" });
+      font: 11 * ratio + "px system-ui, sans-serif", textAlign: "left", textBaseline: "alphabetic" });
     context.setLineDash([3 * ratio, 3 * ratio]);
     let free = -Infinity;
     for (const mark of marks) {
@@ -71,7 +59,6 @@
     const many = chart.series.length > 1;
     // 2: a gap of one series goes on where only the others have points.
     const columns = many ? uPlot.join(chart.series.map((s) => [s.x, s.y]), chart.series.map(() => [0, 2])) : [chart.series[0].x, chart.series[0].y];
-    const byTime = chart.axis === "time";
     const notFinite = chart.series.map((series) => new Map(series.not_finite));
     const axis = { stroke: color("soft"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1, size: 4 },
       font: "11px system-ui, sans-serif" };
@@ -79,17 +66,17 @@
       width: host.clientWidth,
       height: chart.height,
       padding: [14, 20, 0, 0],
-      cursor: { drag: { x: true, y: false }, sync: byTime ? undefined : { key: "step", setSeries: false } },
+      cursor: { drag: { x: true, y: false }, sync: { key: "step", setSeries: false } },
       scales: {
-        x: { time: false, range: byTime ? (_, low, high) => [chart.zoom ? low : 0, high] : undefined },
+        x: { time: false },
         y: { distr: chart.log ? 3 : 1, range: valueRange(chart) },
       },
       axes: [
-        { ...axis, size: 30, space: 70, incrs: byTime ? roundTimes : undefined, values: byTime ? (_, values) => values.map(elapsed) : undefined },
+        { ...axis, size: 30, space: 70 },
         { ...axis, incrs: increments, size: (_, values) => labelRoom(chart, values), values: (_, values) => values.map((v) => v == null ? "" : number(v)) },
       ],
       series: [
-        { label: byTime ? "time since submission" : "step", value: (_, v) => byTime ? elapsed(v) : number(v) },
+        { label: "step", value: (_, v) => number(v) },
         ...chart.series.map((series, index) => ({
           label: series.name,
           stroke: color(series.faint ? "lost" : palette[index % palette.length]),
@@ -129,7 +116,7 @@
   };
   const redraw = () => charts.forEach(draw);
   window.addEventListener("resize", redraw);
-  for (const query of ["(prefers-color-scheme: dark)", "print"]) window.matchMedia(query).addEventListener("change", redraw);
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
   // The list of all runs: shows the rows that contain all words of the filter, and compares the marked ones.
   const filterRuns = () => {

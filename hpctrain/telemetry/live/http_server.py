@@ -18,7 +18,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.telemetry.report.pages import page_url
 
 #: Seconds after which an idle connection is closed, and maximum number of connections.
-_IDLE_S, _MAX_CONNECTIONS = 10.0, 32
+_IDLE_S, _MAX_CONNECTIONS = 30.0, 32
 #: Maximum number of compared runs.
 _MAX_COMPARED = 50
 _HEADERS = {
@@ -40,11 +40,7 @@ class PageSource(Protocol):
         """Return a tag that changes with the page, or None for an unknown run. No id means all runs."""
 
     def page(self, run_ids: tuple[str, ...]) -> str:
-        """Return the page.
-
-        Raises:
-            LookupError: the run no longer exists.
-        """
+        """Return the page, or raise LookupError if the run no longer exists."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -54,11 +50,7 @@ class PageServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, pages: PageSource, host: str, port: int) -> None:
-        """Listen on a port; 0 selects a free port.
-
-        Raises:
-            OSError: the port is in use.
-        """
+        """Listen on a port; 0 selects a free port."""
         super().__init__((host, port), _Handler)
         self._connections: deque[Any] = deque()
         self.pages, self.token = pages, secrets.token_urlsafe(24)
@@ -126,7 +118,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: URLs may contain the token."""
 
     def _serve(self) -> None:
-        self._check_origin()
+        host, origin = self.headers.get("Host"), self.headers.get("Origin")
+        if host not in self.server.hosts:
+            raise _RequestRefused(HTTPStatus.FORBIDDEN, f"Unknown host {host!r}. Use 127.0.0.1 or localhost.")
+        is_foreign = self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+        if is_foreign or origin not in (None, f"http://{host}"):
+            raise _RequestRefused(HTTPStatus.FORBIDDEN, "Requests from other sites are not allowed.")
         if not self.path.startswith("/"):
             raise _RequestRefused(HTTPStatus.NOT_FOUND, "Page not found.")
         url = urlsplit(self.path)
@@ -137,7 +134,15 @@ class _Handler(BaseHTTPRequestHandler):
             location = page_url(_run_ids(url.path, query))
             self._send(HTTPStatus.SEE_OTHER, "", Location=location, Set_Cookie=cookie)
             return
-        self._check_token()
+        try:
+            cookie_value = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
+        except CookieError:
+            cookie_value = None
+        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not (self._is_token(bearer) or (cookie_value and self._is_token(cookie_value.value))):
+            raise _RequestRefused(
+                HTTPStatus.FORBIDDEN, "Access requires a token. Open the URL printed by hpctrain serve."
+            )
         run_ids = _run_ids(url.path, query)
         if (tag := self.server.pages.tag(run_ids)) is None:
             raise _RequestRefused(HTTPStatus.NOT_FOUND, "Run not found.")
@@ -145,26 +150,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_MODIFIED, "", ETag=f'"{tag}"')
         else:
             self._send(HTTPStatus.OK, self.server.pages.page(run_ids), kind="text/html", ETag=f'"{tag}"')
-
-    def _check_origin(self) -> None:
-        """Accept only requests from pages of this server or from direct navigation."""
-        host, origin = self.headers.get("Host"), self.headers.get("Origin")
-        if host not in self.server.hosts:
-            raise _RequestRefused(HTTPStatus.FORBIDDEN, f"Unknown host {host!r}. Use 127.0.0.1 or localhost.")
-        is_foreign = self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
-        if is_foreign or origin not in (None, f"http://{host}"):
-            raise _RequestRefused(HTTPStatus.FORBIDDEN, "Requests from other sites are not allowed.")
-
-    def _check_token(self) -> None:
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
-        except CookieError:
-            cookie = None
-        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not (self._is_token(bearer) or (cookie is not None and self._is_token(cookie.value))):
-            raise _RequestRefused(
-                HTTPStatus.FORBIDDEN, "Access requires a token. Open the URL printed by hpctrain serve."
-            )
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), self.server.token.encode())
@@ -183,11 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _run_ids(path: str, query: dict[str, list[str]]) -> tuple[str, ...]:
-    """Return the run ids of an address; empty for the list of all runs.
-
-    Raises:
-        _RequestRefused: this server does not have the path.
-    """
+    """Return the run ids of an address; empty for the list of all runs."""
     if path == "/":
         return ()
     if path == "/compare":

@@ -30,13 +30,11 @@ _EVENTS = 50
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NARROWEST = 20
 #: Fields of an event that are shown as they are.
-_SHOWN_FIELDS = ("fault", "signal", "state", "job_state", "class", "cause", "reason", "by", "host")
+_SHOWN_FIELDS = ("fault", "signal", "state", "job_state", "class", "cause", "reason", "by")
 
 
 @dataclass
 class GpuSnapshot:
-    """Last measurements of the GPUs of a node."""
-
     host: str
     util: list[float | None]
     memory_bytes: list[float | None]
@@ -44,8 +42,6 @@ class GpuSnapshot:
 
 @dataclass
 class TopSnapshot:
-    """Current state of a run."""
-
     run_id: str
     state: str
     words: str
@@ -145,9 +141,9 @@ class TopView:
         """Return the current state of the run. `lines` are the last telemetry lines of the nodes."""
         step = speed = left_s = None
         if self._recent:
-            first, last = self._recent[0], self._recent[-1]
-            step = int(last["step"])
-            seconds, steps = last["time"] - first["time"], last["step"] - first["step"]
+            oldest, newest = self._recent[0], self._recent[-1]
+            step = int(newest["step"])
+            seconds, steps = newest["time"] - oldest["time"], newest["step"] - oldest["step"]
             if state == "RUNNING" and seconds > 0 and steps > 0:
                 speed = float(steps / seconds)
         if speed and step is not None and self._last_step is not None:
@@ -181,11 +177,10 @@ class TopView:
         )
 
     def _waiting_for_data(self) -> float | None:
-        spent = [parts for record in self._recent if isinstance(parts := record.get("spent"), Mapping)]
-        total = sum(parts["all"] for parts in spent if is_finite(parts.get("all")))
-        return (
-            sum(parts["data"] for parts in spent if is_finite(parts.get("data"))) / total if total else None
-        )
+        spent = [record["spent"] for record in self._recent if isinstance(record.get("spent"), Mapping)]
+        total_s = sum(seconds["all"] for seconds in spent if is_finite(seconds.get("all")))
+        data_s = sum(seconds["data"] for seconds in spent if is_finite(seconds.get("data")))
+        return data_s / total_s if total_s else None
 
 
 def _numbers(values: object) -> list[float | None]:
@@ -227,12 +222,12 @@ def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:
         yield f"step   {describe_step(None, snapshot.attempt is None or snapshot.reports_steps)}"
         return
     count = format_count(step) if last_step is None else f"{format_count(step)} of {format_count(last_step)}"
-    left = "" if snapshot.left_s is None else f"  {format_duration(snapshot.left_s)} left"
-    bar, room = "", min(40, width - len(f"step   {count}  {left}"))
+    remaining = "" if snapshot.left_s is None else f"  {format_duration(snapshot.left_s)} left"
+    bar, room = "", min(40, width - len(f"step   {count}  {remaining}"))
     if last_step and room >= 8:
         num_full = round(max(0.0, min(1.0, step / last_step)) * room)
         bar = f"  {'█' * num_full}{'░' * (room - num_full)}"
-    yield f"step   {count}{bar}{left}"
+    yield f"step   {count}{bar}{remaining}"
     loss = format_number(snapshot.loss)
     if snapshot.no_number_since is not None:
         loss = f"NaN or infinite since step {format_count(snapshot.no_number_since)}; last finite loss {loss}"
@@ -262,9 +257,9 @@ def _gpu_lines(nodes: Sequence[GpuSnapshot], width: int, limit: int) -> Iterator
 
 def _describe_event(event: Mapping[str, Any]) -> str:
     time, kind = event.get("time"), event.get("kind")
-    when = format_clock(float(time)) if is_finite(time) and 0 <= time < 1e11 else "?"
+    clock = format_clock(float(time)) if is_finite(time) and 0 <= time < 1e11 else "?"
     if kind == "straggler":
-        return f"{when}  straggler  {describe_straggler(event)}"
+        return f"{clock}  straggler  {describe_straggler(event)}"
     details = []
     if event.get("job_id"):
         details.append(f"job {event['job_id']}")
@@ -277,11 +272,11 @@ def _describe_event(event: Mapping[str, Any]) -> str:
     if kind == "signal":
         details.append("saved" if event.get("saved") is True else "no new checkpoint saved")
     if isinstance(ranks := event.get("ranks"), list) and ranks:
-        details.append(f"ranks {', '.join(map(str, ranks))}")
+        details.append(f"ranks {', '.join(map(str, ranks))} on {event.get('host')}")
     if kind == "excluded" and isinstance(hosts := event.get("hosts"), list):
         details += map(str, hosts)
     details += [str(event[name]) for name in _SHOWN_FIELDS if event.get(name) not in (None, "", kind)]
-    return f"{when}  {kind}  {', '.join(details)}".rstrip()
+    return f"{clock}  {kind}  {', '.join(details)}".rstrip()
 
 
 def sparkline(values: Sequence[float], width: int, scale: tuple[float, float] | None = None) -> str:
@@ -299,6 +294,5 @@ def _block(share: float) -> str:
 
 
 def cut_line(line: str, width: int) -> str:
-    """Truncate a line to `width` columns."""
     line = printable(line)
     return line if cell_len(line) <= width else set_cell_size(line, width - 1) + "…"

@@ -3,8 +3,7 @@
 Imports none of their clients, and no torch.
 """
 
-from hpctrain.telemetry.loggers.logger import LoggedRun, Logger, MetricRecord, TrainingEnd
-from hpctrain.telemetry.loggers.logger_registry import find_loggers
+from hpctrain.telemetry.loggers.logger import LoggedRun, Logger, MetricRecord, TrainingEnd, find_loggers
 from hpctrain.telemetry.loggers.trackers import Csv, MLflow, Neptune, TensorBoard, Wandb
 
 __all__ = ["Csv", "TensorBoard", "Wandb", "MLflow", "Neptune"]

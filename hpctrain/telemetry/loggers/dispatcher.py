@@ -1,26 +1,40 @@
-"""Deliver the lines of `metrics.jsonl` to a logger: each step once, over all attempts."""
+"""Deliver the metrics of a run and of its GPUs to a logger: each step once, over all attempts."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.files import make_folder, read_json, read_new_lines, write_atomic
+from hpctrain.files import file_size, make_folder, parse_json_line, read_json, read_new_lines, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.accounting.metric_fields import metric_values
-from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 from hpctrain.telemetry.loggers.logger import LoggedRun, Logger, MetricRecord, TrainingEnd
+from hpctrain.text import is_finite
 
 #: Seconds between two deliveries: short at first, when the user may be watching, longer after a minute.
 _FIRST_S, _LATER_S, _FIRST_FOR_S = 1.0, 5.0, 60.0
 _RETRY_AFTER_S = 15.0
 #: Lines per delivery. If the process is killed, lines in flight are not sent again.
 _MAX_LINES = 32
+#: Measurements that are sent, by their field in a telemetry file.
+_GPU_FIELDS = {
+    "gpu_util": "util",
+    "gpu_memory": "memory",
+    "gpu_power_w": "power_w",
+    "gpu_temp_c": "temp_c",
+    "gpu_clock_mhz": "clock_mhz",
+}
+#: With more GPUs, the mean, minimum and maximum over all GPUs are sent.
+_MAX_GPUS = 64
+#: Seconds by which a measurement may be newer than its step: the longest interval between two of a node.
+_TOLERANCE_S = 30.0
+#: Age of measurements that count for the mean: the nodes do not measure at the same time.
+_RECENT_S = 120.0
 
 
 @dataclass
@@ -41,30 +55,23 @@ class LoggerState:
     def load(cls, path: Path) -> Self:
         """Load the saved state; return an empty one if the file is damaged or missing."""
         try:
-            kept = read_json(path)
-            known, offset, attempt = kept["known"], int(kept["offset"]), int(kept["attempt"])
-            # Lines in flight at the end of the process may have been delivered, so they must not be sent
-            # again.
-            steps = {str(name): int(step) for name, step in (kept["sending"] or kept["steps"]).items()}
+            record = read_json(path)
+            offset, attempt = int(record["offset"]), int(record["attempt"])
+            # Lines in flight at the end of the process may have been delivered: they are not sent again.
+            steps = {str(name): int(step) for name, step in (record["sending"] or record["steps"]).items()}
+            tracker_run = None if record["known"] is None else str(record["known"])
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return cls(path)
-        return cls(path, None if known is None else str(known), offset, attempt, steps)
+        return cls(path, tracker_run, offset, attempt, steps)
 
     def save(self, sending: dict[str, int] | None = None) -> None:
-        """Write the state. `sending` is the value of `steps` after the next delivery.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        kept: dict[str, Any] = {"known": self.known, "offset": self.offset, "attempt": self.attempt}
-        kept |= {"steps": self.steps, "sending": sending}
+        """Write the state. `sending` is the value of `steps` after the next delivery."""
+        record = {name: value for name, value in vars(self).items() if name != "path"} | {"sending": sending}
         make_folder(self.path.parent)
-        write_atomic(self.path, json.dumps(kept) + "\n", durable=False)
+        write_atomic(self.path, json.dumps(record) + "\n", durable=False)
 
 
 class LoggerDispatcher:
-    """Delivery of metrics to one logger."""
-
     def __init__(
         self, logger: Logger, run: LoggedRun, metrics: Path, state: LoggerState, say: Callable[[str], None]
     ) -> None:
@@ -73,7 +80,6 @@ class LoggerDispatcher:
         self._gpus = GpuMetrics(RunDir(run.folder))
 
     def run(self, ended: threading.Event, ending: Callable[[], TrainingEnd]) -> None:
-        """Deliver new lines repeatedly until training has ended and all lines are delivered."""
         begun, pause_s = time.monotonic(), 0.0
         while not ended.wait(pause_s):
             every_s = _FIRST_S if time.monotonic() - begun < _FIRST_FOR_S else _LATER_S
@@ -138,10 +144,11 @@ class LoggerDispatcher:
     def _deliver(self, batch: list[MetricRecord], steps: dict[str, int]) -> None:
         if not batch:
             return
-        last = batch[-1]
-        gpus = {n: v for n, v in self._gpus.values(last.time).items() if last.step > steps.get(n, -1)}
-        batch[-1] = replace(last, values={**last.values, **gpus})
-        steps |= dict.fromkeys(gpus, last.step)
+        newest = batch[-1]
+        gpu_values = self._gpus.values(newest.time).items()
+        gpus = {name: value for name, value in gpu_values if newest.step > steps.get(name, -1)}
+        batch[-1] = replace(newest, values={**newest.values, **gpus})
+        steps |= dict.fromkeys(gpus, newest.step)
         self._state.save(sending=steps)
         try:
             self._logger.log(batch)
@@ -181,3 +188,79 @@ def _lines(text: bytes) -> Iterator[tuple[MetricRecord, int]]:
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             continue  # Truncated by a crash.
         yield MetricRecord(step, time, attempt, epoch, metric_values(record)), read
+
+
+class GpuMetrics:
+    """The newest measurements of the GPUs of all nodes, read from the telemetry files of a run."""
+
+    def __init__(self, run: RunDir) -> None:
+        """Skip the measurements of earlier attempts."""
+        self._run = run
+        self._offsets = {path: file_size(path) for path in run.all_telemetry()}
+        #: The newest measurement of each node: its time, and the values of each GPU.
+        self._newest: dict[str, tuple[float, list[dict[str, float]]]] = {}
+        self._unsent: set[str] = set()
+        self._offered: set[str] = set()
+        self._num_gpus = 0
+
+    def read(self) -> None:
+        paths = self._run.all_telemetry()
+        for path in paths:
+            for record in self._new_records(path):
+                if gpus := _values_by_gpu(record):
+                    self._newest[path.stem] = float(record["time"]), gpus
+                    self._unsent.add(path.stem)
+        # Nodes that have not reported yet have as many GPUs as the others.
+        self._num_gpus = len(paths) * max((len(gpus) for _, gpus in self._newest.values()), default=0)
+
+    def values(self, time: float) -> dict[str, float]:
+        """Return the measurements to send with a step that ended at `time`, again until `mark_sent`.
+
+        A newer measurement belongs to a later step.
+        """
+        nodes = {node for node in self._unsent if self._newest[node][0] <= time + _TOLERANCE_S}
+        self._offered = nodes
+        if self._num_gpus <= _MAX_GPUS:
+            return {
+                f"gpu/{node}/{index}/{name}": value
+                for node in sorted(nodes)
+                for index, values in enumerate(self._newest[node][1])
+                for name, value in values.items()
+            }
+        metrics: dict[str, float] = {}
+        recent = [gpus for at, gpus in self._newest.values() if nodes and abs(time - at) <= _RECENT_S]
+        for name in _GPU_FIELDS.values():
+            if numbers := [values[name] for gpus in recent for values in gpus if name in values]:
+                metrics[f"gpu/mean/{name}"] = sum(numbers) / len(numbers)
+                metrics[f"gpu/min/{name}"], metrics[f"gpu/max/{name}"] = min(numbers), max(numbers)
+        return metrics
+
+    def mark_sent(self) -> None:
+        """Record that the measurements of the last call of `values` have been sent."""
+        self._unsent -= self._offered
+
+    def _new_records(self, path: Path) -> Iterator[Mapping[str, Any]]:
+        try:
+            text, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
+        except OSError:
+            return
+        for line in text.splitlines():
+            record = parse_json_line(line.decode(errors="replace"), path)
+            if record is not None and is_finite(record.get("time")):
+                yield record
+
+
+def _values_by_gpu(record: Mapping[str, Any]) -> list[dict[str, float]]:
+    """Return the measurements of each GPU in a line of a telemetry file."""
+    columns = {
+        name: record[field] for field, name in _GPU_FIELDS.items() if isinstance(record.get(field), list)
+    }
+    count = max(map(len, columns.values()), default=0)
+    return [
+        {
+            name: float(values[index])
+            for name, values in columns.items()
+            if index < len(values) and is_finite(values[index])
+        }
+        for index in range(count)
+    ]

@@ -26,8 +26,6 @@ _LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """Configuration of the process."""
-
     folder: str
     config: dict[str, Any]
     sys_path: list[str]
@@ -37,7 +35,6 @@ class LoggerConfig:
     hparams: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Serialize the configuration for `read`."""
         return pickle.dumps((self.folder, self.config, self.sys_path, self.loggers, self.hparams))
 
     @classmethod
@@ -87,8 +84,8 @@ def main() -> int:
 
 def _read_ending(stream: BinaryIO) -> TrainingEnd:
     """Wait for the end of the training; a killed training sends nothing and counts as failed."""
-    word = stream.readline().decode("ascii", "replace").strip()
-    return cast(TrainingEnd, word) if word in get_args(TrainingEnd) else "failed"
+    ending = stream.readline().decode("ascii", "replace").strip()
+    return cast(TrainingEnd, ending) if ending in get_args(TrainingEnd) else "failed"
 
 
 def _report(text: str) -> None:

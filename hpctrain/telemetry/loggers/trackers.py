@@ -16,7 +16,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from hpctrain.files import make_folder, own_file, terminate_partial_line, write_atomic
-from hpctrain.telemetry.loggers.logger import LoggedRun, MetricRecord, TrainingEnd
+from hpctrain.telemetry.loggers.logger import NEPTUNE_NOTE, LoggedRun, MetricRecord, TrainingEnd
 
 _FIRST_COLUMNS = ("step", "epoch", "time", "attempt")
 #: Limits of MLflow's server per request (MLflow, REST API, "Log Batch").
@@ -26,7 +26,6 @@ _MLFLOW_STATES: dict[TrainingEnd, str] = {
     "stopped": "SCHEDULED",
     "failed": "FAILED",
 }
-NEPTUNE_NOTE = "Neptune's hosted service has shut down; this logger works only with NEPTUNE_MODE=offline."
 
 
 @dataclass

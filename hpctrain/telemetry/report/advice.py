@@ -27,8 +27,6 @@ _BUSY_PERCENT, _MAX_WORKERS = 90.0, 16
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation."""
-
     what: str
     evidence: str
 
@@ -54,7 +52,6 @@ def _steps_us(run_data: RunData) -> int:
 
 
 def _uses_trainer(run_data: RunData) -> bool:
-    """True if hpctrain's own loop trained, which records its settings."""
     return "settings" in run_data.environment
 
 
@@ -99,8 +96,8 @@ def _data(run_data: RunData) -> _Findings:
     elif cpu is not None and cpu >= _BUSY_PERCENT:
         change = "Request more CPUs per rank (--cpus-per-task), or do less work per sample."
         evidence.append(f"num_workers is {workers}")
-    elif (more := min(_MAX_WORKERS, max(2, 4 * workers), cpus)) > workers:
-        change = f"Set Trainer(num_workers={more}) instead of {workers}."
+    elif (num_workers := min(_MAX_WORKERS, max(2, 4 * workers), cpus)) > workers:
+        change = f"Set Trainer(num_workers={num_workers}) instead of {workers}."
         evidence.append(f"each rank has {pluralize(cpus, 'CPU')}")
     else:
         change = f"Request more CPUs per rank (--cpus-per-task), and increase num_workers from {workers}."
@@ -205,12 +202,12 @@ def _no_checkpoint(run_data: RunData) -> _Findings:
 def _lost_work(run_data: RunData) -> _Findings:
     lost_us = run_data.breakdown.totals_us[TimeCategory.LOST]
     share = lost_us / (lost_us + _steps_us(run_data))
-    every = _setting(run_data, "checkpoint_every")
-    if share < _MUCH_LOST or every == "auto" or not (run_data.checkpoints or _uses_trainer(run_data)):
+    interval = _setting(run_data, "checkpoint_every")
+    if share < _MUCH_LOST or interval == "auto" or not (run_data.checkpoints or _uses_trainer(run_data)):
         return
     num_lossy = sum(bool(attempt.lost_us) for attempt in run_data.interruptions)
     evidence = [f"{format_share(share)} of the work was lost in {pluralize(num_lossy, 'interruption')}"]
-    if is_finite(every):
-        evidence.append(f"checkpoints were saved every {every:g} steps")
+    if is_finite(interval):
+        evidence.append(f"checkpoints were saved every {interval:g} steps")
     change = "Save more often: set Trainer(checkpoint_every='auto') for an optimal interval."
     yield change if _uses_trainer(run_data) else "Save checkpoints more often.", evidence

@@ -55,8 +55,6 @@ def read_jsonl(path: Path, is_valid: IsValid | None = None) -> list[dict[str, An
 
 @dataclass
 class CheckpointRecord:
-    """A written checkpoint."""
-
     time: float
     attempt: int
     step: int | None
@@ -69,8 +67,6 @@ class CheckpointRecord:
 
 @dataclass
 class CodeVersion:
-    """The code of a submission."""
-
     commit: str | None
     changed: bool
     new_files: list[str]
@@ -79,7 +75,6 @@ class CodeVersion:
 
 
 def read_checkpoints(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[CheckpointRecord]:
-    """Return the written checkpoints, according to the events."""
     kept_steps = set(list_checkpoint_steps(run.checkpoints))
     checkpoints = []
     for event in events:

@@ -55,7 +55,6 @@ class Attempt:
 
     @property
     def interrupted(self) -> bool:
-        """True if the attempt ended before the run."""
         return self.end in ("failure", "stop", "vanished", "failed")
 
 
@@ -188,7 +187,7 @@ def describe_straggler(event: Mapping[str, Any]) -> str:
     if activity is None:
         return text
     spent = [event.get("seconds"), event.get("typical")]
-    times = [parts.get(event["part"]) for parts in spent if isinstance(parts, Mapping)]
+    times = [durations_s.get(event["part"]) for durations_s in spent if isinstance(durations_s, Mapping)]
     durations = [format_duration(seconds) for seconds in times if is_finite(seconds) and seconds >= 0]
     if len(durations) < 2:
         return f"{text} ({activity})"

@@ -45,8 +45,6 @@ Means = dict[str, float | None]
 
 @dataclass
 class NodeSeries:
-    """A measured node."""
-
     host: str
     cpus: int | None = None
     memory_bytes: int | None = None
@@ -64,7 +62,6 @@ class NodeSeries:
     xids: list[int] = field(default_factory=list)
 
     def problems(self) -> list[str]:
-        """Return a description of each problem of the hardware."""
         return [
             *(f"Xid {xid}" for xid in self.xids),
             *([pluralize(self.ecc_errors, "memory error")] if self.ecc_errors else []),
@@ -77,8 +74,6 @@ class NodeSeries:
 
 @dataclass
 class DeviceMetrics:
-    """Measurements of all nodes."""
-
     nodes: list[NodeSeries] = field(default_factory=list)
     node_means: list[Means] = field(default_factory=list)
     """The measured quantities of each node."""
@@ -148,7 +143,6 @@ def _means(lines: _Lines, quantities: Iterable[str]) -> list[Means]:
 
 
 def _node(host: str, lines: _Lines) -> NodeSeries:
-    """Return the hardware of a node and a summary of its problems."""
     node = NodeSeries(host)
     reasons: defaultdict[str, float] = defaultdict(float)
     clocks = num_clocks = measured_s = 0.0

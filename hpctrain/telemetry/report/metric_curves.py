@@ -18,8 +18,6 @@ CurvePoint = tuple[float, float | None]
 
 @dataclass
 class MetricCurves:
-    """Metrics of a run by step."""
-
     effective: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """The valid line of each logged step, in order of steps."""
     superseded: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -61,7 +59,6 @@ class MetricCurves:
         return any(type(value) is float or is_finite(value) for value in values)
 
     def points(self, name: str) -> list[CurvePoint]:
-        """Return a metric by step, if logged."""
         if name not in self._points:
             self._points[name] = [
                 (step, as_number(record[name])) for step, record in self.effective.items() if name in record
@@ -79,7 +76,6 @@ class MetricCurves:
         return points
 
     def last(self, name: str) -> float | None:
-        """Return the newest finite value of a metric."""
         for record in reversed(self.effective.values()):
             if is_finite(value := record.get(name)):
                 return float(value)
@@ -110,7 +106,6 @@ class MetricCurves:
         return self.not_finite(name)[-1][1]
 
     def lowest(self, name: str) -> CurvePoint | None:
-        """Return the step and value of the minimum of a metric."""
         values = [(value, step) for step, value in self.points(name) if value is not None]
         if not values:
             return None
@@ -118,29 +113,27 @@ class MetricCurves:
         return step, value
 
 
-def step_rates(metrics: Sequence[Mapping[str, Any]], start: float) -> list[CurvePoint]:
-    """Return steps per second over the seconds since `start`, with a gap between attempts.
+def step_rates(metrics: Sequence[Mapping[str, Any]]) -> list[CurvePoint]:
+    """Return steps per second by step; for a repeated step, those of the last attempt.
 
     Each rate covers several lines, because the time between two lines is noisy. A line is normally written
     after the launch of the next step, but immediately before a save.
     """
     lines_per_rate = max(_MIN_LINES_PER_RATE, len(metrics) // _NUM_RATES)
-    points: list[CurvePoint] = []
+    rates: dict[int, float] = {}
     before: tuple[int, int, float] | None = None
     num_lines = 0
     for record in metrics:
         step, time, attempt = record.get("step"), record.get("time"), record_attempt(record)
-        if not isinstance(step, int) or not is_finite(time) or time < start:
+        if not isinstance(step, int) or not is_finite(time):
             continue
         num_lines += 1
         if before is None or attempt != before[0]:
-            if points:
-                points.append((time - start, None))
             before, num_lines = (attempt, step, time), 0
         elif num_lines >= lines_per_rate and step > before[1] and time > before[2]:
-            points.append((time - start, (step - before[1]) / (time - before[2])))
+            rates[step] = (step - before[1]) / (time - before[2])
             before, num_lines = (attempt, step, time), 0
-    return sorted(points, key=lambda point: point[0])
+    return [(step, rates[step]) for step in sorted(rates)]
 
 
 def downsample(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
@@ -148,7 +141,7 @@ def downsample(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
     if len(points) <= limit:
         return list(points)
     size = -(-4 * len(points) // limit)
-    kept: list[CurvePoint] = []
+    sampled: list[CurvePoint] = []
     for begin in range(0, len(points), size):
         bucket = range(begin, min(begin + size, len(points)))
         values = [(value, index) for index in bucket if (value := points[index][1]) is not None]
@@ -157,16 +150,14 @@ def downsample(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
             indices |= {min(values)[1], max(values)[1]}
         if len(values) < len(bucket):
             indices.add(next(index for index in bucket if points[index][1] is None))
-        kept += [points[index] for index in sorted(indices)]
-    return kept
+        sampled += [points[index] for index in sorted(indices)]
+    return sampled
 
 
 def as_number(value: object) -> float | None:
-    """Return a finite number; None for other values."""
     return float(value) if is_finite(value) else None
 
 
 def record_attempt(record: Mapping[str, Any]) -> int:
-    """Return the attempt of a line."""
     attempt = record.get("attempt")
     return attempt if type(attempt) is int else 0

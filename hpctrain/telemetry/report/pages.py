@@ -1,4 +1,4 @@
-"""Render self-contained HTML pages of runs, in which content of a run cannot be executed."""
+"""Render self-contained HTML pages of runs, in resumed content of a run cannot be executed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def page_url(run_ids: Sequence[str]) -> str:
     """Return the path of the page of a run, of the comparison of several, or without runs, of the list."""
     if len(run_ids) > 1:
         return f"/compare?{urlencode([('run', run_id) for run_id in run_ids])}"
-    # The id of an array task contains a slash, which is escaped.
+    # The id of an array task contains a slash, resumed is escaped.
     return f"/run/{quote(run_ids[0], safe='')}" if run_ids else "/"
 
 
@@ -163,14 +163,12 @@ def _chart(
     title: str,
     curves: Sequence[Mapping[str, Any]],
     *,
-    axis: str = "step",
     height: int = 150,
     note: str = "",
     marks: Sequence[tuple[float, str]] = (),
 ) -> dict[str, Any]:
-    """Return a chart for the script of the page. `marks` are vertical lines with labels."""
     drawn_marks = [{"x": x, "label": label} for x, label in marks]
-    texts = {"id": identity, "title": title, "note": note, "axis": axis}
+    texts = {"id": identity, "title": title, "note": note}
     return {**texts, "height": height, "series": curves, "marks": drawn_marks}
 
 
@@ -235,7 +233,6 @@ def render_run_page(run_data: RunData, *, live: LiveParts | None = None) -> str:
 
 
 def _breakdown_rows(breakdown: TimeBreakdown) -> list[dict[str, Any]]:
-    """Return each category with its share and duration; empty if the run has no time."""
     return [
         {
             "name": category.value,
@@ -257,33 +254,35 @@ def _loss_chart(run_data: RunData) -> list[dict[str, Any]]:
         return []
     not_finite, note = curves.not_finite("loss"), ""
     series = [_curve("loss", points, not_finite)]
-    resumed: dict[int, list[str]] = {}
+    if marks := _resume_marks(run_data):
+        note = "Dashed lines mark restarts. "
+    if repeated := curves.superseded_points("loss"):
+        series.append(_curve("repeated later", repeated, faint=True))
+        note += "Faint lines show steps that were repeated later."
+    title = "Loss: mean over the global batch, by optimizer step"
+    return [_chart("loss-chart", title, series, height=340, note=note, marks=[*marks, *not_finite[:1]])]
+
+
+def _resume_marks(run_data: RunData) -> list[tuple[float, str]]:
+    """Return marks at the steps from which attempts resumed."""
+    numbers: dict[int, list[str]] = {}
     for attempt in run_data.attempts[1:]:
         step = attempt.resumed_step
         if step is None and attempt.first_step is not None:
             step = attempt.first_step - 1
         if step is not None:
-            resumed.setdefault(step, []).append(str(attempt.number))
-            note = "Dashed lines mark restarts. "
-    if repeated := curves.superseded_points("loss"):
-        series.append(_curve("repeated later", repeated, faint=True))
-        note += "Faint lines show steps that were repeated later."
-    marks = [
-        (step, f"attempt{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}")
-        for step, numbers in resumed.items()
+            numbers.setdefault(step, []).append(str(attempt.number))
+    return [
+        (step, f"attempt{'s' * (len(resumed) > 1)} {', '.join(resumed)}") for step, resumed in numbers.items()
     ]
-    title = "Loss: mean over the global batch, by optimizer step"
-    return [_chart("loss-chart", title, series, height=340, note=note, marks=[*marks, *not_finite[:1]])]
 
 
 def _rate_chart(run_data: RunData) -> list[dict[str, Any]]:
     if not run_data.rates:
         return []
-    start, attempts = run_data.start, run_data.attempts[1:]
-    marks = [(attempt.started - start, f"attempt {attempt.number}") for attempt in attempts]
     curves = [_curve("steps per second", run_data.rates)]
-    title, note = "Steps per second by time since submission", f"median {format_number(run_data.steps_per_s)}"
-    return [_chart("rate", title, curves, axis="time", height=220, note=note, marks=marks)]
+    note = f"median {format_number(run_data.steps_per_s)}"
+    return [_chart("rate", "Steps per second", curves, height=220, note=note, marks=_resume_marks(run_data))]
 
 
 def _metric_chart(run_data: RunData, name: str, index: int) -> dict[str, Any]:
@@ -294,7 +293,6 @@ def _metric_chart(run_data: RunData, name: str, index: int) -> dict[str, Any]:
 
 
 def _environment(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return rows with the environment of the ranks, then with the settings of the training."""
     settings = environment.get("settings")
     rows = {name: value for name, value in environment.items() if name not in ("time", "attempt", "settings")}
     rows |= settings if isinstance(settings, dict) else {}
@@ -322,8 +320,8 @@ def build_timeline(run_data: RunData) -> dict[str, list[dict[str, Any]]]:
     def x(time: float) -> float:
         return round(min(max((time - start) / seconds, 0.0), 1.0) * _WIDTH, 2)
 
-    def bar(left: float, width: float, kind: str, title: str) -> dict[str, Any]:
-        return {"x": left, "width": width, "kind": kind, "title": title}
+    def bar(x: float, width: float, kind: str, title: str) -> dict[str, Any]:
+        return {"x": x, "width": width, "kind": kind, "title": title}
 
     spans = run_data.breakdown.spans
     starts = [span.start_us for span in spans]
@@ -331,12 +329,12 @@ def build_timeline(run_data: RunData) -> dict[str, list[dict[str, Any]]]:
     # The category in the middle of each unit.
     times_us = (spans[0].start_us + (unit + 0.5) * unit_us for unit in range(_WIDTH))
     categories = [spans[bisect_right(starts, time_us) - 1].category for time_us in times_us]
-    time_bars, left = [], 0
-    for category, units in groupby(categories):
-        width = len(list(units))
+    time_bars, unit = [], 0
+    for category, group in groupby(categories):
+        width = len(list(group))
         duration = format_duration(width * unit_us / 1e6)
-        time_bars.append(bar(left, width, category.name.lower(), f"{category.value}, about {duration}"))
-        left += width
+        time_bars.append(bar(unit, width, category.name.lower(), f"{category.value}, about {duration}"))
+        unit += width
     saves = {
         x(checkpoint.time): f"checkpoint of step {checkpoint.step}, {format_clock(checkpoint.time)}"
         for checkpoint in run_data.checkpoints

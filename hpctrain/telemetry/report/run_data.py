@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.redaction import redact_environment, redact_spec
 from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
+from hpctrain.spec.redaction import redact_environment, redact_spec
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
@@ -101,7 +101,7 @@ class RunData:
         self.goodput = compute_goodput(self.breakdown, self.curves.effective.values(), first_step)
         self.checkpoints = read_checkpoints(run, self.events)
         has_spans = bool(self.breakdown.spans)
-        self.rates = step_rates(metrics, self.start if has_spans else 0.0)
+        self.rates = step_rates(metrics)
         self.codes = read_codes(run)
         #: Best value of the metric that the user optimizes.
         self.best = find_best(run.checkpoints, self.curves, environment, *read_ranking(run))
@@ -114,12 +114,10 @@ class RunData:
 
     @property
     def start(self) -> float:
-        """Time of the first record, in seconds since the epoch; the current time without records."""
         return self.breakdown.spans[0].start_us / 1e6 if self.breakdown.spans else self.now
 
     @property
     def end(self) -> float:
-        """Time of the last record."""
         return self.breakdown.spans[-1].end_us / 1e6 if self.breakdown.spans else self.now
 
     @property
@@ -128,18 +126,15 @@ class RunData:
 
     @property
     def step(self) -> int | None:
-        """The last logged step."""
         return max(self.curves.effective, default=None)
 
     @property
     def steps_per_s(self) -> float | None:
-        """Median of the logged rates."""
         rates = [rate for _, rate in self.rates if rate is not None]
         return statistics.median(rates) if rates else None
 
     @property
     def interruptions(self) -> list[Attempt]:
-        """Attempts that ended before the run."""
         return [attempt for attempt in self.attempts if attempt.interrupted]
 
 
@@ -188,5 +183,4 @@ def _recorded_cause(
 
 
 def format_setting(value: object) -> str:
-    """Return a value of a specification or of the environment as a string."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -21,8 +21,6 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class BestValue:
-    """Best value of the metric that the user optimizes."""
-
     metric: str
     mode: Mode
     value: float
@@ -34,8 +32,6 @@ class BestValue:
 
 @dataclass(frozen=True)
 class RunResults:
-    """Hyper-parameters and metrics of a run."""
-
     hparams: dict[str, HparamValue]
     metrics: dict[str, float]
     """Last finite value of each metric."""
@@ -109,7 +105,6 @@ def find_best(
     metric: str | None = None,
     mode: Mode | None = None,
 ) -> BestValue | None:
-    """Return the best value of a metric, and the best kept checkpoint. See `read_results`."""
     settings = environment.get("settings")
     monitor, direction = "val_loss", "min"
     if isinstance(settings, Mapping):

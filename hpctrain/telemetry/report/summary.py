@@ -72,14 +72,12 @@ def _interruption_cost(run_data: RunData, interruptions: Sequence[Attempt]) -> s
 
 
 def describe_follow_up(attempt: Attempt) -> str:
-    """Return the continuation after the end of an attempt."""
     if attempt.followed_by is None:
         return "the run ended" if attempt.end else "still running"
     return _FOLLOW_UPS.get(attempt.followed_by, attempt.followed_by)
 
 
 def describe_attempt_end(attempt: Attempt) -> str:
-    """Describe the end of an attempt in one sentence or less."""
     return (attempt.cause or attempt.end) if attempt.end else "still running"
 
 
@@ -94,7 +92,6 @@ def describe_attempt_cost(attempt: Attempt) -> str:
 
 
 def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
-    """Return the key figures: name, value and description."""
     breakdown, curves, goodput, best = run_data.breakdown, run_data.curves, run_data.goodput, run_data.best
     since, lowest, rate = curves.no_number_since("loss"), curves.lowest("loss"), run_data.steps_per_s
     loss_notes = [] if since is None else [f"since step {since}"]
@@ -107,8 +104,8 @@ def key_figures(run_data: RunData) -> list[tuple[str, str, str]]:
         lost_s = breakdown.totals_us[TimeCategory.LOST] / 1e6
         lost = ("Lost work", format_duration(lost_s), f"{pluralize(breakdown.lost_steps, 'step')} repeated")
     else:
-        why = why_unknown(run_data.reports_steps)
-        steps, ettr, lost = ((name, "unknown", why) for name in ("Steps", "Productive", "Lost work"))
+        reason = why_unknown(run_data.reports_steps)
+        steps, ettr, lost = ((name, "unknown", reason) for name in ("Steps", "Productive", "Lost work"))
     until = "now" if run_data.is_going else "the last record"
     figures = [
         steps,

@@ -45,37 +45,37 @@ class GpuReading:
     """Percentage of the memory bandwidth in use."""
 
 
-def read_gpu(handle: Any, whole: Any, *, xids: tuple[int, ...], activity: Mapping[str, float]) -> GpuReading:
-    """Read the measurements of a GPU or MIG device; `whole` is the GPU."""
-    milliwatts = query_driver(pynvml.nvmlDeviceGetPowerUsage, whole)
-    millijoules = query_driver(pynvml.nvmlDeviceGetTotalEnergyConsumption, whole)
-    reasons = query_driver(pynvml.nvmlDeviceGetCurrentClocksEventReasons, whole)
+def read_gpu(handle: Any, gpu: Any, *, xids: tuple[int, ...], activity: Mapping[str, float]) -> GpuReading:
+    """Read the measurements of a GPU or MIG device; `gpu` is the complete GPU."""
+    milliwatts = query_driver(pynvml.nvmlDeviceGetPowerUsage, gpu)
+    millijoules = query_driver(pynvml.nvmlDeviceGetTotalEnergyConsumption, gpu)
+    reasons = query_driver(pynvml.nvmlDeviceGetCurrentClocksEventReasons, gpu)
     if reasons is None:  # Drivers before 535 have only the older name.
-        reasons = query_driver(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, whole)
+        reasons = query_driver(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
     processes = query_driver(pynvml.nvmlDeviceGetComputeRunningProcesses, handle)
     return GpuReading(
-        util=read_field(query_driver(pynvml.nvmlDeviceGetUtilizationRates, handle), "gpu"),
-        memory=read_field(query_driver(pynvml.nvmlDeviceGetMemoryInfo, handle), "used"),
+        util=query_driver(pynvml.nvmlDeviceGetUtilizationRates, handle, field="gpu"),
+        memory=query_driver(pynvml.nvmlDeviceGetMemoryInfo, handle, field="used"),
         power_w=None if milliwatts is None else milliwatts / 1000,
-        temp_c=query_driver(pynvml.nvmlDeviceGetTemperature, whole, pynvml.NVML_TEMPERATURE_GPU),
-        clock_mhz=query_driver(pynvml.nvmlDeviceGetClockInfo, whole, pynvml.NVML_CLOCK_SM),
+        temp_c=query_driver(pynvml.nvmlDeviceGetTemperature, gpu, pynvml.NVML_TEMPERATURE_GPU),
+        clock_mhz=query_driver(pynvml.nvmlDeviceGetClockInfo, gpu, pynvml.NVML_CLOCK_SM),
         throttled=_reasons(reasons or 0),
         ecc_errors=query_driver(
             pynvml.nvmlDeviceGetTotalEccErrors,
-            whole,
+            gpu,
             pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
             pynvml.NVML_VOLATILE_ECC,
         ),
         processes=None if processes is None else len(processes),
         xids=xids,
         # MIG devices share the energy of their GPU.
-        energy_j=None if handle is not whole or millijoules is None else millijoules / 1000,
+        energy_j=None if handle is not gpu or millijoules is None else millijoules / 1000,
         **activity,
     )
 
 
 def _reasons(bits: int) -> tuple[str, ...]:
-    words = {
+    names = {
         pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
         pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
         pynvml.nvmlClocksEventReasonSwThermalSlowdown: "temperature",
@@ -84,20 +84,16 @@ def _reasons(bits: int) -> tuple[str, ...]:
         pynvml.nvmlClocksEventReasonApplicationsClocksSetting: "clock setting",
         pynvml.nvmlClocksEventReasonSyncBoost: "sync boost",
     }
-    return tuple(word for bit, word in words.items() if bits & bit)
+    return tuple(name for bit, name in names.items() if bits & bit)
 
 
-def query_driver(function: Callable[..., Any], *args: Any) -> Any:
-    """Call an NVML function; return None if it is unsupported or the GPU is lost."""
+def query_driver(function: Callable[..., Any], *args: Any, field: str | None = None) -> Any:
+    """Return the answer of an NVML function, or a field of it; None if unsupported or the GPU is lost."""
     try:
-        return function(*args)
+        answer = function(*args)
     except pynvml.NVMLError:
         return None
-
-
-def read_field(answer: Any, name: str) -> Any:
-    """Return a field of an answer, if present."""
-    return None if answer is None else getattr(answer, name)
+    return answer if field is None else getattr(answer, field)
 
 
 #: Maximum number of errors per reading, because a faulty GPU may report errors endlessly.
@@ -130,7 +126,7 @@ def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int
 def list_gpu_uuids() -> list[str]:
     """Return UUIDs of the GPUs that this process may open, in the driver's order."""
     with GpuReader() as reader:
-        return list(dict.fromkeys(_uuid(whole) for _, _, whole in reader.places))
+        return list(dict.fromkeys(_uuid(gpu) for _, _, gpu in reader.places))
 
 
 def list_bus_ids(environ: Mapping[str, str]) -> list[str]:
@@ -139,30 +135,29 @@ def list_bus_ids(environ: Mapping[str, str]) -> list[str]:
     An address is a name in /sys/bus/pci/devices, such as `0000:3b:00.0`.
     """
     with GpuReader() as reader:
-        installed = [(index, uuids, _bus_id(whole)) for index, uuids, whole in reader.places]
+        installed = [(index, uuids, _bus_id(gpu)) for index, uuids, gpu in reader.places]
     if not installed:
         return [gpu.bus_id for gpu in visible_amd_gpus(environ, list_amd_gpus())]
     if (listed := visible_devices(environ)) is None:
         return list(dict.fromkeys(bus_id for _, _, bus_id in installed))
-    found: list[str] = []
+    bus_ids: list[str] = []
     for entry in listed:
-        if not (its := [bus_id for index, uuids, bus_id in installed if _means(entry, index, uuids)]):
+        matches = [bus_id for index, uuids, bus_id in installed if _means(entry, index, uuids)]
+        if not matches:
             break
-        found.append(its[0])
-    return found
+        bus_ids.append(matches[0])
+    return bus_ids
 
 
 def _bus_id(handle: Any) -> str:
-    name = read_field(query_driver(pynvml.nvmlDeviceGetPciInfo, handle), "busId") or ""
+    name = query_driver(pynvml.nvmlDeviceGetPciInfo, handle, field="busId") or ""
     # The driver writes eight digits for the domain, the kernel four.
-    domain, _, rest = (name.decode() if isinstance(name, bytes) else str(name)).lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    domain, _, address = (name.decode() if isinstance(name, bytes) else str(name)).lower().partition(":")
+    return f"{domain[-4:]}:{address}"
 
 
 @dataclass(frozen=True)
 class DriverFacts:
-    """Version and GPUs of the driver of this machine."""
-
     version: str | None = None
     """None without a driver."""
     cuda: str | None = None
@@ -180,8 +175,8 @@ def read_driver_facts() -> DriverFacts:
         cuda = query_driver(pynvml.nvmlSystemGetCudaDriverVersion)
         if version is None:
             return DriverFacts()
-        wholes = {index: whole for index, _, whole in reader.places}
-        names = [str(query_driver(pynvml.nvmlDeviceGetName, whole)) for whole in wholes.values()]
+        wholes = {index: gpu for index, _, gpu in reader.places}
+        names = [str(query_driver(pynvml.nvmlDeviceGetName, gpu)) for gpu in wholes.values()]
     # An integer such as 12040 (nvmlSystemGetCudaDriverVersion).
     return DriverFacts(str(version), None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}", names)
 
@@ -194,10 +189,9 @@ class GpuActivity:
     """
 
     def __init__(self, handle: Any) -> None:
-        support = query_driver(pynvml.nvmlGpmQueryDeviceSupport, handle)
-        supported = bool(read_field(support, "isSupportedDevice"))
+        supported = query_driver(pynvml.nvmlGpmQueryDeviceSupport, handle, field="isSupportedDevice")
         self._handle, self._samples = handle, [query_driver(pynvml.nvmlGpmSampleAlloc) for _ in "12"]
-        self._is_supported = supported and None not in self._samples
+        self._is_supported = bool(supported) and None not in self._samples
         self._has_sample = self._is_supported and self._sample()
 
     def _sample(self) -> bool:
@@ -225,7 +219,6 @@ class GpuActivity:
         return {name: metric.value for name, metric in pairs if metric.nvmlReturn == pynvml.NVML_SUCCESS}
 
     def close(self) -> None:
-        """Free the samples."""
         for sample in self._samples:
             if sample is not None:
                 query_driver(pynvml.nvmlGpmSampleFree, sample)
@@ -260,12 +253,12 @@ class GpuReader:
         for index in range(query_driver(pynvml.nvmlDeviceGetCount) or 0):
             if (handle := query_driver(pynvml.nvmlDeviceGetHandleByIndex, index)) is None:
                 continue  # another job's, blocked by a cgroup
-            for part in list(_parts(handle)) or [handle]:
-                uuids = [_uuid(each) for each in (handle, part)]
+            for device in list(_mig_devices(handle)) or [handle]:
+                uuids = [_uuid(handle), _uuid(device)]
                 if self._listed is None or any(_means(entry, index, uuids) for entry in self._listed):
-                    self._handles.append((part, handle))
+                    self._handles.append((device, handle))
                     self.places.append((index, uuids, handle))
-        self._errors = _listen_for_errors([whole for _, whole in self._handles])
+        self._errors = _listen_for_errors([gpu for _, gpu in self._handles])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -279,40 +272,38 @@ class GpuReader:
 
     @property
     def names(self) -> list[str]:
-        """Model name of each device."""
         return [str(query_driver(pynvml.nvmlDeviceGetName, handle)) for handle, _ in self._handles]
 
     @property
     def memory_bytes(self) -> list[int | None]:
         """Total memory of each device, in bytes."""
         return [
-            read_field(query_driver(pynvml.nvmlDeviceGetMemoryInfo, handle), "total")
-            for handle, _ in self._handles
+            query_driver(pynvml.nvmlDeviceGetMemoryInfo, handle, field="total") for handle, _ in self._handles
         ]
 
     @property
     def pids(self) -> list[list[int]]:
-        """Processes that currently compute on each device."""
-        found = [
-            query_driver(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) for handle, _ in self._handles
+        return [
+            [
+                process.pid
+                for process in query_driver(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+            ]
+            for handle, _ in self._handles
         ]
-        return [[its.pid for its in processes or ()] for processes in found]
 
     def read(self) -> list[GpuReading]:
         """Read all devices."""
         xids = self._new_errors()
         if is_first := not self._activities:
-            self._activities = [
-                GpuActivity(whole) if part is whole else None for part, whole in self._handles
-            ]
+            self._activities = [GpuActivity(gpu) if device is gpu else None for device, gpu in self._handles]
         return [
             read_gpu(
                 handle,
-                whole,
-                xids=xids.get(_uuid(whole), ()),
+                gpu,
+                xids=xids.get(_uuid(gpu), ()),
                 activity=activity.read() if activity is not None and not is_first else {},
             )
-            for (handle, whole), activity in zip(self._handles, self._activities, strict=True)
+            for (handle, gpu), activity in zip(self._handles, self._activities, strict=True)
         ]
 
     def _new_errors(self) -> dict[str, tuple[int, ...]]:
@@ -342,14 +333,14 @@ def _uuid(handle: Any) -> str:
     return str(query_driver(pynvml.nvmlDeviceGetUUID, handle))
 
 
-def _parts(handle: Any) -> Iterator[Any]:
-    """Yield the MIG devices of a GPU."""
+def _mig_devices(handle: Any) -> Iterator[Any]:
     mode = query_driver(pynvml.nvmlDeviceGetMigMode, handle)
     if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         return
     for index in range(query_driver(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        if (part := query_driver(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)) is not None:
-            yield part
+        device = query_driver(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        if device is not None:
+            yield device
 
 
 def _means(entry: str, index: int, uuids: Sequence[str]) -> bool:

@@ -33,8 +33,6 @@ class NodeReading:
 
 
 class ProcfsReader:
-    """Reader of the node of this process."""
-
     def __init__(self, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic) -> None:
         self._proc, self._clock = proc, clock
         self._time, self._before = clock(), self._counters()
@@ -45,14 +43,12 @@ class ProcfsReader:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Total memory of the node, in bytes."""
         return self._memory().get("MemTotal")
 
     def read(self) -> NodeReading:
-        """Return the measurements since the last call."""
-        now, counters = self._clock(), self._counters()
-        seconds, before = now - self._time, self._before
-        self._time, self._before = now, counters
+        time_now, counters = self._clock(), self._counters()
+        seconds, before = time_now - self._time, self._before
+        self._time, self._before = time_now, counters
 
         def rate(name: str) -> float | None:
             if seconds <= 0 or name not in counters or name not in before:

@@ -42,8 +42,6 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class TelemetrySampler:
-    """Measurement of a node, written as lines."""
-
     def __init__(
         self,
         path: Path,
@@ -64,7 +62,6 @@ class TelemetrySampler:
         self._counted: list[GpuReading] = []
 
     def begin(self) -> None:
-        """Write the hardware of the node."""
         make_folder(self._path.parent)
         self._write(
             {
@@ -77,13 +74,11 @@ class TelemetrySampler:
         self._counted = self._gpus.read()
 
     def read(self) -> None:
-        """Read once, and write a line if due."""
         self._readings.append(self._gpus.read())
         if self._clock() - self._line_began >= self._line_s:
             self.flush()
 
     def flush(self) -> None:
-        """Write a line for the readings since the last line."""
         if not self._readings:
             return
         seconds = self._clock() - self._line_began

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,7 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.base.tensors import group_by_type
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
-
+from hpctrain.training.trainer_config import TrainerConfig
 
 #: A torch.distributed.GradBucket, which torch does not export as a type.
 GradBucket = Any
@@ -71,11 +68,7 @@ class Algorithm:
         """Replace DDP's all-reduce of gradients; the default keeps it."""
 
     def setup_optimizers(self, optimization: OptimizerSetup) -> None:
-        """Receive the optimizers, before the first step.
-
-        Raises:
-            UserError: an optimizer is not compatible with this algorithm.
-        """
+        """Receive the optimizers, before the first step."""
         self.optimizers = optimization.optimizers
 
     def on_optimizer_step_end(self, step: int) -> None:
@@ -139,7 +132,6 @@ class BucketAlgorithm(Algorithm):
         parallel.register_comm_hook(None, lambda _state, bucket: self.exchange(bucket))
 
     def exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Return the bucket's gradients for the optimizer; by default, those of this rank."""
         return completed_future(bucket.buffer())
 
 
@@ -150,7 +142,6 @@ def completed_future(tensor: torch.Tensor) -> Future[torch.Tensor]:
 
 
 def _assign(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy consecutive pieces of a vector into `tensors`."""
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     with torch.no_grad():
         for tensor, values in zip(tensors, pieces, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,7 @@ from hpctrain.errors import UserError
 from hpctrain.torch_compat import all_gather_single
 from hpctrain.training.algorithms.base import BucketAlgorithm, GradBucket, completed_future
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 
 class _HalfPrecision(BucketAlgorithm):
@@ -50,8 +48,6 @@ _LARGEST = 3.0
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows of 8-bit codes, each with a minimum and a maximum."""
-
     codes: torch.Tensor
     """uint8, of shape [rows, n]."""
     ranges: torch.Tensor
@@ -70,7 +66,6 @@ class QuantizedRows:
         return cls(codes, torch.cat([low, high], 1))
 
     def dequantize(self) -> torch.Tensor:
-        """Return the rows in float32, in their original shape."""
         low, high = self.ranges[:, :1], self.ranges[:, 1:]
         return low + self.codes.float() * ((high - low) / _LEVELS)
 
@@ -195,7 +190,6 @@ class QAdam(BucketAlgorithm):
     keeps_gradients = True
 
     def __init__(self, warmup_steps: int = 100) -> None:
-        """Freeze the variance after `warmup_steps` steps."""
         super().__init__()
         self.warmup_steps = warmup_steps
         self._step = 0

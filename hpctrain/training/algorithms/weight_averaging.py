@@ -93,7 +93,6 @@ def tournament_peer(rank: int, world_size: int, step: int) -> int | None:
 
 
 def exchange_tensors(transfers: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-    """Exchange tensors with all peers concurrently: (peer, tensor to send, receive buffer)."""
     operations = []
     for peer, sent, received in transfers:
         operations += [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
@@ -110,7 +109,6 @@ class LocalSGD(BucketAlgorithm):
     shares_gradients = False
 
     def __init__(self, every: int = 4) -> None:
-        """Average after every `every` steps."""
         super().__init__()
         self.every = every
 

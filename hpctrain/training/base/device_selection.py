@@ -29,67 +29,67 @@ _FORMS = (
 
 def parse_devices(devices: Devices) -> int | list[int] | None:
     """Return the number of devices (-1: all), their indices, or None for all free devices."""
-    wanted: int | list[int] | None = None
+    request: int | list[int] | None = None
     match devices:
         case "auto":
             return None
         case str() if re.fullmatch(r"\s*-?\d+\s*", devices):
-            wanted = int(devices)
+            request = int(devices)
         case str() if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*", devices):
-            wanted = [int(word) for word in devices.split(",") if word.strip()]
+            request = [int(index) for index in devices.split(",") if index.strip()]
         case bool() | str() | bytes():
             pass
         case int():
-            wanted = devices
+            request = devices
         case Sequence() if all(type(index) is int and index >= 0 for index in devices):
-            wanted = [int(index) for index in devices]
-    if wanted is None or wanted in (0, []) or (isinstance(wanted, int) and wanted < -1):
+            request = [int(index) for index in devices]
+    if request is None or request in (0, []) or (isinstance(request, int) and request < -1):
         raise UserError(f"devices is {devices!r}, but must be {_FORMS}.")
-    if isinstance(wanted, list) and len(set(wanted)) < len(wanted):
+    if isinstance(request, list) and len(set(request)) < len(request):
         raise UserError(
             f"devices is {devices!r}, which lists a device more than once. List each device once."
         )
-    return wanted
+    return request
 
 
 def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> list[int | None]:
     """Return the selected indices among the visible GPUs; None means a process on the CPU."""
-    wanted = parse_devices(devices)
+    request = parse_devices(devices)
     if num_gpus == 0:
-        if isinstance(wanted, list):
+        if isinstance(request, list):
             raise UserError(
                 f"devices is {devices!r}, but no GPU is visible. To train on CPUs, set devices to the number "
                 "of processes."
             )
-        return [None] * (1 if wanted in (None, -1) else wanted or 1)
-    if isinstance(wanted, list):
-        if max(wanted) >= num_gpus:
+        return [None] * (1 if request in (None, -1) else request or 1)
+    if isinstance(request, list):
+        if max(request) >= num_gpus:
             raise UserError(
                 f"devices is {devices!r}, but the last visible GPU has index {num_gpus - 1}. Use indices "
                 f"from 0 to {num_gpus - 1}."
             )
-        return list(wanted)
-    if wanted is not None and wanted > num_gpus:
+        return list(request)
+    if request is not None and request > num_gpus:
         raise UserError(
             f"devices is {devices!r}, but the number of visible GPUs is {num_gpus}. Set a smaller number."
         )
     free = [index for index in range(num_gpus) if index not in busy]
-    if wanted is None:
+    if request is None:
         if not free:
             raise UserError(
                 f"devices is {devices!r}, but other processes use all visible GPUs ({num_gpus}). Wait for "
                 "a free GPU, or list the GPUs to share: devices=[0, …]."
             )
         return list(free)
-    if wanted == -1:
+    if request == -1:
         return list(range(num_gpus))
-    if wanted > len(free):
+    if request > len(free):
         raise UserError(
             f"devices is {devices!r}, but other processes use {num_gpus - len(free)} of the {num_gpus} "
             "visible GPUs. Set a smaller number, wait for free GPUs, or list the GPUs to share: "
             "devices=[0, …]."
         )
-    return list(free[:wanted])
+    return list(free[:request])
 
 
 def find_devices(devices: Devices, environ: Mapping[str, str], *, use_gpus: bool = True) -> list[int | None]:
@@ -124,12 +124,12 @@ def process_devices(ranks: Ranks, environ: Mapping[str, str]) -> list[int | None
 def with_devices(context: DistributedContext, indices: Sequence[int | None]) -> DistributedContext:
     if not indices:
         return context
-    first, *others = (
+    device, *extra_devices = (
         torch.device("cpu") if index is None else torch.device("cuda", index) for index in indices
     )
-    if first.type == "cuda":
-        torch.cuda.set_device(first)
-    return replace(context, device=first, extra_devices=tuple(others))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return replace(context, device=device, extra_devices=tuple(extra_devices))
 
 
 def describe_hardware(device: torch.device) -> str:

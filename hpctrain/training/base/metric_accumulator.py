@@ -36,32 +36,32 @@ class MetricAccumulator:
             )
         self._names = {*scalars}
         tokens = _double(scalars[TOKENS_FIELD]) if TOKENS_FIELD in scalars else None
-        parts: dict[str, torch.Tensor | float] = {}
+        terms: dict[str, torch.Tensor | float] = {}
         for name, scalar in scalars.items():
             weight = share if tokens is None or name not in ("loss", TOKENS_FIELD) else 1.0
-            part = _part(scalar, weight if share else 0.0)
+            term = _part(scalar, weight if share else 0.0)
             if tokens is not None and name == "loss":
-                part = _total(part, tokens)
-            parts[name] = part
-        self._add(parts)
+                term = _total(term, tokens)
+            terms[name] = term
+        self._add(terms)
 
     def add_logged(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
         """Add logged means, which every micro-batch may have or not, as in `add`."""
         self._add({name: _part(scalar, share) for name, scalar in scalars.items()})
 
-    def _add(self, parts: Mapping[str, torch.Tensor | float]) -> None:
-        for name, part in parts.items():
-            self.values[name] = self.values[name] + part if name in self.values else part
+    def _add(self, terms: Mapping[str, torch.Tensor | float]) -> None:
+        for name, term in terms.items():
+            self.values[name] = self.values[name] + term if name in self.values else term
 
     def put(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:
         beside = MetricAccumulator()
         beside.add(scalars, share)
         self.values |= beside.values
 
-    def join(self, other: MetricAccumulator) -> None:
+    def join(self, later: MetricAccumulator) -> None:
         """Merge the pass of another optimizer over the batch: add the losses, insert the other means."""
-        losses = [each.values["loss"] for each in (self, other) if "loss" in each.values]
-        self.values |= other.values
+        losses = [accumulator.values["loss"] for accumulator in (self, later) if "loss" in accumulator.values]
+        self.values |= later.values
         if losses:
             self.values["loss"] = sum(losses[1:], losses[0])
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 
 
-def derive_seed(*parts: object) -> int:
-    """Return a seed in [0, 2^63), independent for different `parts` such as (seed, purpose, rank)."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+def derive_seed(*components: object) -> int:
+    """Return a seed in [0, 2^63), independent for different components such as (seed, purpose, rank)."""
+    digest = hashlib.blake2b("/".join(map(str, components)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -39,25 +39,25 @@ def seeded_rng(seed: int) -> Iterator[None]:
 
 def capture_rng_state() -> dict[str, torch.Tensor]:
     """Return the random state of this process, as tensors of constant shapes."""
-    version, words, gauss = random.getstate()
-    state = {"torch": torch.get_rng_state(), **_as_tensors("python", [version, *words], gauss)}
+    version, numbers, gauss = random.getstate()
+    state = {"torch": torch.get_rng_state(), **_as_tensors("python", [version, *numbers], gauss)}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     if numpy := sys.modules.get("numpy"):
-        _, words, position, has_gauss, gauss = numpy.random.get_state()
-        state |= _as_tensors("numpy", [*words.tolist(), position], gauss if has_gauss else None)
+        _, numbers, position, has_gauss, gauss = numpy.random.get_state()
+        state |= _as_tensors("numpy", [*numbers.tolist(), position], gauss if has_gauss else None)
     return state
 
 
 def restore_rng_state(state: Mapping[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["torch"])
-    (version, *words), gauss = _from_tensors(state, "python")
-    random.setstate((version, tuple(words), gauss))
+    (version, *numbers), gauss = _from_tensors(state, "python")
+    random.setstate((version, tuple(numbers), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")):
-        (*words, position), gauss = _from_tensors(state, "numpy")
-        numpy.random.set_state(("MT19937", words, position, int(gauss is not None), gauss or 0.0))
+        (*numbers, position), gauss = _from_tensors(state, "numpy")
+        numpy.random.set_state(("MT19937", numbers, position, int(gauss is not None), gauss or 0.0))
 
 
 def resume_rng_state(state: Mapping[str, torch.Tensor] | None, *new_seed: object) -> None:
@@ -68,11 +68,11 @@ def resume_rng_state(state: Mapping[str, torch.Tensor] | None, *new_seed: object
         seed_all(derive_seed(*new_seed))
 
 
-def _as_tensors(name: str, words: list[int], gauss: float | None) -> dict[str, torch.Tensor]:
-    kept = [0.0, 0.0] if gauss is None else [1.0, gauss]
+def _as_tensors(name: str, numbers: list[int], gauss: float | None) -> dict[str, torch.Tensor]:
+    cached_normal = [0.0, 0.0] if gauss is None else [1.0, gauss]
     return {
-        name: torch.tensor(words, dtype=torch.int64),
-        f"{name}-gauss": torch.tensor(kept, dtype=torch.float64),
+        name: torch.tensor(numbers, dtype=torch.int64),
+        f"{name}-gauss": torch.tensor(cached_normal, dtype=torch.float64),
     }
 
 

@@ -44,7 +44,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(isinstance(each, Shard) for each in tensor.placements)
+    return isinstance(tensor, DTensor) and any(
+        isinstance(placement, Shard) for placement in tensor.placements
+    )
 
 
 def slice_batch(batch: Any, num_samples: int, low: int, high: int) -> Any:
@@ -54,7 +56,7 @@ def slice_batch(batch: Any, num_samples: int, low: int, high: int) -> Any:
         return (
             isinstance(node, (list, tuple))
             and len(node) == num_samples
-            and not any(isinstance(each, (torch.Tensor, dict, list, tuple)) for each in node)
+            and not any(isinstance(value, (torch.Tensor, dict, list, tuple)) for value in node)
         )
 
     def cut(leaf: Any) -> Any:
@@ -67,7 +69,6 @@ def slice_batch(batch: Any, num_samples: int, low: int, high: int) -> Any:
 
 
 def group_by_type(tensors: Iterable[T]) -> list[list[T]]:
-    """Return groups of tensors with equal dtype and device, which can be concatenated."""
     groups: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)

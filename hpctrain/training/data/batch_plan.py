@@ -25,7 +25,6 @@ class DataRank:
         return min(low * unit, count), min(high * unit, count)
 
     def largest(self, count: int) -> int:
-        """Return the largest number of samples that a rank receives from a batch of `count`."""
         unit = self.grain_size or 1
         return min(count, -(-count // (unit * self.world_size)) * unit)
 
@@ -106,6 +105,6 @@ class BatchPlan:
         return RankBatch(step, epoch, batch, size, data_rank.largest(size), indices, low)
 
 
-def split_range(count: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Return the range of `part` if `count` items are split into `num_parts`; part 0 is among the largest."""
-    return -(-count * part // num_parts), -(-count * (part + 1) // num_parts)
+def split_range(count: int, number: int, num_ranges: int) -> tuple[int, int]:
+    """Return range `number` if `count` items are split into `num_ranges`; range 0 is among the largest."""
+    return -(-count * number // num_ranges), -(-count * (number + 1) // num_ranges)

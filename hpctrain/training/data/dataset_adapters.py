@@ -32,48 +32,51 @@ def make_step_source(
 ) -> StepSource:
     """Collective."""
     name = "train_dataset"
-    parts, unpacked = unpack_dataloader(dataset, loading, name)
+    loader_parts, unpacked = unpack_dataloader(dataset, loading, name)
     source: StepSource
-    if is_stream(parts.dataset):
-        _check_divisible_stream(data_rank, name)
+    if _is_stream(loader_parts, data_rank, name):
         if data_rank.world_size != context.ranks.world_size:
             raise UserError(
                 "train_dataset is a stream, which hpctrain divides among the ranks, but "
                 f"strategy={strategy!r} needs the complete batch on every rank. Use a map-style data set, "
                 "with __len__ and __getitem__."
             )
-        source = StreamStepSource(parts.dataset, unpacked, data_rank, context, until)
+        source = StreamStepSource(loader_parts.dataset, unpacked, data_rank, context, until)
     else:
-        source = MapStepSource(parts, unpacked, data_rank, until)
+        source = MapStepSource(loader_parts, unpacked, data_rank, until)
     end = {"max_steps": until.steps, "max_epochs": until.epochs}
     _check_equal(context, {**source.identity(), **end}, name)
     if isinstance(dataset, DataLoader) and data_rank.world_size > 1 and not loading.global_batch_size_is_set:
         size, ranks = source.loading.global_batch_size, data_rank.world_size
-        remark = f"Each batch of the DataLoader is divided among all {ranks} ranks"
-        if not parts.yields_batches:
-            remark += (
+        message = f"Each batch of the DataLoader is divided among all {ranks} ranks"
+        if not loader_parts.yields_batches:
+            message += (
                 f", so a step trains on {size} samples in total. If batch_size={size} is meant for each "
                 f"rank, as in Lightning and DDP, set Trainer(global_batch_size={size * ranks})"
             )
-        source.remarks = [*source.remarks, f"{remark}."]
+        source.remarks = [*source.remarks, f"{message}."]
     return source
 
 
-def _check_divisible_stream(data_rank: DataRank, name: str) -> None:
-    if data_rank.grain_size is not None:
+def _is_stream(loader_parts: DataLoaderParts, data_rank: DataRank, name: str) -> bool:
+    is_a_stream = is_stream(loader_parts.dataset)
+    if is_a_stream and data_rank.grain_size is not None:
         raise UserError(
             f"{name} is a stream, which elastic_determinism does not support: its samples are divided among "
             "the ranks by shard, not by grain. Use a map-style data set, with __len__ and __getitem__."
         )
+    return is_a_stream
 
 
-def _check_equal(context: DistributedContext, own: dict[str, Any], name: str) -> None:
-    first, *others = context.all_gather(own)
-    for rank, other in enumerate(others, 1):
-        if other != first:
-            differing = [key for key in first.keys() | other.keys() if first.get(key) != other.get(key)]
+def _check_equal(context: DistributedContext, identity: dict[str, Any], name: str) -> None:
+    of_main, *of_ranks = context.all_gather(identity)
+    for rank, of_rank in enumerate(of_ranks, 1):
+        if of_rank != of_main:
+            differing = [
+                key for key in of_main.keys() | of_rank.keys() if of_main.get(key) != of_rank.get(key)
+            ]
             on_first, on_other = (
-                {key: each.get(key) for key in sorted(differing)} for each in (first, other)
+                {key: values.get(key) for key in sorted(differing)} for values in (of_main, of_rank)
             )
             raise UserError(
                 f"{name} differs between ranks: {on_first} on rank 0, but {on_other} on rank {rank}. "
@@ -88,14 +91,12 @@ def make_validation_set(
     data_rank: DataRank,
     context: DistributedContext,
     name: str = "val_dataset",
-) -> _ValidationMap | _ValidationStream:
+) -> ValidationSet:
     """Collective."""
     loading = replace(loading, global_batch_size_is_set=False, accumulate_grad_batches=1)
-    parts, loading = unpack_dataloader(dataset, loading, name)
-    if is_stream(parts.dataset):
-        _check_divisible_stream(data_rank, name)
-    make = _ValidationStream if is_stream(parts.dataset) else _ValidationMap
-    data: _ValidationMap | _ValidationStream = make(parts, loading, data_rank, name)
+    loader_parts, loading = unpack_dataloader(dataset, loading, name)
+    make = _ValidationStream if _is_stream(loader_parts, data_rank, name) else _ValidationMap
+    data: ValidationSet = make(loader_parts, loading, data_rank, name)
     _check_equal(context, data.identity(), name)
     return data
 
@@ -106,17 +107,21 @@ class _ValidationMap:
     max_batch_size: int | None = None
     """Maximum number of samples of a rank's batch; None for its share of a global batch."""
 
-    def __init__(self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
+    def __init__(
+        self, loader_parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str
+    ) -> None:
         self._loading, self._data_rank, self._name = loading, data_rank, name
         self._batch_rank = replace(data_rank, grain_size=None)
-        self._fetcher = make_fetcher(parts.dataset, loading.collate_fn, loading.seeds("validation"), name)
+        self._fetcher = make_fetcher(
+            loader_parts.dataset, loading.collate_fn, loading.seeds("validation"), name
+        )
         self._fetcher.refuses_none = True
         batch_size, num_samples = loading.global_batch_size, self._fetcher.num_samples
         self._drawn: DrawnEpoch | None = None
-        if parts.sampler is not None:
-            self._drawn = SamplerPlan(parts, batch_size, num_samples, loading.seed, name).draw(0)
+        if loader_parts.sampler is not None:
+            self._drawn = SamplerPlan(loader_parts, batch_size, num_samples, loading.seed, name).draw(0)
         self._batch_size = data_rank.grain_size or data_rank.largest(batch_size)
-        self._num_samples = num_samples - (num_samples % batch_size if parts.drop_last else 0)
+        self._num_samples = num_samples - (num_samples % batch_size if loader_parts.drop_last else 0)
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -128,8 +133,8 @@ class _ValidationMap:
         """Return the number of this rank's first batch among the batches of all ranks, with grains."""
         if self._drawn is None:
             return self._data_rank.part(self._num_samples)[0] // self._batch_size
-        first, _ = self._batch_rank.part(len(self._drawn.ends))
-        return sum(-(-len(self._drawn.batch(number)) // self._batch_size) for number in range(first))
+        low, _ = self._batch_rank.part(len(self._drawn.ends))
+        return sum(-(-len(self._drawn.batch(number)) // self._batch_size) for number in range(low))
 
     def batches(self) -> Generator[tuple[int, Any], None, None]:
         """Yield (number of samples, batch) of this rank's part; augmentation is always the same."""
@@ -167,8 +172,10 @@ class _ValidationStream:
 
     max_batch_size: int | None = None
 
-    def __init__(self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str) -> None:
-        self._stream = ShardedStream(parts.dataset, name)
+    def __init__(
+        self, loader_parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, name: str
+    ) -> None:
+        self._stream = ShardedStream(loader_parts.dataset, name)
         self._loading, self._data_rank = loading, data_rank
         self._batch_size = data_rank.largest(loading.global_batch_size)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
@@ -18,17 +18,6 @@ Collate = Callable[[list[Any]], Any]
 BatchOrder = tuple[int, torch.Tensor]
 #: Maximum number of batches to fetch together, and their total size in bytes, to fit into a core's cache.
 _BLOCK_BATCHES, _BLOCK_BYTES = 32, 1 << 18
-
-
-class Fetcher(Protocol):
-    num_samples: int
-    refuses_none: bool
-
-    def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
-        """Return the batch of the samples `indices`, an int64 tensor of shape [n], n ≥ 1."""
-
-    def batches(self, orders: Iterable[BatchOrder]) -> Iterator[Any]:
-        """Yield the batch for each order; may read orders in advance."""
 
 
 def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, name: str) -> Fetcher:
@@ -55,8 +44,6 @@ def make_fetcher(dataset: Any, collate_fn: Collate | None, seeds: SampleSeeds, n
 
 
 class _Rows:
-    """Samples of a data set of columns, for a `collate_fn`."""
-
     def __init__(self, dataset: Any, columns: list[Any]) -> None:
         self._dataset, self._columns = dataset, columns
 
@@ -86,17 +73,16 @@ class ColumnFetcher:
         return self._batch(self._parts(indices))
 
     def batches(self, orders: Iterable[BatchOrder]) -> Iterator[Any]:
-        """Fetch several small batches together, in the time of one batch."""
         orders = iter(orders)
         for epoch, indices in orders:
-            most = min(_BLOCK_BATCHES, _BLOCK_BYTES // (self._sample_bytes * len(indices) or 1))
-            block = [indices, *(indices for _, indices in islice(orders, max(0, most - 1)))]
+            max_batches = min(_BLOCK_BATCHES, _BLOCK_BYTES // (self._sample_bytes * len(indices) or 1))
+            block = [indices, *(indices for _, indices in islice(orders, max(0, max_batches - 1)))]
             if len(block) == 1:
                 yield self.fetch(epoch, indices)
                 continue
             sizes = [len(indices) for indices in block]
-            parts = [torch.split(part, sizes) for part in self._parts(torch.cat(block))]
-            yield from map(self._batch, zip(*parts, strict=True))
+            columns = [torch.split(rows, sizes) for rows in self._parts(torch.cat(block))]
+            yield from map(self._batch, zip(*columns, strict=True))
 
     def _parts(self, indices: torch.Tensor) -> list[torch.Tensor]:
         if self._subset is not None:
@@ -106,10 +92,10 @@ class ColumnFetcher:
             for column, is_plain in self._columns
         ]
 
-    def _batch(self, parts: Sequence[torch.Tensor]) -> Any:
+    def _batch(self, columns: Sequence[torch.Tensor]) -> Any:
         if self._names is not None:
-            return dict(zip(self._names, parts, strict=True))
-        return parts[0] if self._alone else list(parts)
+            return dict(zip(self._names, columns, strict=True))
+        return columns[0] if self._alone else list(columns)
 
 
 def _index_rows(column: Any, indices: torch.Tensor) -> torch.Tensor:
@@ -146,6 +132,7 @@ class SampleFetcher:
             yield self.fetch(epoch, indices)
 
     def fetch(self, epoch: int, indices: torch.Tensor) -> Any:
+        """Return the batch of the samples `indices`, an int64 tensor of shape [n], n ≥ 1."""
         inner: list[int] = (indices if self._subset is None else self._subset[indices]).tolist()
         if self._is_plain:
             return self._collate([self._dataset[index] for index in inner])
@@ -180,6 +167,9 @@ class SampleFetcher:
         return self._collate(samples)
 
 
+Fetcher = ColumnFetcher | SampleFetcher
+
+
 def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
     """Unwrap torch's Subset, whose `__getitems__` would hide the best fetcher for the inner data set."""
     subset: torch.Tensor | None = None
@@ -191,28 +181,28 @@ def _without_subset(dataset: Any) -> tuple[torch.Tensor | None, Any]:
 
 def _columns(dataset: Any, name: str, *, strict: bool) -> list[Any] | None:
     """Return the tensors and arrays of equal length in `dataset`; None for other data sets."""
-    parts: list[Any]
+    columns: list[Any]
     if type(dataset) is TensorDataset:
-        parts = list(dataset.tensors)
+        columns = list(dataset.tensors)
     elif isinstance(dataset, Mapping):
-        parts = list(dataset.values())
+        columns = list(dataset.values())
     elif type(dataset) is tuple:
-        parts = list(dataset)
+        columns = list(dataset)
     else:
-        parts = [dataset]
-    if not parts or not all(_is_column(part) for part in parts):
-        if isinstance(dataset, Mapping) and parts and strict:
+        columns = [dataset]
+    if not columns or not all(_is_column(column) for column in columns):
+        if isinstance(dataset, Mapping) and columns and strict:
             raise UserError(
                 f"{name} is a dict, so each of its values must be a tensor or a numeric NumPy array with "
                 "at least one dimension."
             )
         return None
-    lengths = [len(part) for part in parts]
+    lengths = [len(column) for column in columns]
     if len(set(lengths)) > 1:
         if type(dataset) is tuple and not strict:
             return None
         raise UserError(f"The tensors or arrays of {name} have different lengths: {lengths}.")
-    return parts
+    return columns
 
 
 def _is_column(value: Any) -> bool:

@@ -47,7 +47,6 @@ class LoaderConfig:
     accumulate_grad_batches: int = 1
 
     def with_loader_batch_size(self, batch_size: int, name: str) -> LoaderConfig:
-        """Return these settings with the `batch_size` of a DataLoader, unless the user set another."""
         if not self.global_batch_size_is_set:
             return replace(self, global_batch_size=batch_size * self.accumulate_grad_batches)
         if self.global_batch_size % batch_size:
@@ -67,7 +66,6 @@ class LoaderConfig:
             )
 
     def with_batches_of(self, batch_size: int, name: str) -> LoaderConfig:
-        """Return these settings with the size of the largest batch of a batch sampler."""
         if self.global_batch_size_is_set and self.global_batch_size != batch_size:
             raise UserError(
                 f"global_batch_size is {self.global_batch_size}, but the largest batch of {name}'s batch "
@@ -200,7 +198,6 @@ def unpack_dataloader(data: Any, loading: LoaderConfig, name: str) -> tuple[Data
 
 
 def is_permutation(sampler: Any, dataset: Any) -> bool:
-    """Return true if the sampler is torch's for `shuffle=True`."""
     is_random = type(sampler) is RandomSampler and not sampler.replacement
     return is_random and sampler.num_samples == len(dataset)
 

@@ -63,9 +63,9 @@ class Mixture(ConcatDataset[Any]):
 
 def contains_mixture(dataset: Any) -> bool:
     """Return true if a Subset or ConcatDataset contains a mixture, whose weights would have no effect."""
-    parts = dataset.datasets if isinstance(dataset, ConcatDataset) else []
-    parts = [dataset.dataset] if isinstance(dataset, Subset) else parts
-    return any(isinstance(each, Mixture) or contains_mixture(each) for each in parts)
+    datasets = dataset.datasets if isinstance(dataset, ConcatDataset) else []
+    datasets = [dataset.dataset] if isinstance(dataset, Subset) else datasets
+    return any(isinstance(inner, Mixture) or contains_mixture(inner) for inner in datasets)
 
 
 class MixtureOrder(SampleOrder):
@@ -98,7 +98,6 @@ class MixtureOrder(SampleOrder):
         return self._cached_block[1][row][low : low + stop - start]
 
     def _divide(self, block: int) -> tuple[list[list[int]], tuple[list[int], list[float]]]:
-        """Return the samples of each data set per step of a block, and the totals after it."""
         taken, planned = self._before[block]
         planned = [*planned]
         counts: list[list[int]] = []
@@ -110,12 +109,12 @@ class MixtureOrder(SampleOrder):
             due = [max(0.0, plan - used) for plan, used in zip(planned, taken, strict=True)]
             if not (total := sum(due)):
                 due, total = shares, 1.0
-            due = [each * self._batch_size / total for each in due]
-            count = [int(each) for each in due]
+            due = [amount * self._batch_size / total for amount in due]
+            count = [int(amount) for amount in due]
             by_rest = sorted(range(len(due)), key=lambda i: due[i] - count[i], reverse=True)
             for i in by_rest[: self._batch_size - sum(count)]:
                 count[i] += 1
-            taken = [used + more for used, more in zip(taken, count, strict=True)]
+            taken = [used + added for used, added in zip(taken, count, strict=True)]
             counts.append(count)
         return counts, (taken, planned)
 
@@ -138,8 +137,8 @@ class MixtureOrder(SampleOrder):
     def _take(self, dataset: int, start: int, stop: int) -> torch.Tensor:
         """Return the samples of a data set from the `start`-th until the `stop`-th use."""
         size = self._sizes[dataset]
-        parts = [torch.empty(0, dtype=torch.int64)]
+        pieces = [torch.empty(0, dtype=torch.int64)]
         for number in range(start // size, -(-stop // size)):
             low, high = max(start - number * size, 0), min(stop - number * size, size)
-            parts.append(self._orders[dataset].indices(number, low, high))
-        return torch.cat(parts)
+            pieces.append(self._orders[dataset].indices(number, low, high))
+        return torch.cat(pieces)

@@ -49,14 +49,14 @@ class SampleOrder:
         """Return the samples at positions [start, stop) of `epoch`, as int64 of shape [stop - start]."""
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions [{start}, {stop}) are outside [0, {self.num_samples}).")
-        first, last = start // _CHUNK, -(-stop // _CHUNK)
-        if last - first == 1:
-            return self._chunk(epoch, first)[start - first * _CHUNK : stop - first * _CHUNK]
-        parts = [
+        low, high = start // _CHUNK, -(-stop // _CHUNK)
+        if high - low == 1:
+            return self._chunk(epoch, low)[start - low * _CHUNK : stop - low * _CHUNK]
+        pieces = [
             self._chunk(epoch, chunk)[max(start - chunk * _CHUNK, 0) : stop - chunk * _CHUNK]
-            for chunk in range(first, last)
+            for chunk in range(low, high)
         ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
     def _chunk(self, epoch: int, chunk: int) -> torch.Tensor:
         """Return positions [chunk, chunk + 1) · _CHUNK of an epoch; the last chunk is cached."""
@@ -72,13 +72,13 @@ class SampleOrder:
         return cells
 
     def _permute(self, cells: torch.Tensor, keys: list[int]) -> torch.Tensor:
-        left, right = cells // self._b, cells % self._b
+        row, column = cells // self._b, cells % self._b
         for i, key in enumerate(keys):
             if i % 2:
-                right = mix_bits(left, key).add_(right).remainder_(self._b)
+                column = mix_bits(row, key).add_(column).remainder_(self._b)
             else:
-                left = mix_bits(right, key).add_(left).remainder_(self._a)
-        return left.mul_(self._b).add_(right)
+                row = mix_bits(column, key).add_(row).remainder_(self._a)
+        return row.mul_(self._b).add_(column)
 
     def _round_keys(self, epoch: int) -> list[int]:
         stem = f"{self.seed}/{epoch}/{self.num_samples}".encode()

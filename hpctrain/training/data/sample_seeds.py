@@ -57,14 +57,13 @@ class SampleSeeds:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Restore the generators of this process at the end of the block."""
-        own = _own_generators() if self._seed_globals else None
+        generators = _own_generators() if self._seed_globals else None
         try:
             yield
         finally:
             _now.sample = None
-            if own is not None:
-                _restore_generators(own)
+            if generators is not None:
+                _restore_generators(generators)
 
 
 def describe_round(number: int) -> str:
@@ -148,8 +147,8 @@ def _own_generators() -> tuple[torch.Tensor, Any, Any]:
     return torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
 
 
-def _restore_generators(own: tuple[torch.Tensor, Any, Any]) -> None:
-    torch.default_generator.set_state(own[0])
-    random.setstate(own[1])
-    if own[2]:
-        sys.modules["numpy"].random.set_state(own[2])
+def _restore_generators(generators: tuple[torch.Tensor, Any, Any]) -> None:
+    torch.default_generator.set_state(generators[0])
+    random.setstate(generators[1])
+    if generators[2]:
+        sys.modules["numpy"].random.set_state(generators[2])

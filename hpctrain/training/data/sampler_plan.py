@@ -90,24 +90,24 @@ class SamplerPlan:
     """Order of a run's samples by a sampler of the user, a pure function of the step."""
 
     def __init__(
-        self, parts: DataLoaderParts, batch_size: int, num_samples: int, seed: int, name: str
+        self, loader_parts: DataLoaderParts, batch_size: int, num_samples: int, seed: int, name: str
     ) -> None:
-        self._parts, self._batch_size, self._num_samples = parts, batch_size, num_samples
+        self._parts, self._batch_size, self._num_samples = loader_parts, batch_size, num_samples
         self._seed = seed
-        self._what = f"The {type(parts.sampler).__name__} of {name}"
+        self._what = f"The {type(loader_parts.sampler).__name__} of {name}"
         self._drawn: dict[int, DrawnEpoch] = {}
         #: Last step of each epoch, as far as known.
         self._epoch_ends: list[int] = []
-        first = self.draw(0)
-        if self._draw(0).digest != first.digest:
+        first_epoch = self.draw(0)
+        if self._draw(0).digest != first_epoch.digest:
             raise UserError(
                 f"{self._what} returned two different orders for the same epoch and seed, so a resumed "
                 "run could not reproduce the order. In the sampler, use only the global random "
                 "generators or generators that are attributes of the sampler, because hpctrain seeds "
                 "these. If the order depends on the epoch, define set_epoch(epoch)."
             )
-        self._identity = {"sampler": type(parts.sampler).__name__, "first_epoch": first.digest}
-        self.max_batch_size = max(len(first.batch(i)) for i in range(len(first.ends)))
+        self._identity = {"sampler": type(loader_parts.sampler).__name__, "first_epoch": first_epoch.digest}
+        self.max_batch_size = max(len(first_epoch.batch(i)) for i in range(len(first_epoch.ends)))
 
     def identity(self) -> dict[str, Any]:
         size = {} if self._parts.yields_batches else {"global_batch_size": self._batch_size}
@@ -161,10 +161,10 @@ class SamplerPlan:
         sampler, ends = self._parts.sampler, array("q")
         assert sampler is not None
         seed = derive_seed(self._seed, "sampler", epoch)
-        for part in _nested_samplers(sampler):
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
+        for nested in _nested_samplers(sampler):
+            if callable(set_epoch := getattr(nested, "set_epoch", None)):
                 set_epoch(epoch)
-            for value in getattr(part, "__dict__", {}).values():
+            for value in getattr(nested, "__dict__", {}).values():
                 _reseed(value, seed)
         with seeded_rng(seed):
             indices = self._read(sampler, ends)
@@ -209,12 +209,14 @@ class SamplerPlan:
 
 
 def _nested_samplers(sampler: Any) -> Iterator[Any]:
-    found = [sampler]
-    for each in found:
-        yield each
-        for value in getattr(each, "__dict__", {}).values():
+    samplers = [sampler]
+    for outer in samplers:
+        yield outer
+        for value in getattr(outer, "__dict__", {}).values():
             several = value if isinstance(value, list | tuple) else [value]
-            found += [one for one in several if isinstance(one, Sampler) and one not in found]
+            samplers += [
+                nested for nested in several if isinstance(nested, Sampler) and nested not in samplers
+            ]
 
 
 def _reseed(value: Any, seed: int) -> None:

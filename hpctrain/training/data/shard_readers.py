@@ -6,7 +6,7 @@ import copy
 import io
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,8 +35,6 @@ def list_rank_shards(rank: int, num_shards: int, world_size: int) -> list[int]:
 
 
 class ReaderCheckpoint(NamedTuple):
-    """Position in a shard at which reading can start."""
-
     number: int = 0
     """Number of samples of the shard before this position."""
     state: Any = None
@@ -46,8 +44,6 @@ class ReaderCheckpoint(NamedTuple):
 
 
 class ShardChunk(NamedTuple):
-    """Consecutive samples of a shard."""
-
     epoch: int
     shard: int
     checkpoint: ReaderCheckpoint | None
@@ -81,8 +77,6 @@ class ShardedStream:
 
 
 class _ShardReader:
-    """Reader of one shard in one epoch."""
-
     def __init__(self, stream: ShardedStream, shard: int, epoch: int, checkpoint: ReaderCheckpoint) -> None:
         self.epoch, self.shard, self.number = epoch, shard, checkpoint.number
         self._opened_at, self._name = checkpoint, stream.name
@@ -148,10 +142,10 @@ class InterleavedReader(IterableDataset[ShardChunk]):
     seeds: SampleSeeds
     chunk_size: int
     num_epochs: int | None
-    first_epoch: int
-    trained: Sequence[int]
+    first_epoch: int = 0
+    trained: Sequence[int] | None = None
     """Number of samples of each shard that are already trained in the first epoch."""
-    checkpoints: Mapping[int, ReaderCheckpoint | None]
+    checkpoints: Mapping[int, ReaderCheckpoint | None] = field(default_factory=dict)
     """First position to read in each shard in the first epoch, by default 0; None after its end."""
 
     def __iter__(self) -> Iterator[ShardChunk]:
@@ -189,27 +183,17 @@ class InterleavedReader(IterableDataset[ShardChunk]):
         return ShardChunk(reader.epoch, reader.shard, checkpoint, samples, reader.number, ended)
 
     def _is_needed(self, epoch: int, shard: int, number: int) -> bool:
-        if epoch == self.first_epoch and number < self.trained[shard]:
+        if self.trained is not None and epoch == self.first_epoch and number < self.trained[shard]:
             return False
         rank, world_size = self.data_rank.rank, self.data_rank.world_size
         return owner_rank(shard, number, self.stream.num_shards, world_size) == rank
 
 
 class ShardReaders:
-    """Chunks of a rank's shards, to be closed."""
+    """Chunks of a rank's shards, to be closed; `options` are fields of the readers."""
 
     def __init__(
-        self,
-        stream: ShardedStream,
-        loading: LoaderConfig,
-        data_rank: DataRank,
-        purpose: str,
-        *,
-        chunk_size: int,
-        num_epochs: int | None,
-        first_epoch: int = 0,
-        trained: Sequence[int] | None = None,
-        checkpoints: Mapping[int, ReaderCheckpoint | None] | None = None,
+        self, stream: ShardedStream, loading: LoaderConfig, data_rank: DataRank, purpose: str, **options: Any
     ) -> None:
         shards = list_rank_shards(data_rank.rank, stream.num_shards, data_rank.world_size)
         num_workers = min(loading.num_workers, len(shards))
@@ -217,15 +201,7 @@ class ShardReaders:
         self._readers: dict[int, Iterator[ShardChunk]] = {}
         for number in range(num_readers):
             reader = InterleavedReader(
-                stream,
-                shards[number::num_readers],
-                data_rank,
-                seeds=loading.seeds(purpose),
-                chunk_size=chunk_size,
-                num_epochs=num_epochs,
-                first_epoch=first_epoch,
-                trained=trained or [0] * stream.num_shards,
-                checkpoints=checkpoints or {},
+                stream, shards[number::num_readers], data_rank, seeds=loading.seeds(purpose), **options
             )
             chunks = loading.workers(reader, None, stream.name, 1) if num_workers else iter(reader)
             self._readers.update(dict.fromkeys(reader.shards, chunks))

@@ -55,7 +55,6 @@ class StepSource:
     remarks: Sequence[str] = ()
 
     def identity(self) -> dict[str, Any]:
-        """Return all values that determine the order of samples."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +66,6 @@ class StepSource:
         raise NotImplementedError
 
     def begin(self, after: int) -> None:
-        """Prepare the steps after `after`, the last trained step."""
         raise NotImplementedError
 
     def steps(self) -> Iterator[StepData]:
@@ -99,19 +97,21 @@ class StepSource:
 
 class MapStepSource(StepSource):
     def __init__(
-        self, parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, until: StopCondition
+        self, loader_parts: DataLoaderParts, loading: LoaderConfig, data_rank: DataRank, until: StopCondition
     ) -> None:
         name = "train_dataset"
-        self._fetcher = make_fetcher(parts.dataset, loading.collate_fn, loading.seeds("training"), name)
+        self._fetcher = make_fetcher(
+            loader_parts.dataset, loading.collate_fn, loading.seeds("training"), name
+        )
         self._data_rank, self._until = data_rank, until
         batch_size, num_samples = loading.global_batch_size, self._fetcher.num_samples
-        self._plan = _make_plan(parts, loading, num_samples, name)
-        if parts.yields_batches:
+        self._plan = _make_plan(loader_parts, loading, num_samples, name)
+        if loader_parts.yields_batches:
             loading = loading.with_batches_of(self._plan.max_batch_size, name)
         elif batch_size > self._plan.max_batch_size:
             # Users relate learning rates and throughput to the batch size that they configured.
-            remark = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples, "
-            self.remarks = [f"{remark}so every step uses all samples."]
+            problem = f"global_batch_size is {batch_size}, but train_dataset has only {num_samples} samples, "
+            self.remarks = [f"{problem}so every step uses all samples."]
         self.loading = loading
         self.last_step = until.steps or self._plan.last_step(until.epochs or 0)
         self.steps_per_epoch = self._plan.last_step(1)
@@ -139,27 +139,27 @@ class MapStepSource(StepSource):
                 if self._is_last(step - 1):
                     return
                 rank_batch = self._plan.rank_batch(step, self._data_rank)
-                parts = rank_batch.parts(self.micro_batch_size, self._data_rank.grain_size)
-                coming.append((rank_batch, parts))
-                for low, high in parts:
+                ranges = rank_batch.parts(self.micro_batch_size, self._data_rank.grain_size)
+                coming.append((rank_batch, ranges))
+                for low, high in ranges:
                     indices = rank_batch.indices[low:high] if low < high else self._padding_sample(step)
                     yield self._plan.seed_round(rank_batch), indices
 
-        def several(parts: list[tuple[int, int]], first: Any) -> Iterator[MicroBatch]:
-            yield MicroBatch(first, parts[0][1] - parts[0][0])
-            for low, high in parts[1:]:
+        def several(ranges: list[tuple[int, int]], first_batch: Any) -> Iterator[MicroBatch]:
+            yield MicroBatch(first_batch, ranges[0][1] - ranges[0][0])
+            for low, high in ranges[1:]:
                 yield MicroBatch(next(batches), high - low)
 
         is_divided = self._data_rank.world_size > 1 or self.micro_batch_size is not None
         self._fetcher.refuses_none = is_divided or self._data_rank.grain_size is not None
         self._batches = batches = self.loading.batches(self._fetcher, orders(), "train_dataset")
-        for first in batches:
-            rank_batch, parts = coming.popleft()
+        for first_batch in batches:
+            rank_batch, ranges = coming.popleft()
             self._step = rank_batch.step
-            if len(parts) == 1:
-                yield StepData(rank_batch, 1, (MicroBatch(first, parts[0][1]),))
+            if len(ranges) == 1:
+                yield StepData(rank_batch, 1, (MicroBatch(first_batch, ranges[0][1]),))
             else:
-                yield StepData(rank_batch, len(parts), several(parts, first))
+                yield StepData(rank_batch, len(ranges), several(ranges, first_batch))
 
     def close(self) -> None:
         if self._batches is not None:
@@ -169,19 +169,19 @@ class MapStepSource(StepSource):
         step = self._step if self.finished else self._step + 1
         rank_batch = self._plan.rank_batch(step, self._data_rank)
         # The largest share of any step: the next step may be the shorter last step of an epoch.
-        most = self._data_rank.largest(self._plan.max_batch_size)
-        some = rank_batch.indices if len(rank_batch.indices) else self._padding_sample(step)
+        max_samples = self._data_rank.largest(self._plan.max_batch_size)
+        samples = rank_batch.indices if len(rank_batch.indices) else self._padding_sample(step)
 
         def batch_of(count: int) -> Any:
-            indices = some.repeat(-(-count // len(some)))[:count]
+            indices = samples.repeat(-(-count // len(samples)))[:count]
             return self._fetcher.fetch(rank_batch.epoch, indices)
 
-        return most, batch_of
+        return max_samples, batch_of
 
     def grain(self, step: int, number: int) -> MicroBatch:
-        whole = DataRank(0, 1, self._data_rank.grain_size)
-        rank_batch = self._plan.rank_batch(step, whole)
-        low, high = rank_batch.parts(None, whole.grain_size)[number]
+        all_ranks = DataRank(0, 1, self._data_rank.grain_size)
+        rank_batch = self._plan.rank_batch(step, all_ranks)
+        low, high = rank_batch.parts(None, all_ranks.grain_size)[number]
         indices, threads = rank_batch.indices[low:high], torch.get_num_threads()
         if self.loading.num_workers:
             torch.set_num_threads(1)  # as in torch's data workers
@@ -201,8 +201,8 @@ class MapStepSource(StepSource):
 
     def _padding_sample(self, step: int) -> torch.Tensor:
         """Return a sample or grain of the batch, for a rank without samples in `step`."""
-        first = replace(self._data_rank, rank=0)
-        return self._plan.rank_batch(step, first).indices[: first.grain_size or 1]
+        main_rank = replace(self._data_rank, rank=0)
+        return self._plan.rank_batch(step, main_rank).indices[: main_rank.grain_size or 1]
 
     def _is_last(self, step: int) -> bool:
         if self.last_step is not None:
@@ -211,27 +211,27 @@ class MapStepSource(StepSource):
 
 
 def _make_plan(
-    parts: DataLoaderParts, loading: LoaderConfig, num_samples: int, name: str
+    loader_parts: DataLoaderParts, loading: LoaderConfig, num_samples: int, name: str
 ) -> BatchPlan | SamplerPlan:
     batch_size, seed = loading.global_batch_size, loading.seed
-    if contains_mixture(parts.dataset):
+    if contains_mixture(loader_parts.dataset):
         raise UserError(
-            f"{name} is of type {type(parts.dataset).__name__} and contains a Mixture, whose weights would "
-            "be ignored. Pass a single Mixture, which may contain subsets."
+            f"{name} is of type {type(loader_parts.dataset).__name__} and contains a Mixture, whose weights "
+            "would be ignored. Pass a single Mixture, which may contain subsets."
         )
-    if isinstance(parts.dataset, Mixture):
-        if parts.sampler is not None:
+    if isinstance(loader_parts.dataset, Mixture):
+        if loader_parts.sampler is not None:
             raise UserError(
                 f"{name} is a Mixture, whose weights determine the order, but its DataLoader has the "
-                f"sampler {type(parts.sampler).__name__}. Remove this sampler."
+                f"sampler {type(loader_parts.sampler).__name__}. Remove this sampler."
             )
-        return BatchPlan(MixtureOrder(parts.dataset, batch_size, seed), batch_size)
-    if parts.sampler is not None:
-        return SamplerPlan(parts, batch_size, num_samples, seed, name)
-    if parts.drop_last and num_samples < batch_size:
+        return BatchPlan(MixtureOrder(loader_parts.dataset, batch_size, seed), batch_size)
+    if loader_parts.sampler is not None:
+        return SamplerPlan(loader_parts, batch_size, num_samples, seed, name)
+    if loader_parts.drop_last and num_samples < batch_size:
         raise UserError(
             f"{name} has {num_samples} samples, but the batch size is {batch_size} and drop_last is True, so "
             "there is no complete batch. Set a smaller batch size, or remove drop_last."
         )
-    order = (SampleOrder if parts.shuffle else SequentialOrder)(num_samples, seed)
-    return BatchPlan(order, batch_size, parts.drop_last)
+    order = (SampleOrder if loader_parts.shuffle else SequentialOrder)(num_samples, seed)
+    return BatchPlan(order, batch_size, loader_parts.drop_last)

@@ -43,8 +43,6 @@ UNKNOWN_LENGTH = 2**62
 
 
 class StreamCursor(NamedTuple):
-    """Position in a stream, between two batches."""
-
     epoch: int = 0
     batch: int = 0
     """Number of batches of the epoch before this position."""
@@ -60,8 +58,6 @@ class StreamCursor(NamedTuple):
 
 
 class StreamBatch(NamedTuple):
-    """Global batch of a stream."""
-
     epoch: int
     batch_idx: int
     picks: torch.Tensor
@@ -125,9 +121,10 @@ class StreamStepSource(StepSource):
         if coming and coming[0].epoch > cursor.epoch:
             cursor = StreamCursor(coming[0].epoch)
         lengths = self._plan.lengths_in(cursor.epoch)
-        own = self._buffers.checkpoints(cursor.epoch, cursor.taken(lengths).tolist())
+        of_shards = self._buffers.checkpoints(cursor.epoch, cursor.taken(lengths).tolist())
         gathered = self._context.all_gather(
-            {shard: checkpoint and tuple(checkpoint) for shard, checkpoint in own.items()}, "train_dataset"
+            {shard: checkpoint and tuple(checkpoint) for shard, checkpoint in of_shards.items()},
+            "train_dataset",
         )
         of_ranks = {
             shard: fields and ReaderCheckpoint(*fields)
@@ -156,12 +153,12 @@ class StreamStepSource(StepSource):
         ):
             self._plan.reset(StreamCursor(cursor.epoch))
             self._checkpoints = {}
-            remark = (
+            message = (
                 "train_dataset had no state_dict() or load_state_dict() when the checkpoint was saved, "
                 f"so its position is not restored. Epoch {cursor.epoch} starts over and repeats "
                 f"{pluralize(int(taken.sum()), 'sample')}."
             )
-            return [remark]
+            return [message]
         self._plan.reset(cursor, lengths)
         self._checkpoints = {
             shard: None if has_ended[shard] else checkpoint or ReaderCheckpoint()
@@ -283,8 +280,6 @@ class StreamStepSource(StepSource):
 
 
 class _ShardBuffer:
-    """Samples of one shard and epoch that are read but not yet trained."""
-
     def __init__(self, checkpoint: ReaderCheckpoint | None, length: int | None = None) -> None:
         self.samples: dict[int, Any] = {}
         self.read = checkpoint.number if checkpoint is not None else 0
@@ -307,8 +302,6 @@ class _ShardBuffer:
 
 
 class ShardBuffers:
-    """Buffers of this rank's shards, by epoch and shard."""
-
     def __init__(
         self,
         shards: Sequence[int],

@@ -79,8 +79,8 @@ class ElasticDeterminism:
         self._facts["threads"] = state["threads"]
         torch.set_num_threads(state["threads"])
         return [
-            f"{what} is {self._facts[name]}, but was {state[name]} when the checkpoint was saved, so the "
+            f"{subject} is {self._facts[name]}, but was {state[name]} when the checkpoint was saved, so the "
             "result may differ from that of an undisturbed run."
-            for name, what in (("torch", "The version of torch"), ("device", "The device"))
+            for name, subject in (("torch", "The version of torch"), ("device", "The device"))
             if state[name] != self._facts[name]
         ]

@@ -104,20 +104,20 @@ def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) 
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return torch.zeros((), device=context.device)
-    parts = [local_part(each) for each in gradients]
-    sharded = torch.tensor([is_sharded(each) for each in gradients], device=context.device)
-    own_peaks = [largest_absolute(part).to(context.device, torch.float64) for part in parts]
-    largest = start_maximum(torch.stack(own_peaks), context)()
+    local_gradients = [local_part(gradient) for gradient in gradients]
+    sharded = torch.tensor([is_sharded(gradient) for gradient in gradients], device=context.device)
+    local_peaks = [largest_absolute(local).to(context.device, torch.float64) for local in local_gradients]
+    largest = start_maximum(torch.stack(local_peaks), context)()
     if not all(map(math.isfinite, largest)):
         return torch.tensor(math.nan, device=context.device)
-    sums = torch.zeros((len(parts), 2), dtype=torch.int64, device=context.device)
+    sums = torch.zeros((len(local_gradients), 2), dtype=torch.int64, device=context.device)
     units = []
-    for number, (whole, part, peak) in enumerate(zip(gradients, parts, largest, strict=True)):
-        bits = _BITS - (whole.numel() - 1).bit_length() if whole.numel() else _BITS
+    for number, (gradient, local, peak) in enumerate(zip(gradients, local_gradients, largest, strict=True)):
+        bits = _BITS - (gradient.numel() - 1).bit_length() if gradient.numel() else _BITS
         exponent = bits // 2 - math.frexp(peak)[1]
         units.append((exponent, bits - 1))
-        if peak and part.numel():
-            squares = scale(part, exponent).double().square_()
+        if peak and local.numel():
+            squares = scale(local, exponent).double().square_()
             multiples = squares.floor()
             sums[number, 0] = multiples.to(torch.int64).sum()
             sums[number, 1] = squares.sub_(multiples).mul_(2.0 ** (bits - 1)).to(torch.int64).sum()
@@ -132,6 +132,6 @@ def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) 
         for (high, low), (exponent, bits) in zip(sums.tolist(), units, strict=True)
         for total, shift in ((high, 2 * (common - exponent)), (low, 2 * (common - exponent) - bits))
     ]
-    dtype = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+    dtype = torch.float64 if any(local.dtype is torch.float64 for local in local_gradients) else torch.float32
     norm = math.sqrt(math.fsum(terms)) * 2.0**-common
     return torch.tensor(norm, dtype=dtype, device=context.device)

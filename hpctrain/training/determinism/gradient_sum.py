@@ -86,10 +86,10 @@ class GradientBucket:
         self._group = group
         self._world_size = context.ranks.world_size if self._is_sharded else 1
         self._length = 0
-        for each in tensors:
-            each.bucket, each.offset = self, self._length
-            self._length += each.room(self._world_size)
-        self.num_hooks = sum(each.computed is not None for each in tensors)
+        for tensor in tensors:
+            tensor.bucket, tensor.offset = self, self._length
+            self._length += tensor.room(self._world_size)
+        self.num_hooks = sum(tensor.computed is not None for tensor in tensors)
         #: Gradients that are missing in the current pass.
         self.waiting = 0
         #: Terms of the current pass that are not yet added, by the number of the tensor.
@@ -117,7 +117,7 @@ class GradientBucket:
             num_grains <= world_size
             and (num_grains <= _MAX_ADDED_FLOATS or world_size <= _MAX_EXCHANGING_RANKS)
             and not self._is_sharded
-            and all(each.computed is not None and each.dtype is torch.float32 for each in self._tensors)
+            and all(tensor.computed is not None and tensor.dtype is torch.float32 for tensor in self._tensors)
         )
         self.adds_floats = self._has_one_term and num_grains <= _MAX_ADDED_FLOATS
         dtype = torch.float32 if self._has_one_term else torch.int64
@@ -126,8 +126,10 @@ class GradientBucket:
             length = self._length + _MAX_ADDED_FLOATS * self.num_peaks
             length = -(-length // world_size) * world_size if self._has_one_term else self._length
             self._totals, self._received = self._new(length, dtype), self._new(0, dtype)
-            for each in self._tensors:
-                each.total = self._totals[each.offset :][: math.prod(each.local_shape)].view(each.local_shape)
+            for tensor in self._tensors:
+                tensor.total = self._totals[tensor.offset :][: math.prod(tensor.local_shape)].view(
+                    tensor.local_shape
+                )
         if self._is_sharded:
             self._totals.zero_()
 
@@ -135,40 +137,40 @@ class GradientBucket:
         self.wait()
         self.waiting = max(self.num_hooks, 1)
 
-    def add(self, each: SummedTensor, term: torch.Tensor, exponent: int) -> None:
+    def add(self, tensor: SummedTensor, term: torch.Tensor, exponent: int) -> None:
         """Add a term, rounded to integers, toward zero.
 
         The term is not changed: a gradient may share memory with tensors that the backward pass still needs.
         """
-        is_first = each in self._missing
-        self._missing.discard(each)
+        is_first = tensor in self._missing
+        self._missing.discard(tensor)
         if self.adds_floats:
-            truncate(term, exponent, each.total)
+            truncate(term, exponent, tensor.total)
             return
         if self._has_one_term:
-            each.total.copy_(term)
+            tensor.total.copy_(term)
             return
-        scaled = term if each.is_count else scale(term, exponent, each.scaled)
+        scaled = term if tensor.is_count else scale(term, exponent, tensor.scaled)
         if self._is_sharded:
-            terms, length = self._terms_of_pass(), each.room(self._world_size)
-            for row, part in enumerate(torch.split(scaled.reshape(-1), length) if length else ()):
-                terms[row, each.offset : each.offset + len(part)] += part.to(torch.int64)
+            terms, length = self._terms_of_pass(), tensor.room(self._world_size)
+            for row, rows in enumerate(torch.split(scaled.reshape(-1), length) if length else ()):
+                terms[row, tensor.offset : tensor.offset + len(rows)] += rows.to(torch.int64)
         elif is_first:
-            each.total.copy_(scaled)
+            tensor.total.copy_(scaled)
         else:
-            each.total.add_(scaled.to(torch.int64))
+            tensor.total.add_(scaled.to(torch.int64))
 
     def send(self, *, is_last: bool) -> None:
         if self._is_sharded and not self._context.is_distributed:
             self._totals += self._terms_of_pass()[0]
         elif self._is_sharded:
-            own = torch.empty_like(self._totals)
+            received = torch.empty_like(self._totals)
             terms = self._terms_of_pass().view(-1)
-            work = dist.reduce_scatter_tensor(own, terms, group=self._group, async_op=True)
-            self._pending.append((work, own))
+            work = dist.reduce_scatter_tensor(received, terms, group=self._group, async_op=True)
+            self._pending.append((work, received))
         elif is_last:
-            for each in self._missing:
-                each.total.zero_()
+            for tensor in self._missing:
+                tensor.total.zero_()
             if self._exchanges_floats:
                 if not len(self._received):
                     self._received = torch.empty_like(self._totals)
@@ -202,23 +204,23 @@ class GradientBucket:
             return
         ranks, length = self._context.ranks, len(self._totals) // self._context.ranks.world_size
         rows = self._received.view(ranks.world_size, length)
-        for each in self._tensors:
-            low = max(each.offset - ranks.rank * length, 0)
-            high = min(each.offset + each.numel - ranks.rank * length, length)
-            exponent = exponents.get(each.name)
+        for tensor in self._tensors:
+            low = max(tensor.offset - ranks.rank * length, 0)
+            high = min(tensor.offset + tensor.numel - ranks.rank * length, length)
+            exponent = exponents.get(tensor.name)
             if low < high and exponent is not None:
-                first, *others = (scale_in_place(row[low:high], exponent) for row in rows)
-                total = first.to(torch.int64)
-                for other in others:
-                    total += other.to(torch.int64)
+                summand, *summands = (scale_in_place(row[low:high], exponent) for row in rows)
+                total = summand.to(torch.int64)
+                for summand in summands:
+                    total += summand.to(torch.int64)
                 rows[ranks.rank, low:high] = to_floats(total, exponent, torch.float32)
         self._pending.append((all_gather_single(self._totals, rows[ranks.rank], async_op=True), None))
 
     def wait(self) -> None:
-        for work, own in self._pending:
+        for work, received in self._pending:
             work.wait()
-            if own is not None:
-                self._totals += own
+            if received is not None:
+                self._totals += received
         self._pending, self._terms = [], None
 
     def _new(self, length: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -234,25 +236,25 @@ def make_buckets(
     tensors: Sequence[SummedTensor], context: DistributedContext, cap_mb: float | None
 ) -> list[GradientBucket]:
     """Group the tensors in reverse order, in which backward passes produce gradients; buffers come last."""
-    scaled = torch.empty(max(each.numel for each in tensors), device=context.device)
-    for each in tensors:
-        each.scaled = scaled[: each.numel].view(each.target.shape)
+    scaled = torch.empty(max(tensor.numel for tensor in tensors), device=context.device)
+    for tensor in tensors:
+        tensor.scaled = scaled[: tensor.numel].view(tensor.target.shape)
     # If not all ranks use a parameter, a bucket is sent before or after collectives of the sharded modules.
-    has_shards = context.is_distributed and any(each.is_sharded for each in tensors)
+    has_shards = context.is_distributed and any(tensor.is_sharded for tensor in tensors)
     separate = dist.new_group() if has_shards else None
     buckets: list[GradientBucket] = []
     group: list[SummedTensor] = []
     length, last_kind = 0, None
-    parameters = [each for each in tensors if each.computed is not None]
-    buffers = [each for each in tensors if each.computed is None]
-    for each in [*reversed(parameters), *buffers]:
+    parameters = [tensor for tensor in tensors if tensor.computed is not None]
+    buffers = [tensor for tensor in tensors if tensor.computed is None]
+    for tensor in [*reversed(parameters), *buffers]:
         limit = int((cap_mb or (_BUCKET_MB if buckets else _FIRST_BUCKET_MB)) * 2**20) // 4
-        kind = (each.is_sharded, each.computed is None)
-        if group and (kind != last_kind or length + each.numel > limit):
+        kind = (tensor.is_sharded, tensor.computed is None)
+        if group and (kind != last_kind or length + tensor.numel > limit):
             buckets.append(GradientBucket(group, context, separate))
             group, length = [], 0
-        group.append(each)
-        length, last_kind = length + each.numel, kind
+        group.append(tensor)
+        length, last_kind = length + tensor.numel, kind
     buckets.append(GradientBucket(group, context, separate))
     buckets[-1].num_peaks = len(tensors)
     return buckets
@@ -300,7 +302,9 @@ class GradientSum:
     ) -> None:
         self._context, self._module = context, module
         self._modules = list(module.named_modules())
-        self._tensors = [SummedTensor(each.name, each.parameter, each.computed) for each in parameters]
+        self._tensors = [
+            SummedTensor(tensor.name, tensor.parameter, tensor.computed) for tensor in parameters
+        ]
         self._buffer_numbers: dict[str, int] = {}
         for name, buffer in module.named_buffers():
             if buffer.is_floating_point() or buffer.dtype in (torch.int64, torch.int32):
@@ -308,15 +312,15 @@ class GradientSum:
                 self._tensors.append(SummedTensor(f"buffer {name}", buffer, None))
         self.exponents = exponents
         self._parameters = dict(module.named_parameters())
-        summed = {each.parameter for each in parameters}
-        self._frozen = {name: each for name, each in self._parameters.items() if each not in summed}
+        summed = {tensor.parameter for tensor in parameters}
+        self._frozen = {name: tensor for name, tensor in self._parameters.items() if tensor not in summed}
         self._versions: list[int] = []
         self._buckets = make_buckets(self._tensors, context, bucket_cap_mb)
         #: Smallest and largest elements of the terms of this step, by the number of the tensor.
         self._extremes: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        for number, each in enumerate(self._tensors):
-            if each.computed is not None:
-                each.computed.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
+        for number, tensor in enumerate(self._tensors):
+            if tensor.computed is not None:
+                tensor.computed.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
         self._num_terms, self._is_last = 1, True
         #: The hooks remain after the training, but must then leave gradients unchanged.
         self._is_in_pass = False
@@ -333,19 +337,20 @@ class GradientSum:
     def begin(self, num_grains: int) -> None:
         self._num_terms, self._extremes = num_grains, []
         self._before = {name: buffer.clone() for name, buffer in self._buffers()}
-        self._versions = [each._version for each in self._parameters.values()]
-        for each in self._tensors:
-            if each.computed is not None:
-                each.computed.grad = None
+        self._versions = [tensor._version for tensor in self._parameters.values()]
+        for tensor in self._tensors:
+            if tensor.computed is not None:
+                tensor.computed.grad = None
         for bucket in self._buckets:
             bucket.begin(num_grains)
-        self._sends_peaks = self._context.is_distributed and all(each.adds_floats for each in self._buckets)
+        self._sends_peaks = self._context.is_distributed and all(
+            tensor.adds_floats for tensor in self._buckets
+        )
 
     @contextmanager
     def grain(
         self, number: int | None, *, is_last: bool, hashes: dict[int, int] | None = None
     ) -> Iterator[None]:
-        """Add the gradients of the backward pass in this block."""
         self._grain, self._is_last, self._hashes = number, is_last, hashes
         self._next, self._seen = 0, set()
         for bucket in self._buckets:
@@ -372,27 +377,27 @@ class GradientSum:
         peaks = pending() if pending else self._buckets[-1].read_peaks(self._num_terms)
         by_tensor = dict(zip(self._tensors, peaks, strict=True))
         too_large = {
-            each: peak
-            for each, peak in by_tensor.items()
-            if 0 < peak < math.inf and peak >= largest_term(self._exponent(each), self._num_terms)
+            tensor: peak
+            for tensor, peak in by_tensor.items()
+            if 0 < peak < math.inf and peak >= largest_term(self._exponent(tensor), self._num_terms)
         }
-        for each, peak in too_large.items():
-            if each.is_count:
+        for tensor, peak in too_large.items():
+            if tensor.is_count:
                 raise UserError(
-                    f"The {each.name} changed by {peak:g} in one step, which is too much for an exact sum. "
+                    f"The {tensor.name} changed by {peak:g} in one step, which is too much for an exact sum. "
                     "Use smaller values, or set elastic_determinism=False."
                 )
-            self.exponents[each.name] = shared_exponent(peak, self._num_terms)
+            self.exponents[tensor.name] = shared_exponent(peak, self._num_terms)
         if too_large:
             return False
         for bucket in self._buckets:
             bucket.wait()
         with torch.no_grad():
-            for each, peak in by_tensor.items():
-                self._assign(each, peak)
-        for each, peak in by_tensor.items():
-            if 0 < peak < math.inf and not each.is_count:
-                self.exponents[each.name] = shared_exponent(peak, self._num_terms)
+            for tensor, peak in by_tensor.items():
+                self._assign(tensor, peak)
+        for tensor, peak in by_tensor.items():
+            if 0 < peak < math.inf and not tensor.is_count:
+                self.exponents[tensor.name] = shared_exponent(peak, self._num_terms)
         return True
 
     def _check_parameters(self) -> None:
@@ -416,8 +421,8 @@ class GradientSum:
             peaks.scatter_reduce_(0, torch.tensor(numbers, device=peaks.device), of_terms, "amax")
         return peaks
 
-    def _exponent(self, each: SummedTensor) -> int | None:
-        return 0 if each.is_count else self.exponents.get(each.name)
+    def _exponent(self, tensor: SummedTensor) -> int | None:
+        return 0 if tensor.is_count else self.exponents.get(tensor.name)
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def add(computed: torch.Tensor) -> None:
@@ -455,9 +460,9 @@ class GradientSum:
         terms = [(number, term) for number, term in terms if term.numel()]
         self._extremes += [(number, *torch.aminmax(term)) for number, term in terms]
         for number, term in terms:
-            each = self._tensors[number]
-            if (exponent := self._exponent(each)) is not None:
-                bucket.add(each, term, exponent)
+            tensor = self._tensors[number]
+            if (exponent := self._exponent(tensor)) is not None:
+                bucket.add(tensor, term, exponent)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers of the module, faster than `named_buffers`."""
@@ -467,7 +472,6 @@ class GradientSum:
                     yield f"{prefix}.{name}" if prefix else name, buffer
 
     def _add_buffers(self) -> None:
-        """Add the changes of the buffers in a pass, and undo them."""
         with torch.no_grad():
             for name, buffer in self._buffers():
                 before, number = self._before.get(name), self._buffer_numbers.get(name)
@@ -504,26 +508,28 @@ class GradientSum:
             bucket.send(is_last=self._is_last)
             self._next += 1
 
-    def _assign(self, each: SummedTensor, peak: float) -> None:
-        exponent = self._exponent(each)
-        if each.computed is None:
-            self._assign_buffer(each, peak, exponent)
+    def _assign(self, tensor: SummedTensor, peak: float) -> None:
+        exponent = self._exponent(tensor)
+        if tensor.computed is None:
+            self._assign_buffer(tensor, peak, exponent)
         elif math.isinf(peak):
-            each.set_gradient(torch.full_like(each.total, math.nan, dtype=each.dtype))
+            tensor.set_gradient(torch.full_like(tensor.total, math.nan, dtype=tensor.dtype))
         elif peak >= 0:
-            is_float = each.total.is_floating_point()
-            each.set_gradient(each.total if is_float else to_floats(each.total, exponent or 0, each.dtype))
+            is_float = tensor.total.is_floating_point()
+            tensor.set_gradient(
+                tensor.total if is_float else to_floats(tensor.total, exponent or 0, tensor.dtype)
+            )
 
-    def _assign_buffer(self, each: SummedTensor, peak: float, exponent: int | None) -> None:
-        name = each.name.removeprefix("buffer ")
+    def _assign_buffer(self, tensor: SummedTensor, peak: float, exponent: int | None) -> None:
+        name = tensor.name.removeprefix("buffer ")
         buffer, before = self._module.get_buffer(name), self._before[name]
         if peak <= 0:
             return
-        if each.is_count:
-            total = torch.div(each.total, self._num_terms, rounding_mode="floor")
+        if tensor.is_count:
+            total = torch.div(tensor.total, self._num_terms, rounding_mode="floor")
             buffer.copy_(before + total.to(before.dtype))
         elif math.isinf(peak) or exponent is None:
             buffer.fill_(math.nan)
         else:
-            mean = to_floats(each.total, exponent, torch.float64) / self._num_terms
+            mean = to_floats(tensor.total, exponent, torch.float64) / self._num_terms
             buffer.copy_(before + mean.to(before.dtype))

@@ -30,8 +30,8 @@ class Witness:
         """Return the grain of `owner` that another rank recomputes in this step; None if it has no grain."""
         world_size = self.context.ranks.world_size
         low, high = DataRank(owner, world_size, self.grain_size).part(rank_batch.batch_size)
-        first, count = low // self.grain_size, -(-(high - low) // self.grain_size)
-        return first + derive_seed(self.seed, "witness", rank_batch.step) % count if count else None
+        first_grain, count = low // self.grain_size, -(-(high - low) // self.grain_size)
+        return first_grain + derive_seed(self.seed, "witness", rank_batch.step) % count if count else None
 
     def compare(
         self, rank_batch: RankBatch, own_hash: int | None, recompute: Callable[[int], int], verified_step: int
@@ -53,12 +53,12 @@ class Witness:
     def _make_error(
         self, step: int, of_pair: Mapping[int, int | None], votes: list[int], verified_step: int
     ) -> SilentCorruption:
-        known = [Suspect(*each) for each in self.context.all_gather(tuple(self.suspect))]
-        (truth, num_votes), *others = Counter([*of_pair.values(), *votes]).most_common(2)
-        is_clear = num_votes > (others[0][1] if others else 0)
+        of_ranks = [Suspect(*fields) for fields in self.context.all_gather(tuple(self.suspect))]
+        (truth, num_votes), *runners_up = Counter([*of_pair.values(), *votes]).most_common(2)
+        is_clear = num_votes > (runners_up[0][1] if runners_up else 0)
         odd = {rank for rank, value in of_pair.items() if value != truth}
         odd |= {rank for rank, value in enumerate(votes) if value != truth}
-        suspects = tuple(known[rank] for rank in sorted(odd if is_clear else of_pair))
+        suspects = tuple(of_ranks[rank] for rank in sorted(odd if is_clear else of_pair))
         pair = " and ".join(map(str, of_pair))
         majority = (
             f"All {len(votes)} ranks then computed this grain again. {num_votes} of the "
@@ -74,8 +74,8 @@ class Witness:
 
 def witness_distance(context: DistributedContext) -> int:
     """Return a distance between ranks on different nodes, if there are several (collective)."""
-    most = max(context.all_gather(context.ranks.local_world_size))
-    return most if most < context.ranks.world_size else 1
+    max_per_node = max(context.all_gather(context.ranks.local_world_size))
+    return max_per_node if max_per_node < context.ranks.world_size else 1
 
 
 def hash_gradients(gradients: Mapping[int, int]) -> int:

@@ -1,4 +1,4 @@
-"""Evaluate a module: means over samples counted once, validations during training, predictions."""
+"""Evaluate a module: means over all samples, validations during training, predictions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpctrain.training.data.loader_config import make_loader_config, to_device
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
 from hpctrain.training.module import Module, as_scalars, collect_logged, find_run
-from hpctrain.training.observe.progress import format_scalars
+from hpctrain.training.observe.run_writer import format_scalars
 from hpctrain.training.optim.micro_batch_size import preserve_state, snapshot_buffers
 from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
@@ -66,25 +66,20 @@ class Evaluation:
         return means
 
     def predictions(self) -> list[Any]:
-        """Return the outputs of `predict_step` for all batches, in rank order."""
         outputs = []
         strategy, context = self._strategy, self._strategy.context
         with (
             self._exact(),
             eval_mode(strategy.module),
             torch.no_grad(),
-            closing(self._data.batches()) as mine,
+            closing(self._data.batches()) as rank_batches,
         ):
-            batches = pad_to_longest(mine, context) if strategy.in_lockstep else mine
-            first = self._data.first_batch() if self._determinism else None
-            for output, _, _, num_held in evaluate_batches(strategy, "predict_step", batches, first):
+            batches = _pad_to_longest(rank_batches, context) if strategy.in_lockstep else rank_batches
+            start = self._data.first_batch() if self._determinism else None
+            for output, _, _, num_held in _evaluate_batches(strategy, "predict_step", batches, start):
                 if num_held:
                     outputs.append(map_tensors(output, lambda tensor: tensor.cpu()))
-        return [
-            output
-            for of_rank in context.all_gather(outputs, "the result of predict_step")
-            for output in of_rank
-        ]
+        return [*chain(*context.all_gather(outputs, "the result of predict_step"))]
 
     @contextmanager
     def _exact(self) -> Iterator[None]:
@@ -108,7 +103,10 @@ def run_validation(
     num_batches: int | None = None,
     stop: StopFlag | None = None,
 ) -> dict[str, float] | None:
-    """Return the means of a module method over all samples of `data`, equal on every rank."""
+    """Return the means of a module method over all samples of `data`, equal on every rank.
+
+    Returns None if the ranks agreed to stop before the end.
+    """
     context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
@@ -117,9 +115,9 @@ def run_validation(
         if run is not None:
             run.begin_evaluation(method, is_sanity=num_batches is not None)
         limited = islice(all_batches, num_batches)
-        batches = loop.iterate(pad_to_longest(limited, context) if strategy.in_lockstep else limited)
-        first = data.first_batch() if strategy.settings.elastic_determinism else None
-        for output, logged, num_samples, num_held in evaluate_batches(strategy, method, batches, first):
+        batches = loop.iterate(_pad_to_longest(limited, context) if strategy.in_lockstep else limited)
+        start = data.first_batch() if strategy.settings.elastic_determinism else None
+        for output, logged, num_samples, num_held in _evaluate_batches(strategy, method, batches, start):
             if run is not None and run.has_hooks:
                 output = {}  # only logged values are metrics
             if num_samples:
@@ -132,43 +130,52 @@ def run_validation(
         return results if run is None else run.end_evaluation(method, results, means.count)
 
 
-def evaluate_batches(
-    strategy: Strategy, method: str, batches: Iterable[tuple[int, Any]], first: int | None = None
+def _evaluate_batches(
+    strategy: Strategy, method: str, batches: Iterable[tuple[int, Any]], start: int | None
 ) -> Iterator[tuple[Any, dict[str, torch.Tensor], float, int]]:
-    """Call a method of the module on each of `batches`, pairs of number of samples and batch."""
+    """Call a method of the module on each of `batches`, pairs of number of samples and batch.
+
+    With `start`, the number of the first batch among those of all ranks, random numbers depend only on the
+    number of a batch. Yields the output, the logged scalars, the number of samples that the output
+    represents, and the number of this rank's samples.
+    """
     device, precision = strategy.context.device, strategy.settings.precision
     origin = f"{type(strategy.module).__name__}.log"
-    for batch_idx, (num_held, batch) in enumerate(batches, first or 0):
-        if first is not None:
+    for batch_idx, (num_held, batch) in enumerate(batches, start or 0):
+        if start is not None:
             batch = align_tensors(batch)
             seed_all(derive_seed(strategy.settings.seed, "evaluation", batch_idx))
         # As in Lightning, predictions cannot log.
-        collected: Any = (
-            nullcontext({}) if method == "predict_step" else collect_logged(strategy.module, num_held)
-        )
-        with forward_context(precision, device), collected as logged:
+        logs: Any = nullcontext({})
+        if method != "predict_step":
+            logs = collect_logged(strategy.module, num_held)
+        with forward_context(precision, device), logs as logged:
             on_device = cast_batch(to_device(batch, device), precision)
             output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
         yield output, as_scalars(logged, "", origin), num_samples, num_held
 
 
-def pad_to_longest(
+def _pad_to_longest(
     batches: Iterator[tuple[int, Any]], context: DistributedContext
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number of samples, batch) as many times as the rank with the most batches."""
-    held: tuple[int, Any] | None = None
-    new = next(batches, None)
-    while who := [rank for rank, has in enumerate(context.all_gather(new is not None)) if has]:
-        if held is None and len(who) < context.ranks.world_size:  # only possible before the first batch
-            held = context.broadcast(new, who[0], "a batch for ranks without batches")
-        held = new or held
-        assert held is not None
-        yield (held[0] if new else 0), held[1]
-        new = next(batches, None)
+    """Yield (number of samples, batch) as many times as the rank with the most batches.
+
+    A rank without remaining batches yields its last batch with 0 samples, or the batch of another rank if it
+    never had a batch.
+    """
+    spare: tuple[int, Any] | None = None
+    batch = next(batches, None)
+    while ranks := [rank for rank, has in enumerate(context.all_gather(batch is not None)) if has]:
+        if spare is None and len(ranks) < context.ranks.world_size:  # only possible before the first batch
+            spare = context.broadcast(batch, ranks[0], "a batch for ranks without batches")
+        spare = batch or spare
+        assert spare is not None
+        yield (spare[0] if batch else 0), spare[1]
+        batch = next(batches, None)
 
 
 class _SampleMeans:
-    """Means of metrics over the samples of all ranks."""
+    """Means of metrics over the samples of all ranks; `count` is the number of samples of this rank."""
 
     def __init__(self, context: DistributedContext, origin: str) -> None:
         self.origin, self._context = origin, context
@@ -182,7 +189,6 @@ class _SampleMeans:
         logged: Mapping[str, torch.Tensor],
         num_held: int,
     ) -> None:
-        """Add means over `num_samples`, and logged means over the samples of this rank."""
         terms, names = self._terms, {**logged, **scalars}.keys()
         if terms and terms.keys() != names:
             raise UserError(
@@ -195,33 +201,29 @@ class _SampleMeans:
         self.count += num_samples
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the means over all ranks' samples."""
-        names = self._agreed_names()
-        local_terms = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
-        gathered = self._context.all_gather((self.count, local_terms), "the metrics of the batches")
-        count = sum(count for count, _ in gathered)
-        return {
-            name: exact_sum(chain(*(terms.get(name, ()) for _, terms in gathered))) / count for name in names
-        }
+        """Return the means over all ranks' samples.
 
-    def _agreed_names(self) -> list[str]:
+        The sums are rounded once, so they do not depend on the assignment of batches to ranks.
+        """
+        rank_terms = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
+        gathered = self._context.all_gather((self.count, rank_terms), "the metrics of the batches")
         # A rank without samples does not have the names.
-        local_names = list(self._terms) if self.count else None
-        gathered = [
-            (rank, names)
-            for rank, names in enumerate(self._context.all_gather(local_names))
-            if names is not None
-        ]
-        if not gathered:
+        names_of = {rank: list(terms) for rank, (count, terms) in enumerate(gathered) if count}
+        if not names_of:
             raise UserError(f"The data set for {self.origin} yielded no samples on any rank.")
-        first, names = gathered[0]
-        for rank, others in gathered:
-            if set(others) != set(names):
+        first_rank = min(names_of)
+        for rank, names in names_of.items():
+            if set(names) != set(names_of[first_rank]):
                 raise UserError(
-                    f"{self.origin} returned the metrics {sorted(others)} on rank {rank}, but "
-                    f"{sorted(names)} on rank {first}. Return the same metrics on every rank."
+                    f"{self.origin} returned the metrics {sorted(names)} on rank {rank}, but "
+                    f"{sorted(names_of[first_rank])} on rank {first_rank}. Return the same metrics on every "
+                    "rank."
                 )
-        return list(names)
+        total = sum(count for count, _ in gathered)
+        return {
+            name: exact_sum(chain(*(terms.get(name, ()) for _, terms in gathered))) / total
+            for name in names_of[first_rank]
+        }
 
 
 class StoppableLoop:
@@ -233,7 +235,6 @@ class StoppableLoop:
         self.interrupted = False
 
     def iterate(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield `batches`, until the end or the agreed stop."""
         for batch in batches:
             yield batch
             self._batcher.add()
@@ -266,83 +267,71 @@ class StoppableLoop:
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put `module` in evaluation mode within the block; afterwards restore the mode of each submodule."""
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        for layer, mode in modes:
+            layer.training = mode
 
 
 class Validator:
-    """Validations of the module during training."""
-
-    def __init__(self, parts: Components, data: ValidationSet | None) -> None:
-        self._parts, self._state, self._data = parts, parts.state, data
-        self._every = None if data is None else parts.settings.validate_every
+    def __init__(self, shared: Components, data: ValidationSet | None) -> None:
+        self._shared, self._state, self._data = shared, shared.state, data
+        self._every = None if data is None else shared.settings.validate_every
         #: Metrics that the training has, too.
-        self._shared_names = {"loss"}
+        self._training_names = {"loss"}
 
     def limit_batches(self, num_samples: int | None) -> None:
-        """Limit the samples of a rank's batch; None does not limit them."""
         if self._data is not None:
             self._data.max_batch_size = num_samples
 
     def due(self) -> bool:
         """Return true if a validation is due and did not already run before a stop at this step."""
-        every, state = self._every, self._state
-        if every is None or state.step in (0, state.validated_step):
+        interval, state = self._every, self._state
+        if interval is None or state.step in (0, state.validated_step):
             return False
         return state.finished or (
-            self._parts.source.at_epoch_end if every == "epoch" else state.step % every == 0
+            self._shared.source.at_epoch_end if interval == "epoch" else state.step % interval == 0
         )
 
     def run(self) -> bool:
         """Validate; return False, with unchanged state, if the ranks agreed to stop meanwhile."""
         assert self._data is not None
-        parts, state = self._parts, self._state
+        shared, state = self._shared, self._state
         # Checkpoints do not contain a callback's request to end, so this validation must not be interrupted.
-        stop = None if state.finished and not parts.source.finished else parts.stop
-        put_back = snapshot_buffers(parts.module)
-        with activity.in_phase(RankPhase.VALIDATE), parts.step_timer.measure("validation"):
-            results = run_validation(parts.strategy, self._data, stop=stop)
+        stop = None if state.finished and not shared.source.finished else shared.stop
+        put_back = snapshot_buffers(shared.module)
+        with activity.in_phase(RankPhase.VALIDATE), shared.step_timer.measure("validation"):
+            results = run_validation(shared.strategy, self._data, stop=stop)
         if results is None:
             put_back()
             return False
         # `loss` without prefix is the training loss. An excluded step has no metrics.
-        self._shared_names |= results.keys() & state.latest.keys()
+        self._training_names |= results.keys() & state.latest.keys()
         results = {
-            f"val_{name}" if name in self._shared_names else name: mean for name, mean in results.items()
+            f"val_{name}" if name in self._training_names else name: mean for name, mean in results.items()
         }
         state.validation, state.validated_step = results, state.step
         state.latest = {**state.latest, **state.validation}
-        parts.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
-        parts.callbacks.validation_end(state.step, state.validation)
-        parts.end_if_requested()
+        shared.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
+        shared.callbacks.validation_end(state.step, state.validation)
+        shared.end_if_requested()
         return True
 
     def check_sanity(self) -> None:
-        """Validate a few batches, to detect errors in the validation immediately."""
-        parts = self._parts
-        if self._data is None or self._every is None:
+        shared, settings = self._shared, self._shared.settings
+        if self._data is None or self._every is None or not settings.sanity_val_batches:
             return
-        if num_batches := parts.settings.sanity_val_batches:
-            with preserve_state(parts.module):
-                results = run_validation(parts.strategy, self._data, num_batches=num_batches)
-            self._check_names(results or {})
-
-    def _check_names(self, results: Mapping[str, float]) -> None:
-        # Names shared with the training have the prefix "val_"; at this point, only `loss` is known to be
-        # shared.
-        given = {"val_loss" if name == "loss" else name for name in results}
-        accepted = {*given, *(f"val_{name}" for name in results)}
-        self._parts.callbacks.check_names(given, accepted)
-        settings = self._parts.settings
-        metric = settings.monitor
-        if settings.keep_best and metric.startswith("val_") and metric not in accepted:
+        with preserve_state(shared.module):
+            results = run_validation(shared.strategy, self._data, num_batches=settings.sanity_val_batches)
+        # Names shared with the training have the prefix "val_"; now, only `loss` is known to be shared.
+        names = {"val_loss" if name == "loss" else name for name in results or {}}
+        accepted = {*names, *(f"val_{name}" for name in results or {})}
+        shared.callbacks.check_names(names, accepted)
+        if settings.keep_best and settings.monitor.startswith("val_") and settings.monitor not in accepted:
             raise UserError(
-                f"keep_best={settings.keep_best} selects checkpoints by monitor={metric!r}, but "
-                f"validation returned only these metrics: {', '.join(sorted(given))}."
+                f"keep_best={settings.keep_best} selects checkpoints by monitor={settings.monitor!r}, but "
+                f"validation returned only these metrics: {', '.join(sorted(names))}."
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,19 +25,7 @@ from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
 
 
-class GrainPass(NamedTuple):
-    """A forward and a backward pass."""
-
-    grain: MicroBatch
-    scalars: MetricAccumulator
-    """Receives the metrics of the grain."""
-    is_last: bool
-    """True for the last pass of the step on this rank."""
-
-
 class _TokenWeights(TokenCounter):
-    """Weights of losses that are means over tokens."""
-
     def add(self, count: torch.Tensor, rank_batch: RankBatch, is_last: bool) -> torch.Tensor:  # noqa: ARG002
         return count.detach().to(self._context.device, torch.float32) / rank_batch.batch_size
 
@@ -73,31 +60,35 @@ class GrainTrainStep(TrainStep):
 
     def passes(
         self, rank_batch: RankBatch, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
-    ) -> Iterator[GrainPass]:
-        """Yield each grain of this rank, for a forward and a backward pass; may yield all grains again."""
-        own = list(micro_batches)
+    ) -> Iterator[tuple[MicroBatch, MetricAccumulator, bool]]:
+        """Yield each grain of this rank, for a forward and a backward pass; may yield all grains again.
+
+        With each grain, yields the receiver of its metrics, and if it is the last. Afterwards, the parameters
+        have their gradients.
+        """
+        rank_grains = list(micro_batches)
         num_grains = -(-rank_batch.batch_size // self._grain_size)
-        first = rank_batch.start // self._grain_size
+        first_number = rank_batch.start // self._grain_size
         witness = self._witness
         if witness is not None and rank_batch.step % witness.every:
             witness = None
         chosen = witness and witness.chosen_grain(rank_batch, self._context.ranks.rank)
         while True:
             self._gradients.begin(num_grains)
-            own_hashes: dict[int, int] = {}
+            chosen_hashes: dict[int, int] = {}
             sums.values, sums.width = {}, num_grains
-            for number, grain in enumerate(own, first):
-                is_last = number == first + len(own) - 1
+            for number, grain in enumerate(rank_grains, first_number):
+                is_last = number == first_number + len(rank_grains) - 1
                 # A rank without samples repeats a grain of another rank, and the result is not used.
                 is_used, scalars = grain.num_samples > 0, MetricAccumulator()
-                used = number if is_used else None
-                hashes = own_hashes if is_used and number == chosen else None
+                used_number = number if is_used else None
+                hashes = chosen_hashes if is_used and number == chosen else None
                 self._seed_grain(rank_batch, number)
-                with self._gradients.grain(used, is_last=is_last, hashes=hashes):
-                    yield GrainPass(grain._replace(batch=align_tensors(grain.batch)), scalars, is_last)
-                self._insert(sums, scalars, used, is_first=number == first)
+                with self._gradients.grain(used_number, is_last=is_last, hashes=hashes):
+                    yield grain._replace(batch=align_tensors(grain.batch)), scalars, is_last
+                self._insert(sums, scalars, used_number, is_first=number == first_number)
             if witness is not None:
-                self._compare(witness, rank_batch, own_hashes if chosen is not None else None)
+                self._compare(witness, rank_batch, chosen_hashes if chosen is not None else None)
             if self._gradients.finish():
                 break
         rng.seed_all(rng.derive_seed(self._seed, "step", rank_batch.step))
@@ -108,20 +99,17 @@ class GrainTrainStep(TrainStep):
     def _accumulate(
         self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
     ) -> torch.Tensor | None:
-        for one in self.passes(step.rank_batch, micro_batches, sums):
-            self._run_micro_batch(step.rank_batch, one.grain, one.scalars, one.is_last)
-        return self._token_factor(step.rank_batch, sums)
-
-    def _token_factor(self, rank_batch: RankBatch, sums: MetricAccumulator) -> torch.Tensor | None:
+        for grain, scalars, is_last in self.passes(step.rank_batch, micro_batches, sums):
+            self._run_micro_batch(step.rank_batch, grain, scalars, is_last)
         counts = sums.values.get(TOKENS_FIELD)
         if counts is None:
             return None
         counts = torch.as_tensor(counts).to(self._context.device, copy=True)
         if self._context.is_distributed:
             dist.all_reduce(counts)
-        return torch.tensor(rank_batch.batch_size / max(exact_sum(counts.tolist()), 1.0))
+        return torch.tensor(step.rank_batch.batch_size / max(exact_sum(counts.tolist()), 1.0))
 
-    def _compare(self, witness: Witness, rank_batch: RankBatch, own_hashes: dict[int, int] | None) -> None:
+    def _compare(self, witness: Witness, rank_batch: RankBatch, chosen_hashes: dict[int, int] | None) -> None:
 
         def recompute(number: int) -> int:
             hashes: dict[int, int] = {}
@@ -132,8 +120,8 @@ class GrainTrainStep(TrainStep):
                 self._run_micro_batch(rank_batch, grain, MetricAccumulator(), is_last=False)
             return hash_gradients(hashes)
 
-        own_hash = None if own_hashes is None else hash_gradients(own_hashes)
-        witness.compare(rank_batch, own_hash, recompute, self._state.verified_step or 0)
+        chosen_hash = None if chosen_hashes is None else hash_gradients(chosen_hashes)
+        witness.compare(rank_batch, chosen_hash, recompute, self._state.verified_step or 0)
         self._state.witnessed_step = rank_batch.step
 
     def _insert(
@@ -173,54 +161,34 @@ def _is_compiled(layer: torch.nn.Module) -> bool:
 
 
 def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerSetup) -> None:
-    module, reason = strategy.module, None
-    own = set(module.parameters())
-    if not strategy.sums_exactly:
-        reason = f"strategy is {settings.strategy!r}. Use 'ddp', 'ddp2', 'zero1', 'zero2', 'zero3' or 'fsdp'"
-    elif settings.algorithm != "allreduce":
-        reason = (
-            f"algorithm is {settings.algorithm!r}, whose result depends on the number of ranks. Remove the "
-            "setting algorithm"
-        )
-    elif settings.compile is not False:
-        reason = (
-            f"compile is {settings.compile!r}, and compiled code may differ between ranks. Remove the "
-            "setting compile"
-        )
-    elif any(map(_is_compiled, module.modules())):
-        reason = "the module is compiled, and compiled code may differ between ranks. Remove torch.compile"
-    elif settings.on_bad_loss == "skip":
-        reason = "on_bad_loss is 'skip'. Use 'stop' or 'rollback'"
-    elif any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
-        reason = "the module contains a SyncBatchNorm, whose groups depend on the ranks. Use BatchNorm"
-    elif not strategy.has_complete_state and any(
-        group.get("fused") for optimizer in optimization.optimizers for group in optimizer.param_groups
-    ):
-        reason = (
-            f"strategy is {settings.strategy!r}, and an optimizer has fused=True, whose rounding depends on "
-            "the position of an element in its shard. Use foreach=True"
-        )
-    elif takes_optimizer_idx(module):
-        reason = (
-            "training_step accepts optimizer_idx. Remove this parameter, and return one loss for all "
-            "optimizers"
-        )
-    elif strategy.has_complete_state and not own.issuperset(
-        p for each in optimization.optimizers for p in parameters_of(each) if p.requires_grad
-    ):
-        reason = (
-            "an optimizer updates a parameter that no module contains, so the gradient of this parameter "
-            "would not be summed. Assign the parameter to the module. In a session, pass the module to "
-            "prepare()"
-        )
-    elif (
-        strategy.gathers_samples
-        and has_step_end(module, "training_step")
-        and not settings.given.keys() & {"grain_size", "micro_batch_size"}
-    ):
-        reason = (
-            f"strategy is {settings.strategy!r}, and {type(module).__name__}.training_step_end combines "
-            "samples, but their number is unknown. Set grain_size to the number of samples to combine"
-        )
-    if reason:
-        raise UserError(f"elastic_determinism is True, but {reason}.")
+    module, layers = strategy.module, list(strategy.module.modules())
+    name, optimizers = f"strategy is {settings.strategy!r}", optimization.optimizers
+    trained = {p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad}
+    is_fused = any(group.get("fused") for optimizer in optimizers for group in optimizer.param_groups)
+    is_grain_size_given = settings.given.keys() & {"grain_size", "micro_batch_size"}
+    differs = "may differ between ranks"
+    problems = {
+        f"{name}. Use 'ddp', 'ddp2', 'zero1', 'zero2', 'zero3' or 'fsdp'": not strategy.sums_exactly,
+        f"algorithm is {settings.algorithm!r}, whose result {differs}": settings.algorithm != "allreduce",
+        f"compile is {settings.compile!r}, and compiled code {differs}": settings.compile is not False,
+        f"the module is compiled, and compiled code {differs}": any(map(_is_compiled, layers)),
+        "on_bad_loss is 'skip'. Use 'stop' or 'rollback'": settings.on_bad_loss == "skip",
+        "the module contains a SyncBatchNorm, whose groups depend on the ranks. Use BatchNorm": any(
+            isinstance(layer, torch.nn.SyncBatchNorm) for layer in layers
+        ),
+        f"{name}, and an optimizer has fused=True, whose rounding depends on the position of an element in "
+        "its shard. Use foreach=True": is_fused and not strategy.has_complete_state,
+        "training_step accepts optimizer_idx. Remove this parameter, and return one loss for all "
+        "optimizers": takes_optimizer_idx(module),
+        "an optimizer updates a parameter that no module contains, so the gradient of this parameter would "
+        "not be summed. Assign the parameter to the module. In a session, pass the module to prepare()": (
+            strategy.has_complete_state and not trained.issubset(module.parameters())
+        ),
+        f"{name}, and {type(module).__name__}.training_step_end combines samples, but their number is "
+        "unknown. Set grain_size to the number of samples to combine": (
+            strategy.gathers_samples and has_step_end(module, "training_step") and not is_grain_size_given
+        ),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise UserError(f"elastic_determinism is True, but {problem}.")

@@ -26,9 +26,8 @@ from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.data.step_source import StepData
 from hpctrain.training.determinism.fixed_point import exact_norm
-from hpctrain.training.loop.build import build_training_loop
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
-from hpctrain.training.loop.training_loop import TrainingLoop
+from hpctrain.training.loop.training_loop import TrainingLoop, build_training_loop
 from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
@@ -38,25 +37,10 @@ from hpctrain.training.trainer_config import TrainerConfig
 
 #: The options of `TrainerConfig` that a custom loop may set.
 _OPTIONS = (
-    "checkpoint_every",
-    "checkpoint_async",
-    "keep_last",
-    "keep_every",
-    "local_checkpoints",
-    "memory_copies",
-    "on_bad_loss",
-    "loss_spike_threshold",
-    "log_every",
-    "loggers",
-    "hparams",
-    "record_samples",
-    "num_workers",
-    "prefetch_factor",
-    "dataloader_timeout_s",
-    "seed_samples",
-    "collate_fn",
-    "elastic_determinism",
-    "grain_size",
+    *("checkpoint_every", "checkpoint_async", "keep_last", "keep_every", "local_checkpoints"),
+    *("memory_copies", "on_bad_loss", "loss_spike_threshold", "log_every", "loggers", "hparams"),
+    *("record_samples", "num_workers", "prefetch_factor", "dataloader_timeout_s", "seed_samples"),
+    *("collate_fn", "elastic_determinism", "grain_size"),
 )
 
 
@@ -64,7 +48,7 @@ _OPTIONS = (
 def session(
     *, seed: int = 0, run_dir: str | os.PathLike[str] | None = None, **options: Any
 ) -> Iterator[Session]:
-    """Provide the `Trainer`'s infrastructure to your own loop. All ranks must call this.
+    """Provide the `Trainer`'s infrastructure to your own loop.
 
     Args:
         seed: seed of the data order and of all subsequent random numbers.
@@ -74,8 +58,7 @@ def session(
     Raises:
         UserError: an option is not supported.
     """
-    unknown = sorted(set(options) - set(_OPTIONS))
-    if unknown:
+    if unknown := sorted(set(options) - set(_OPTIONS)):
         raise UserError(f"session() has no option {unknown[0]!r}. Choose from {', '.join(_OPTIONS)}.")
     if options.get("on_bad_loss") in ("skip", "rollback"):
         raise UserError(
@@ -90,11 +73,11 @@ def session(
     # the ranks cannot agree on a stop yet.
     context = init_distributed(ranks, os.environ)
     with capture_stop_signals(repeats_late=True) as stop:
-        made = Session(context, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
+        own_loop = Session(context, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
         try:
-            yield made
+            yield own_loop
         except BaseException as error:
-            made._training.record_exception(error)
+            own_loop._training.record_exception(error)
             raise
 
 
@@ -126,6 +109,7 @@ class Session:
         )
         self._part = 1.0
         self._hidden: list[tuple[nn.Parameter, _HiddenGradient]] = []
+        self._has_backward = False
 
     @property
     def is_main(self) -> bool:
@@ -144,8 +128,7 @@ class Session:
             things: modules, optimizers, learning-rate schedules and gradient scalers.
 
         Returns:
-            A tuple of the things in the same order; a single thing is returned without a tuple. With several
-            ranks, trainable modules are wrapped.
+            The things in the same order, or the only one. With several ranks, trainable modules are wrapped.
 
         Raises:
             UserError: a thing has an unsupported type, or `batches` has already been called.
@@ -187,8 +170,8 @@ class Session:
     def end(self, reason: str = "end() was called") -> None:
         """End training one or two steps later, and save. A call on a single rank is sufficient.
 
-        Steps shorter than 5 ms share messages between ranks, so up to 17 more steps are trained. A `break` in
-        the loop saves nothing, because the state of its step is unknown.
+        Short steps share messages between ranks, so up to 17 more steps are trained. A `break` in the loop
+        saves nothing, because the state of its step is unknown.
         """
         self.ending = reason
 
@@ -220,7 +203,7 @@ class Session:
         Call this between the backward pass and the optimizer's step. With `elastic_determinism`, the norm
         does not depend on the number of ranks.
         """
-        parameters = [p for each in self._prepared.optimizers for p in parameters_of(each)]
+        parameters = [p for optimizer in self._prepared.optimizers for p in parameters_of(optimizer)]
         if not self._is_elastic:
             torch.nn.utils.clip_grad_norm_(parameters, max_norm)
             return
@@ -246,8 +229,8 @@ class Session:
         settings = TrainerConfig(**length, **self._options)
         resolve_strategy(settings, os.environ)
         if self._is_elastic:
-            trained = [each for each in self._prepared.parameters() if each.requires_grad]
-            self._hidden = [(each, _HiddenGradient.like(each)) for each in trained]
+            trained = [p for p in self._prepared.parameters() if p.requires_grad]
+            self._hidden = [(p, _HiddenGradient.like(p)) for p in trained]
         return build_training_loop(
             settings=settings,
             module=self._prepared,
@@ -264,45 +247,33 @@ class Session:
     def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
         training.set_last_step(loop.last_step)
         saved = (self._prepared, self._prepared.optimizers, self._prepared.schedulers)
-        remark = remark_on_unsaved(saved, "Pass them to prepare().")
-        if remark and self.is_main:
-            print(f"hpctrain: {remark}", flush=True)
-        with self._restored_optimizers(), closing(loop.steps()) as steps:
-            for step in steps:
-                training.step = self.step
-                if isinstance(loop.train_step, GrainTrainStep):
-                    yield from self._grains(loop, loop.train_step, step)
-                    continue
-                self._part = len(step.rank_batch.indices) / step.rank_batch.batch_size
-                self.weight = self._part * self.ranks.world_size
-                for micro_batch in step.micro_batches:
-                    try:
-                        yield to_device(micro_batch.batch, self.device)
-                    except GeneratorExit:
-                        self._warn_of_early_exit(step.rank_batch.step)
-                        raise
-
-    @contextmanager
-    def _restored_optimizers(self) -> Iterator[None]:
+        message = remark_on_unsaved(saved, "Pass them to prepare().")
+        if message and self.is_main:
+            print(f"hpctrain: {message}", flush=True)
         try:
-            yield
+            with closing(loop.steps()) as steps:
+                for step in steps:
+                    training.step = self.step
+                    if isinstance(loop.train_step, GrainTrainStep):
+                        yield from self._grains(loop, loop.train_step, step)
+                        continue
+                    self._part = len(step.rank_batch.indices) / step.rank_batch.batch_size
+                    self.weight = self._part * self.ranks.world_size
+                    for micro_batch in step.micro_batches:
+                        yield from self._yield_batch(micro_batch.batch, step)
         finally:
             for optimizer in self._prepared.optimizers if self._is_elastic else ():
                 for name in ("step", "zero_grad"):
                     vars(optimizer).pop(name, None)
 
     def _grains(self, loop: TrainingLoop, train_step: GrainTrainStep, step: StepData) -> Iterator[Any]:
-        """Yield the grains of a step, and perform the deferred calls after the last."""
         rates: list[Any] = []
-        for one in train_step.passes(step.rank_batch, step.micro_batches, loop.metrics):
+        for grain, scalars, _ in train_step.passes(step.rank_batch, step.micro_batches, loop.metrics):
             self._deferred.clear()
-            self._has_backward, self._scalars = False, one.scalars
-            self._part = self.weight = one.grain.num_samples / step.rank_batch.batch_size
+            self._has_backward, self._scalars = False, scalars
+            self._part = self.weight = grain.num_samples / step.rank_batch.batch_size
             try:
-                yield to_device(one.grain.batch, self.device)
-            except GeneratorExit:
-                self._warn_of_early_exit(step.rank_batch.step)
-                raise
+                yield from self._yield_batch(grain.batch, step)
             finally:
                 self._reset_gradients(hidden=False)
             if not self._has_backward:
@@ -311,7 +282,7 @@ class Session:
                     "in order to weight the loss of each grain. Replace loss.backward() with "
                     "session.backward(loss)."
                 )
-            groups = (group for each in self._prepared.optimizers for group in each.param_groups)
+            groups = (group for optimizer in self._prepared.optimizers for group in optimizer.param_groups)
             before, rates = rates, [group["lr"] for group in groups]
             if before and rates != before:
                 raise UserError(
@@ -324,64 +295,55 @@ class Session:
             call()
         self._reset_gradients(hidden=False)
 
+    def _yield_batch(self, batch: Any, step: StepData) -> Iterator[Any]:
+        try:
+            yield to_device(batch, self.device)
+        except GeneratorExit:
+            if self.is_main:
+                print(
+                    f"hpctrain: The loop over batches() ended early, in step {step.rank_batch.step}. Work "
+                    "since the last checkpoint is lost. To end training early, call end() and keep "
+                    "iterating until the loop stops.",
+                    flush=True,
+                )
+            raise
+
     def _reset_gradients(self, *, hidden: bool) -> None:
         """With elastic_determinism, set all gradients to None, or to placeholders that raise errors."""
         for parameter, gradient in self._hidden:
             parameter.grad = gradient if hidden else None
 
-    def _defer(self, thing: Any) -> Callable[..., None]:
-        """Return a function that postpones `thing.step()` to the end of the optimizer step."""
-        real = thing.step
+    def _defer(self, value: Any) -> Callable[..., None]:
+        step = value.step
+        return lambda: self._deferred.append(step)
 
-        def step(*args: Any) -> None:
-            if args:
-                raise UserError(
-                    f"{type(thing).__name__}.step() was called with an argument, which elastic_determinism "
-                    "does not support. Call step() without arguments."
-                )
-            self._deferred.append(real)
-
-        return step
-
-    def _warn_of_early_exit(self, step: int) -> None:
-        if self.is_main:
-            print(
-                f"hpctrain: The loop over batches() ended early, in step {step}. Work since the last "
-                "checkpoint is lost. To end training early, call end() and keep iterating until the loop "
-                "stops.",
-                flush=True,
-            )
-
-    def _prepare(self, thing: Any) -> Any:
-        if isinstance(thing, nn.Module):
-            check_initialized(thing)
-            self._prepared.models.append(thing.to(self.device))
+    def _prepare(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            check_initialized(value)
+            self._prepared.models.append(value.to(self.device))
             if self._is_elastic and self._context.is_distributed:
-                broadcast_tensors([*thing.parameters(), *thing.buffers()])
-                return thing
+                broadcast_tensors([*value.parameters(), *value.buffers()])
+                return value
             # The copy in an AveragedModel is not trained.
-            is_trained = any(p.requires_grad for p in thing.parameters()) and type(thing) is not AveragedModel
+            is_trained = any(p.requires_grad for p in value.parameters()) and type(value) is not AveragedModel
             if not self._context.is_distributed or not is_trained:
-                return thing
-            return DistributedDataParallel(
-                thing,
-                device_ids=[self.device] if self.device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-            )
-        if isinstance(thing, torch.optim.Optimizer):
-            self._prepared.optimizers.append(thing)
+                return value
+            device_ids = [self.device] if self.device.type == "cuda" else None
+            return DistributedDataParallel(value, device_ids=device_ids, gradient_as_bucket_view=True)
+        if isinstance(value, torch.optim.Optimizer):
+            self._prepared.optimizers.append(value)
             if self._is_elastic:
-                deferred = self._defer(thing)
+                deferred = self._defer(value)
                 # A scheduler that is created later requires a bound method.
-                thing.step = MethodType(lambda _, *args: deferred(*args), thing)  # type: ignore[method-assign]
+                value.step = MethodType(lambda _: deferred(), value)  # type: ignore[method-assign]
                 # Each pass begins without gradients.
-                thing.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign] # noqa: ARG005
-            return thing
-        if hasattr(thing, "step") and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
-            self._prepared.schedulers.append(thing)
-            return _DeferredScheduler(thing, self._defer(thing)) if self._is_elastic else thing
+                value.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign] # noqa: ARG005
+            return value
+        if hasattr(value, "step") and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            self._prepared.schedulers.append(value)
+            return _DeferredScheduler(value, self._defer(value)) if self._is_elastic else value
         raise UserError(
-            f"prepare() received an object of type {type(thing).__name__}, but accepts only modules, "
+            f"prepare() received an object of type {type(value).__name__}, but accepts only modules, "
             "optimizers, learning-rate schedulers and gradient scalers."
         )
 
@@ -404,8 +366,6 @@ class _HiddenGradient(torch.Tensor):
 
 
 class _DeferredScheduler:
-    """A scheduler with another `step`."""
-
     def __init__(self, scheduler: LRScheduler, step: Callable[..., None]) -> None:
         self._scheduler, self.step = scheduler, step
 
@@ -414,8 +374,6 @@ class _DeferredScheduler:
 
 
 class _PreparedModules(Module):
-    """Container of all prepared objects."""
-
     def __init__(self) -> None:
         super().__init__()
         self.models = nn.ModuleList()

@@ -1,4 +1,4 @@
-"""Launch of the ranks from the process that called `fit`, such as a notebook."""
+"""Launch the ranks from the process that called `fit`, such as a notebook."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
 from hpctrain.files import write_atomic
+from hpctrain.records.serialization import dumps
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
-from hpctrain.serialization import dumps
 
 #: Time for the other ranks to detect a failed rank, in seconds.
 _NOTICE_S = 5.0
@@ -35,8 +35,6 @@ _POLL_INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class SpawnResult:
-    """Result of a training run, returned to the calling process."""
-
     weights: dict[str, Any]
     step: int
     metrics: dict[str, float]
@@ -44,25 +42,20 @@ class SpawnResult:
     """State of the callbacks, as in a checkpoint."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Error of a failed rank."""
-
-    text: str
-    is_users: bool
-    """True if `text` is a message for the user instead of a traceback."""
-
-
 def spawn_ranks(
     places: Sequence[int | None],
     train: Callable[..., SpawnResult],
     *,
-    whose: str,
+    caller: str,
     environ: Mapping[str, str],
     **arguments: Any,
 ) -> SpawnResult:
-    """Start a process with `train(**arguments)` for each place, and wait for all processes."""
-    call = dumps((train, arguments), whose, list(arguments.items()))
+    """Start a process with `train(**arguments)` for each place, and wait for all processes.
+
+    The processes do not import the script again, so the script needs no `if __name__ == "__main__"`.
+    Definitions in the script are pickled with the arguments.
+    """
+    call = dumps((train, arguments), caller, list(arguments.items()))
     with (
         # Rank 0 listens on this port.
         bind_socket(local_only=True) as reserved,
@@ -111,8 +104,8 @@ def _variables(
     }
     gpus = [place for place in places if place is not None]
     if gpus:
-        shown = visible_devices(environ)
-        variables[VISIBLE_VARIABLE] = ",".join(str(gpu) if shown is None else shown[gpu] for gpu in gpus)
+        names = visible_devices(environ)
+        variables[VISIBLE_VARIABLE] = ",".join(str(gpu) if names is None else names[gpu] for gpu in gpus)
     return variables
 
 
@@ -130,24 +123,23 @@ def _run_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[s
         if rank == 0:
             _write_result(Path(folder), result)
     except Exception as error:  # noqa: BLE001 (the caller raises it)
-        is_users = isinstance(error, UserError)
-        failure = _Failure(str(error) if is_users else traceback.format_exc(), is_users)
-        write_atomic(Path(folder, f"failure-{rank}"), pickle.dumps(failure))
+        kind = UserError if isinstance(error, UserError) else HpctrainError
+        text = str(error) if kind is UserError else traceback.format_exc()
+        write_atomic(Path(folder, f"failure-{rank}"), pickle.dumps((kind, text)))
         raise SystemExit(1) from None
 
 
 def _write_result(folder: Path, result: SpawnResult) -> None:
     """Write tensors separately: pickling would require twice the memory."""
     tensors = {name: value for name, value in result.weights.items() if isinstance(value, torch.Tensor)}
-    others = {name: value for name, value in result.weights.items() if name not in tensors}
     torch.save(tensors, folder / "tensors")
-    rest = replace(result, weights=others)
-    (folder / "result").write_bytes(dumps(rest, "Trainer.fit", [("its return value", rest)]))
+    pickled = replace(result, weights={n: v for n, v in result.weights.items() if n not in tensors})
+    (folder / "result").write_bytes(dumps(pickled, "Trainer.fit", [("its return value", pickled)]))
 
 
 def _read_result(folder: Path) -> SpawnResult:
-    rest: SpawnResult = pickle.loads((folder / "result").read_bytes())
-    return replace(rest, weights={**torch.load(folder / "tensors", weights_only=True), **rest.weights})
+    result: SpawnResult = pickle.loads((folder / "result").read_bytes())
+    return replace(result, weights={**torch.load(folder / "tensors", weights_only=True), **result.weights})
 
 
 def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
@@ -160,9 +152,8 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
     failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime)
     if failures:
         rank = failures[0].name.partition("-")[2]
-        failure: _Failure = pickle.loads(failures[0].read_bytes())
-        kind = UserError if failure.is_users else HpctrainError
-        raise kind(f"Rank {rank} of {len(processes)} failed:\n{failure.text}")
+        kind, text = pickle.loads(failures[0].read_bytes())
+        raise kind(f"Rank {rank} of {len(processes)} failed:\n{text}")
     lost, code = next((rank, code) for rank, code in enumerate(codes) if code not in (0, None))
     raise HpctrainError(
         f"Rank {lost} of {len(processes)} exited with code {code} without reporting an error. The rank was "

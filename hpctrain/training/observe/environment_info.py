@@ -30,7 +30,11 @@ def collect_environment(
         **collect_platform(context),
         "gradient_bytes": sum(gradient_parts) or None,
         "gradient_buckets": len(gradient_parts) or None,
-        "settings": plain_config(settings),
+        "settings": {
+            field.name: value
+            for field in fields(settings)
+            if isinstance(value := getattr(settings, field.name), str | int | float | bool | None)
+        },
     }
 
 
@@ -65,26 +69,17 @@ def hash_code(environ: Mapping[str, str]) -> dict[str, str]:
         # Resolving the links of thousands of installed files takes half a second.
         if file and name.partition(".")[0] != "hpctrain" and not _is_installed(file):
             files.add(os.path.realpath(file))
-    found: dict[str, str] = {}
+    checksums: dict[str, str] = {}
     for file in files:
         root = next((root for root in roots if file.startswith(root + os.sep)), None)
         if root is not None and file.endswith(".py") and not _is_installed(file):
             with suppress(OSError):
-                found[os.path.relpath(file, root)] = checksum(Path(file)).xxh3_128
-    return dict(sorted(found.items()))
+                checksums[os.path.relpath(file, root)] = checksum(Path(file)).xxh3_128
+    return dict(sorted(checksums.items()))
 
 
 def _is_installed(file: str) -> bool:
     return file.startswith(sys.base_prefix + os.sep) or "site-packages" in file
-
-
-def plain_config(settings: TrainerConfig) -> dict[str, Any]:
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return {
-        name: value
-        for name, value in values.items()
-        if value is None or isinstance(value, str | int | float | bool)
-    }
 
 
 #: Minimum training time in seconds, and minimum fraction of waiting, for a hint.
@@ -93,9 +88,9 @@ _SEEN_S, _SHARE = 10.0, 0.2
 
 def count_rank_cpus(ranks_here: int) -> int:
     """Return the number of processors bound to this rank, or its share of the machine's processors."""
-    all_here = os.cpu_count() or 1
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_here
-    return own if own < all_here else max(1, all_here // max(1, ranks_here))
+    on_machine = os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else on_machine
+    return bound if bound < on_machine else max(1, on_machine // max(1, ranks_here))
 
 
 def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: int) -> str | None:
@@ -106,9 +101,9 @@ def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: 
         f"Training spent {waited_s / all_s:.0%} of the first {all_s:.0f} s waiting for data with "
         f"num_workers={num_workers}"
     )
-    more = min(max(2 * num_workers, 1), cpus)
-    if more > num_workers:
-        return f"{finding}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={more}."
+    proposed = min(max(2 * num_workers, 1), cpus)
+    if proposed > num_workers:
+        return f"{finding}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={proposed}."
     return (
         f"{finding}, and each rank has only {pluralize(cpus, 'CPU')}. Request more CPUs with "
         "--cpus-per-task, or make data loading faster."

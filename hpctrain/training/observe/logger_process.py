@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from hpctrain.buffered_writer import ReportMessage
+from hpctrain.records.serialization import dumps
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.sidecar import Sidecar
-from hpctrain.serialization import dumps
 from hpctrain.telemetry.hparams import applied_hparams
 from hpctrain.telemetry.loggers import Logger, TrainingEnd
 from hpctrain.telemetry.loggers.process import LoggerConfig
@@ -40,8 +40,8 @@ class LoggerProcess:
                 "run_dir, or use `hpctrain submit`."
             )
         elif loggers and run is not None:
-            parts = [(f"the logger {logger.name!r}", logger) for logger in loggers]
-            pickled = dumps(list(loggers), "Trainer", parts)
+            named_loggers = [(f"the logger {logger.name!r}", logger) for logger in loggers]
+            pickled = dumps(list(loggers), "Trainer", named_loggers)
             plain = {
                 name: value for name, value in environment.items() if name not in ("settings", "hparams")
             }
@@ -61,7 +61,7 @@ class LoggerProcess:
                 f"hpctrain: cannot start a process for the loggers, so they receive no metrics: {error}"
             )
         else:
-            hparams = applied_hparams(self._config.hparams, [each.record for each in ignored])
+            hparams = applied_hparams(self._config.hparams, [value.record for value in ignored])
             config = replace(self._config, config={**self._config.config, **hparams}, hparams=hparams)
             self._process.write(config.to_bytes())
 

@@ -1,4 +1,4 @@
-"""Output of a training run to its run folder, except checkpoints: events, metrics, trained samples."""
+"""Write the events, metrics and samples of a training run to its run folder, and print its progress."""
 
 from __future__ import annotations
 
@@ -21,15 +21,55 @@ from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, EventKind, RunDi
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
+from hpctrain.text import format_number
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.observe.step_timers import TimingSample
 from hpctrain.training.optim.resumed_values import IgnoredValue
 
+#: Seconds between two lines.
+_LINE_INTERVAL_S = 5.0
+#: Minimum interval for a rate, in seconds; shorter intervals are too inaccurate.
+_PACE_AFTER_S = 1.0
+
+
+class Progress:
+    """Progress on rank 0; other ranks print nothing."""
+
+    def __init__(self, last_step: int | None, batch_size: int, *, is_main: bool) -> None:
+        self._last_step, self._batch_size, self._is_main = last_step, batch_size, is_main
+        self._shown_at = 0.0
+        self._counted: tuple[float, int] | None = None
+
+    def show(self, step: int, scalars: Mapping[str, float]) -> None:
+        shown_at = time.monotonic()
+        if self._is_main and (shown_at - self._shown_at >= _LINE_INTERVAL_S or step == self._last_step):
+            self._shown_at = shown_at
+            total = "" if self._last_step is None else f"/{self._last_step}"
+            print(f"step {step}{total}  {format_scalars(scalars)}{self._samples_per_second(shown_at, step)}")
+
+    def print_message(self, text: str) -> None:
+        if self._is_main:
+            print(text)
+
+    def _samples_per_second(self, counted_at: float, step: int) -> str:
+        """Return the rate since the last call; empty initially and for short intervals."""
+        before = self._counted
+        if before is not None and (counted_at - before[0] < _PACE_AFTER_S or step <= before[1]):
+            return ""
+        self._counted = counted_at, step
+        if before is None:
+            return ""
+        return (
+            f"  {format_number((step - before[1]) * self._batch_size / (counted_at - before[0]))} samples/s"
+        )
+
+
+def format_scalars(scalars: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {format_number(value)}" for name, value in scalars.items())
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, summed over all ranks."""
-
     step: int
     epoch: int
     scalars: dict[str, float]
@@ -95,16 +135,19 @@ class RunWriter:
             self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
 
     def write_ignored(self, ignored: Sequence[IgnoredValue]) -> None:
-        self.write_environment({"ignored": [each.record for each in ignored]})
+        self.write_environment({"ignored": [value.record for value in ignored]})
 
     def is_logged(self, step: int) -> bool:
         return self._metrics is not None and step % self._log_every == 0
 
     def write_steps(self, results: Iterable[StepResult]) -> None:
-        """Log the results that have a time sample: one object per step."""
         if self._metrics is not None:
             self._metrics.append(
-                *(self._metrics_record(each, each.timing) for each in results if each.timing is not None)
+                *(
+                    self._metrics_record(result, result.timing)
+                    for result in results
+                    if result.timing is not None
+                )
             )
 
     def write_samples(self, rank_batch: RankBatch) -> None:
@@ -166,11 +209,11 @@ class _MetricsWriter:
         self._file, self._attempt = BufferedLineWriter(run.metrics, print), attempt
         self._since = time.perf_counter()
 
-    def write(self, values: Mapping[str, float], step: int, more: Mapping[str, Any]) -> None:
-        now = time.perf_counter()
-        spent, self._since = {"all": round(now - self._since, 6)}, now
+    def write(self, values: Mapping[str, float], step: int, fields: Mapping[str, Any]) -> None:
+        written_at = time.perf_counter()
+        spent, self._since = {"all": round(written_at - self._since, 6)}, written_at
         place = {"step": step, "time": time.time(), "attempt": self._attempt, "spent": spent}
-        self._file.append({**values, **place, **more})
+        self._file.append({**values, **place, **fields})
 
 
 @cache

@@ -34,11 +34,14 @@ class StepTimer:
         self._started_at, self._data_wait_s, self._data_counted_s = self._since, 0.0, 0.0
 
     def sample(self) -> TimingSample:
-        """Return a sample for the current time, and restart the sums."""
-        now = time.perf_counter()
-        taken = {"all": now - self._since, **self._seconds, "data": self._data_wait_s - self._data_counted_s}
+        sampled_at = time.perf_counter()
+        taken = {
+            "all": sampled_at - self._since,
+            **self._seconds,
+            "data": self._data_wait_s - self._data_counted_s,
+        }
         taken["communication"] = self._communication(2 * taken["all"] - sum(taken.values()))
-        self._since, self._seconds, self._data_counted_s = now, {}, self._data_wait_s
+        self._since, self._seconds, self._data_counted_s = sampled_at, {}, self._data_wait_s
         return TimingSample(time.time(), {name: round(seconds, 6) for name, seconds in taken.items()})
 
     def _communication(self, room_s: float) -> float:
@@ -50,7 +53,6 @@ class StepTimer:
         return seconds
 
     def data_wait(self) -> tuple[float, float]:
-        """Return the seconds of waiting for data, and all seconds, since the start."""
         return self._data_wait_s, time.perf_counter() - self._started_at
 
     @contextmanager
@@ -93,7 +95,6 @@ class ComputeTimer:
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, context: DistributedContext
     ) -> None:
-        """Register hooks for the last gradient and the update; the exchange is in between."""
         self._on_gpu = context.device.type == "cuda"
         self._started_at = self._elsewhere = self._local_done = 0.0
         self._events: list[torch.cuda.Event] = []
@@ -101,9 +102,11 @@ class ComputeTimer:
         self._is_sampled = False
         if self._on_gpu:
             activity.timed_steps = activity.measured_steps = 0
-        first = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
-        if first is not None and context.is_distributed:
-            first.register_post_accumulate_grad_hook(self._record_last_gradient)  # type: ignore[no-untyped-call]
+        first_parameter = next(
+            (parameter for parameter in module.parameters() if parameter.requires_grad), None
+        )
+        if first_parameter is not None and context.is_distributed:
+            first_parameter.register_post_accumulate_grad_hook(self._record_last_gradient)  # type: ignore[no-untyped-call]
             optimizer.register_step_pre_hook(self._record_update)
 
     def begin(self) -> None:

@@ -15,23 +15,23 @@ from hpctrain.text import pluralize
 from hpctrain.training.base import rng
 
 
-def largest_that_fits(share: int, fits: Callable[[int], bool]) -> int:
+def largest_that_fits(share: int, can_train: Callable[[int], bool]) -> int:
     """Return the largest size that fits, among those of `share` divided into 1, 2, 3 … equal parts."""
-    too_few, parts = 0, 1
-    while not fits(_part(share, parts)):
-        if _part(share, parts) == 1:
+    too_few, num_parts = 0, 1
+    while not can_train(_part(share, num_parts)):
+        if _part(share, num_parts) == 1:
             raise UserError(
                 "micro_batch_size is 'auto', but even a training step with one sample does not fit into "
                 "memory. Use a smaller model or smaller inputs."
             )
-        too_few, parts = parts, min(2 * parts, share)
-    while parts - too_few > 1:
-        middle = (too_few + parts) // 2
-        if fits(_part(share, middle)):
-            parts = middle
+        too_few, num_parts = num_parts, min(2 * num_parts, share)
+    while num_parts - too_few > 1:
+        middle = (too_few + num_parts) // 2
+        if can_train(_part(share, middle)):
+            num_parts = middle
         else:
             too_few = middle
-    return _part(share, parts)
+    return _part(share, num_parts)
 
 
 def find_micro_batch_size(
@@ -78,7 +78,6 @@ def fits_in_memory(module: nn.Module, device: torch.device, forward_backward: Ca
 
 
 def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the buffers of `module` and the random generators."""
     generators = rng.capture_rng_state()
     buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in module.buffers()]
 
@@ -113,5 +112,5 @@ def add_oom_hint(error: torch.OutOfMemoryError, setting: Any, num_samples: int) 
     )
 
 
-def _part(share: int, parts: int) -> int:
-    return -(-share // parts)
+def _part(share: int, num_parts: int) -> int:
+    return -(-share // num_parts)

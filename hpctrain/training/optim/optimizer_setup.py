@@ -31,20 +31,20 @@ class OptimizerSetup:
 
 def configure_optimizers_of(module: Module) -> OptimizerSetup:
     origin = f"{type(module).__name__}.configure_optimizers()"
-    answer = module.configure_optimizers()
-    parts = _parts(answer)
-    if parts is not None:
-        optimizers, schedulers = (tuple(part) for part in parts)
+    result = module.configure_optimizers()
+    lists = _parts(result)
+    if lists is not None:
+        optimizers, schedulers = (tuple(items) for items in lists)
         schedulers = tuple(_unwrapped(scheduler, origin) for scheduler in schedulers)
         are_optimizers = all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers)
-        if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in schedulers):
+        if any(isinstance(item, torch.optim.lr_scheduler.ReduceLROnPlateau) for item in schedulers):
             raise UserError(
                 f"{origin} returned a ReduceLROnPlateau, which requires a metric. Schedulers advance after "
                 "every optimizer step, without a metric. Do not return this scheduler. Instead, call its "
                 "step() in the on_validation_end() of a callback, and save and restore its state in the "
                 "callback's state_dict() and load_state_dict()."
             )
-        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        if any(isinstance(item, torch.optim.LBFGS) for item in optimizers):
             raise UserError(
                 f"{origin} returned an LBFGS optimizer, which is not supported because it recomputes the "
                 "loss several times per step. Use another optimizer."
@@ -53,18 +53,20 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
             _check_disjoint(optimizers, module, origin)
             return OptimizerSetup(optimizers, schedulers)
     raise UserError(
-        f"{origin} returned {answer!r}. It must return an optimizer, (optimizer, scheduler), "
+        f"{origin} returned {result!r}. It must return an optimizer, (optimizer, scheduler), "
         "{'optimizer': …, 'lr_scheduler': …}, several optimizers, or ([optimizers], [schedulers])."
     )
 
 
 def check_trainable(module: Module, optimization: OptimizerSetup) -> None:
-    own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    given = {id(parameter) for optimizer in optimization.optimizers for parameter in parameters_of(optimizer)}
-    if own and given and not own & given:
+    trainable = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    optimized = {
+        id(parameter) for optimizer in optimization.optimizers for parameter in parameters_of(optimizer)
+    }
+    if trainable and optimized and not trainable & optimized:
         raise UserError(
             f"{type(module).__name__}.configure_optimizers() returned optimizers without any of the "
-            f"{len(own)} trainable parameters of the module, so nothing would be trained. Create the "
+            f"{len(trainable)} trainable parameters of the module, so nothing would be trained. Create the "
             "optimizers in this method, from self.parameters(). Do not replace layers afterwards, "
             "because new layers have new parameters."
         )
@@ -75,31 +77,31 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def only_trainable(module: nn.Module, own: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Enable gradients only for the parameters `own` of `module` within the block."""
-    kept = {id(parameter) for parameter in own}
-    others = [p for p in module.parameters() if p.requires_grad and id(p) not in kept]
-    for parameter in others:
+def only_trainable(module: nn.Module, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Enable gradients only for these parameters of `module` within the block."""
+    ids = {id(parameter) for parameter in parameters}
+    frozen = [p for p in module.parameters() if p.requires_grad and id(p) not in ids]
+    for parameter in frozen:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in others:
+        for parameter in frozen:
             parameter.requires_grad_(True)
 
 
-def _parts(answer: Any) -> tuple[list[Any], list[Any]] | None:
-    match answer:
+def _parts(result: Any) -> tuple[list[Any], list[Any]] | None:
+    match result:
         case {"optimizer": optimizer, **rest} if set(rest) <= {"lr_scheduler"}:
             return [optimizer], _as_list(rest.get("lr_scheduler"))
         case [list() | tuple() as optimizers, list() | tuple() as schedulers]:
             return list(optimizers), list(schedulers)
         case [torch.optim.Optimizer(), *others] if all(isinstance(o, torch.optim.Optimizer) for o in others):
-            return list(answer), []
+            return list(result), []
         case [optimizer, scheduler]:
             return [optimizer], _as_list(scheduler)
         case torch.optim.Optimizer():
-            return [answer], []
+            return [result], []
     return None
 
 
@@ -121,13 +123,13 @@ def _unwrapped(scheduler: Any, origin: str) -> Any:
 
 def _check_disjoint(optimizers: tuple[torch.optim.Optimizer, ...], module: Module, origin: str) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    seen: dict[int, int] = {}
+    owners: dict[int, int] = {}
     for i, optimizer in enumerate(optimizers):
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if seen.setdefault(id(parameter), i) != i:
+            if owners.setdefault(id(parameter), i) != i:
                 raise UserError(
                     f"{origin} assigns {names.get(id(parameter), 'a parameter')} to optimizers "
-                    f"{seen[id(parameter)]} and {i}, so both would update it. Assign each parameter to a "
+                    f"{owners[id(parameter)]} and {i}, so both would update it. Assign each parameter to a "
                     "single optimizer."
                 )
 
@@ -136,8 +138,8 @@ def check_optimizer_class(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     """Check that a state belongs to this class of optimizer; other versions of torch may lack fields."""
     theirs = {name for group in state.get("param_groups", ()) for name in group}
     ours = {name for group in optimizer.param_groups for name in group}
-    if (more := theirs - ours) and (less := ours - theirs):
+    if (only_theirs := theirs - ours) and (only_ours := ours - theirs):
         raise ValueError(
-            f"the optimizer in the checkpoint has the options {', '.join(sorted(more))}, but the "
-            f"optimizer of the script has {', '.join(sorted(less))} instead"
+            f"the optimizer in the checkpoint has the options {', '.join(sorted(only_theirs))}, but the "
+            f"optimizer of the script has {', '.join(sorted(only_ours))} instead"
         )

@@ -29,8 +29,6 @@ _EXTENSION_REMEDY = (
 
 
 class IgnoredValue(NamedTuple):
-    """Value set by the script that a resumed run ignores."""
-
     name: str
     owner: str
     """Optimizer or scheduler, such as "CosineAnnealingLR"; empty for the only optimizer."""
@@ -65,7 +63,6 @@ def ignored_after_load(
     script: Mapping[str, Any],
     configured: Mapping[str, Any] | None,
 ) -> list[IgnoredValue]:
-    """Return the `ignored_values` of objects whose states another library has just loaded."""
     groups = [{"param_groups": optimizer.param_groups} for optimizer in optimizers]
     states = [scheduler.state_dict() for scheduler in schedulers]
     return ignored_values(schedulers, script, (groups, states), configured)
@@ -125,14 +122,8 @@ def check_ends(
 ) -> list[str]:
     """Return messages on schedules that end before training does.
 
-    Args:
-        schedules: the schedulers, after callbacks have started, and the steps from one advance to the next.
-        last_step: last step of training.
-        ignored: values of the script that do not apply.
-        can_change: callbacks could have changed the schedules.
-
     Raises:
-        UserError: a schedule cannot continue, or the script sets a longer one, which does not apply.
+        UserError: a schedule cannot continue, or callbacks did not apply the longer one of the script.
     """
     messages = []
     for scheduler, period in schedules:
@@ -170,8 +161,8 @@ def _end(scheduler: Any) -> tuple[str, int] | None:
         case lr_scheduler.PolynomialLR():
             return "total_iters", scheduler.total_iters
         case lr_scheduler.SequentialLR():
-            last = _end(scheduler._schedulers[-1])
-            return last and (last[0], scheduler._milestones[-1] + last[1])
+            final = _end(scheduler._schedulers[-1])
+            return final and (final[0], scheduler._milestones[-1] + final[1])
         case lr_scheduler.ChainedScheduler():
             return min(filter(None, map(_end, scheduler._schedulers)), key=lambda end: end[1], default=None)
         case lr_scheduler.LambdaLR():  # of Transformers

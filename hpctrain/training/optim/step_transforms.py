@@ -22,62 +22,62 @@ from hpctrain.training.module import Module
 def activation_checkpointing(module: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
     """Store only the inputs of the submodules that match `patterns`, within the block."""
     chosen = _chosen(module, patterns)
-    for part in chosen.values():
-        part.forward = partial(_recompute, part, part.forward)
+    for submodule in chosen.values():
+        submodule.forward = partial(_recompute, submodule, submodule.forward)
     try:
         yield
     finally:
-        for part in chosen.values():
-            del part.forward
+        for submodule in chosen.values():
+            del submodule.forward
 
 
-def _recompute(part: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+def _recompute(submodule: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(
         inner,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), _preserve_statistics(part)),
+        context_fn=lambda: (contextlib.nullcontext(), _preserve_statistics(submodule)),
         **kwargs,
     )
 
 
 @contextlib.contextmanager
-def _preserve_statistics(part: nn.Module) -> Iterator[None]:
+def _preserve_statistics(submodule: nn.Module) -> Iterator[None]:
     """Let batch norm update copies of its running statistics within the block."""
-    layers = [layer for layer in part.modules() if isinstance(layer, NormBase) and layer.training]
-    own = [dict(layer._buffers) for layer in layers]
-    for layer, buffers in zip(layers, own, strict=True):
+    layers = [layer for layer in submodule.modules() if isinstance(layer, NormBase) and layer.training]
+    statistics = [dict(layer._buffers) for layer in layers]
+    for layer, buffers in zip(layers, statistics, strict=True):
         layer._buffers.update({n: None if b is None else b.clone() for n, b in buffers.items()})
     try:
         yield
     finally:
-        for layer, buffers in zip(layers, own, strict=True):
+        for layer, buffers in zip(layers, statistics, strict=True):
             layer._buffers.update(buffers)
 
 
 def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    named = {name: part for name, part in module.named_modules() if name}
+    named = {name: submodule for name, submodule in module.named_modules() if name}
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
-        found = [name for name in named if _matches(name, pattern)]
-        if not found:
+        names = [name for name in named if _matches(name, pattern)]
+        if not names:
             raise UserError(
                 f"recompute contains {pattern!r}, but no submodule of {type(module).__name__} matches this "
                 f"pattern. The submodules include {', '.join(map(repr, list(named)[:20]))}."
             )
-        chosen |= {name: named[name] for name in found}
+        chosen |= {name: named[name] for name in names}
     for name in chosen:
-        outer = [other for other in chosen if name.startswith(f"{other}.")]
-        if outer:
+        parents = [parent for parent in chosen if name.startswith(f"{parent}.")]
+        if parents:
             raise UserError(
-                f"recompute matches both {outer[0]!r} and its submodule {name!r}. Choose only one of them."
+                f"recompute matches both {parents[0]!r} and its submodule {name!r}. Choose only one of them."
             )
     return chosen
 
 
 def _matches(name: str, pattern: str) -> bool:
-    words, patterns = name.split("."), pattern.split(".")
-    return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
+    segments, patterns = name.split("."), pattern.split(".")
+    return len(segments) == len(patterns) and all(map(fnmatchcase, segments, patterns))
 
 
 #: Methods that are called once per batch.
@@ -89,14 +89,14 @@ def compile_steps(module: Module, options: bool | Mapping[str, Any]) -> Iterator
     if options is False:
         yield
         return
-    words: dict[str, Any] = {} if options is True else dict(options)
+    arguments: dict[str, Any] = {} if options is True else dict(options)
     for name in _STEPS:
         step = getattr(module, name)
         if isinstance(step, MethodType) and step.__self__ is module:
             # `dp` calls the same compiled function with copies of the module.
-            setattr(module, name, partial(torch.compile(step.__func__, **words), module))
+            setattr(module, name, partial(torch.compile(step.__func__, **arguments), module))
         else:
-            setattr(module, name, torch.compile(step, **words))
+            setattr(module, name, torch.compile(step, **arguments))
     try:
         yield
     finally:

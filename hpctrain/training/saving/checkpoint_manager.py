@@ -38,10 +38,10 @@ class CheckpointManager:
     """Writer of a run's checkpoints, one at a time to limit memory; records the outcomes (collective)."""
 
     def __init__(
-        self, parts: Components, store: CheckpointStore, schedule: CheckpointSchedule, folder: Path
+        self, components: Components, store: CheckpointStore, schedule: CheckpointSchedule, folder: Path
     ) -> None:
         self.store, self._schedule, self.folder = store, schedule, folder
-        self._parts, self._state, self._settings = parts, parts.state, parts.settings
+        self._parts, self._state, self._settings = components, components.state, components.settings
         self._in_flight: _InFlight | None = None
         self._closed = False
         self._overdue: int | None = None
@@ -54,11 +54,9 @@ class CheckpointManager:
         return None if self._in_flight is None else time.monotonic() - self._in_flight.since
 
     def check(self) -> None:
-        """Check that the state can be saved, to detect errors before the first save."""
         split_tree(self._state.tree(), "state")
 
     def prepare(self) -> None:
-        """Allocate the memory for copies of the state, in the background."""
         with suppress(CheckpointError):  # `async_save` raises and reports the error again
             self.store.prepare(self._state.tree(), rng.capture_rng_state())
 
@@ -227,9 +225,9 @@ _TRY_INTERVAL_S = 60.0
 class DiskSpaceWait:
     """Wait for disk space to save the last state, whose steps would be trained again (collective)."""
 
-    def __init__(self, parts: Components, folder: Path, state_bytes: int) -> None:
-        self._parts, self._context, self._folder = parts, parts.context, folder
-        self._needed = sum(parts.context.all_gather(state_bytes))
+    def __init__(self, components: Components, folder: Path, state_bytes: int) -> None:
+        self._parts, self._context, self._folder = components, components.context, folder
+        self._needed = sum(components.context.all_gather(state_bytes))
         self._started_at = time.monotonic()
         self._is_reported = False
 
@@ -243,11 +241,11 @@ class DiskSpaceWait:
         tried_at = time.monotonic()
         while True:
             activity.set_phase(RankPhase.SAVE)
-            left = min(left_s(), self._started_at + DISK_WAIT_LIMIT_S - time.monotonic())
-            if (left := self._context.all_reduce_min(left)) <= 0:
+            remaining_s = min(left_s(), self._started_at + DISK_WAIT_LIMIT_S - time.monotonic())
+            if (remaining_s := self._context.all_reduce_min(remaining_s)) <= 0:
                 return False
-            time.sleep(min(_POLL_INTERVAL_S, left))
-            is_due = time.monotonic() - tried_at > min(_TRY_INTERVAL_S, left)
+            time.sleep(min(_POLL_INTERVAL_S, remaining_s))
+            is_due = time.monotonic() - tried_at > min(_TRY_INTERVAL_S, remaining_s)
             if self._context.broadcast_from_main(
                 is_due or _free_bytes(self._folder) > self._needed * 1.01 + _TABLES_BYTES
             ):
@@ -269,7 +267,6 @@ class DiskSpaceWait:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Return the free space on the disk of a folder, which may not exist."""
     for existing in (folder, *folder.parents):
         with suppress(OSError):
             return shutil.disk_usage(existing).free

@@ -41,9 +41,9 @@ class CheckpointSchedule:
 
     @property
     def mtbf_s(self) -> float:
-        own = self._num_nodes * (self._clock() - self._started)
-        seen = InterruptionHistory(self._history.count, self._history.node_seconds + own)
-        return seen.node_mtbf_s(self._node_mtbf_s) / self._num_nodes
+        node_seconds = self._num_nodes * (self._clock() - self._started)
+        history = InterruptionHistory(self._history.count, self._history.node_seconds + node_seconds)
+        return history.node_mtbf_s(self._node_mtbf_s) / self._num_nodes
 
     @property
     def interval_s(self) -> float:
@@ -108,7 +108,7 @@ class VerificationSteps:
         )
 
     def end_run(self, run: RunDir, context: DistributedContext) -> NoReturn:
-        """End the run after its last state is saved (collective)."""
+        """Collective."""
         if context.ranks.is_main:
             # Otherwise, the supervisor would continue the run.
             run.cancel_request.touch()

@@ -81,7 +81,7 @@ class Checkpointer:
                     f"Checkpointer received {name}={type(value).__name__}(…), which lacks state_dict() or "
                     "load_state_dict(). Remove the object, or add the missing methods."
                 )
-        self._replicas = [each for each in stateful.values() if isinstance(each, DistributedDataParallel)]
+        self._replicas = [value for value in stateful.values() if isinstance(value, DistributedDataParallel)]
         self._objects = {
             name: value.module if isinstance(value, DistributedDataParallel) else value
             for name, value in stateful.items()
@@ -134,8 +134,8 @@ class Checkpointer:
         if self._store is None or self._run is None:
             return 0
         remedy = "Pass them to Checkpointer."
-        if remark := remark_on_unsaved([*self._objects.values(), *self._replicas], remedy):
-            self._print(remark)
+        if message := remark_on_unsaved([*self._objects.values(), *self._replicas], remedy):
+            self._print(message)
         self._configured = configured_values(*self._optimizers_and_schedulers())
         begun = time.monotonic()
         with activity.in_phase(RankPhase.LOAD):
@@ -220,12 +220,12 @@ class Checkpointer:
                 broadcast_buffers(replica.module)  # DDP does this only before the next forward pass
         state = {name: value.state_dict() for name, value in self._objects.items()}
         digests = {
-            name: hashlib.sha256(json.dumps(split_tree(each, name)[0]).encode()).hexdigest()
-            for name, each in state.items()
+            name: hashlib.sha256(json.dumps(split_tree(object_state, name)[0]).encode()).hexdigest()
+            for name, object_state in state.items()
         }
-        for rank, others in enumerate(self._context.all_gather(digests, "the checksum of the state")):
+        for rank, of_rank in enumerate(self._context.all_gather(digests, "the checksum of the state")):
             for name, digest in digests.items():
-                if others[name] != digest:
+                if of_rank[name] != digest:
                     raise CheckpointError(
                         f"{name}.state_dict() differs between rank {rank} and rank "
                         f"{self._context.ranks.rank}, but a checkpoint stores one state for all ranks. To "
@@ -277,8 +277,8 @@ class Checkpointer:
                 ) from error
         self._configured = configured or self._configured
         self._log.write_ignored(ignored)
-        for each in ignored:
-            self._print(f"{each} To change the value in a resumed run, set it after load().")
+        for ignored_value in ignored:
+            self._print(f"{ignored_value} To change the value in a resumed run, set it after load().")
         rng.resume_rng_state(loaded.rank_state, "rank", self._context.ranks.rank, "step", loaded.step)
 
     def _record(self, saved: CommittedSave) -> None:

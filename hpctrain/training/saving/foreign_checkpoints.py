@@ -61,9 +61,9 @@ class ForeignCheckpoints:
         """Step of the last decision, or of the loaded checkpoint."""
         self._log = RunWriter(self.run, self.context, os.environ, partial(print, flush=True))
 
-    def watch(self, *parts: nn.Module | torch.optim.Optimizer) -> None:
+    def watch(self, *modules_and_optimizers: nn.Module | torch.optim.Optimizer) -> None:
         """Save nothing after the parameters or optimizer states become NaN or infinite."""
-        self._watched = parts
+        self._watched = modules_and_optimizers
         if not self._are_finite():
             self._watched = ()
 
@@ -71,12 +71,10 @@ class ForeignCheckpoints:
         """Return false, and print the reason, if the watched state of `step` is not finite on all ranks."""
         if self.run is None or not self._watched or self._are_finite():
             return True
-        if self.context.ranks.is_main:
-            print(
-                f"hpctrain: after step {step}, the optimizer state or the parameters contain NaN or infinite "
-                "values. They are not saved, so that the newest checkpoint remains the last finite one.",
-                flush=True,
-            )
+        self._print(
+            f"after step {step}, the optimizer state or the parameters contain NaN or infinite values. They "
+            "are not saved, so that the newest checkpoint remains the last finite one."
+        )
         self._saved_at = time.monotonic()
         return False
 
@@ -102,17 +100,12 @@ class ForeignCheckpoints:
     def log_resumed(self, path: Path) -> None:
         self._step = self.step_of(path)
         self._log.write_resumed(self._to_optimizer_step(self._step), path, 0.0)
-        if self.context.ranks.is_main:
-            print(f"hpctrain: resumed after step {self._step} from {path}", flush=True)
+        self._print(f"resumed after step {self._step} from {path}")
 
-    def report(self, ignored: Sequence[IgnoredValue], remarks: Iterable[str | None], remedy: str) -> None:
-        """Record and print the values of the script that do not apply, and other remarks."""
-        if not self.context.ranks.is_main:
-            return
-        if self.run is not None:
-            self._log.write_ignored(ignored)
-        for remark in filter(None, [*(f"{each} {remedy}" for each in ignored), *remarks]):
-            print(f"hpctrain: {remark}", flush=True)
+    def report(self, ignored: Sequence[IgnoredValue], messages: Iterable[str | None], remedy: str) -> None:
+        self._log.write_ignored(ignored)
+        for message in filter(None, [*(f"{value} {remedy}" for value in ignored), *messages]):
+            self._print(message)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
         """Return the action of all ranks after `step`: stop after a save, save, or neither."""
@@ -139,8 +132,8 @@ class ForeignCheckpoints:
         with activity.in_phase(RankPhase.SAVE):
             if self.context.ranks.is_main:
                 make_folder(folder)
-                for left in folder.glob(f".saving-{self._prefix}-*"):
-                    _remove(left)
+                for leftover in folder.glob(f".saving-{self._prefix}-*"):
+                    _remove(leftover)
             self.context.barrier()
             write(hidden)
             self.context.barrier()
@@ -151,8 +144,7 @@ class ForeignCheckpoints:
                 self._log.write_checkpoint(
                     self._to_optimizer_step(step), folder / name, size, time.monotonic() - begun
                 )
-                for old in sorted(self._steps().items())[: -self._keep_last]:
-                    _remove(old[1])
+                self._prune(self._keep_last)
             self.context.barrier()
         self._saved_at = time.monotonic()
 
@@ -167,17 +159,24 @@ class ForeignCheckpoints:
             write_atomic(path / self._marker, f"{step}\n")
             self._log.write_checkpoint(step, path, size, 0.0)
             if keep_last:
-                for _, old in sorted(self._steps().items())[:-keep_last]:
-                    if old.name != best:
-                        _remove(old)
+                self._prune(keep_last, best)
         self.context.barrier()
         self._saved_at = time.monotonic()
 
     def restore_rng_state(self, states: Sequence[dict[str, torch.Tensor]], step: int) -> None:
         """Restore the random state of this rank; with another number of ranks, seed each rank differently."""
         ranks = self.context.ranks
-        own = states[ranks.rank] if len(states) == ranks.world_size else None
-        rng.resume_rng_state(own, "rank", ranks.rank, "step", step)
+        of_rank = states[ranks.rank] if len(states) == ranks.world_size else None
+        rng.resume_rng_state(of_rank, "rank", ranks.rank, "step", step)
+
+    def _print(self, message: str) -> None:
+        if self.context.ranks.is_main:
+            print(f"hpctrain: {message}", flush=True)
+
+    def _prune(self, keep_last: int, best: str | None = None) -> None:
+        for _, path in sorted(self._steps().items())[:-keep_last]:
+            if path.name != best:
+                _remove(path)
 
     def _steps(self) -> dict[int, Path]:
         if self.run is None:
@@ -191,27 +190,27 @@ class ForeignCheckpoints:
         }
 
 
-def _trained_tensors(parts: Iterable[nn.Module | torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    for part in parts:
-        if isinstance(part, nn.Module):
-            yield from part.parameters()
+def _trained_tensors(watched: Iterable[nn.Module | torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    for stateful in watched:
+        if isinstance(stateful, nn.Module):
+            yield from stateful.parameters()
         else:
-            for state in part.state.values():
+            for state in stateful.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    own = local_part(tensor.detach())
+    local = local_part(tensor.detach())
     # There is no check for numbers of eight bits.
-    return own.dtype.itemsize == 1 or bool(own.isfinite().all())
+    return local.dtype.itemsize == 1 or bool(local.isfinite().all())
 
 
 def _sync(path: Path) -> int:
     """Sync a file, or all files of a folder, to disk; return their size in bytes."""
     size = 0
-    for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        fsync_path(each)
-        size += each.stat().st_size if each.is_file() else 0
+    for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        fsync_path(entry)
+        size += entry.stat().st_size if entry.is_file() else 0
     return size
 
 

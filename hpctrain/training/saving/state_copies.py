@@ -53,11 +53,11 @@ class CopyInterval:
 
 
 class StateCopies:
-    """Copies of the state of a training run in memory, as seen by one rank."""
-
-    def __init__(self, parts: Components, environ: Mapping[str, str], *, was_out_of_memory: bool) -> None:
+    def __init__(
+        self, components: Components, environ: Mapping[str, str], *, was_out_of_memory: bool
+    ) -> None:
         """Decide whether the run makes copies (collective)."""
-        self._parts, self._limit = parts, parts.settings.memory_copies
+        self._parts, self._limit = components, components.settings.memory_copies
         self._attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
         self.folder: Path | None = None
         self._copies: MemoryCopies | None = None
@@ -66,20 +66,20 @@ class StateCopies:
         self._last_step, self._last_end, self._waited_s = 0, 0.0, 0.0
         # Without a supervisor, nothing would remove the copies of killed ranks.
         is_supervised = ATTEMPT_VARIABLE in environ and VERIFY_STEPS_VARIABLE not in environ
-        usable = is_supervised and parts.log.run is not None and _SHARED_MEMORY.is_dir()
-        if self._limit is False or not all(parts.context.all_gather(usable)):
+        usable = is_supervised and components.log.run is not None and _SHARED_MEMORY.is_dir()
+        if self._limit is False or not all(components.context.all_gather(usable)):
             return
-        assert parts.log.run is not None
-        name = f"{tier_folder(Path(), parts.log.run.checkpoints).name}-copies"
+        assert components.log.run is not None
+        name = f"{tier_folder(Path(), components.log.run.checkpoints).name}-copies"
         self.folder = _SHARED_MEMORY / name
-        algorithm = parts.strategy.algorithm
+        algorithm = components.strategy.algorithm
         # With other algorithms, a copy would synchronize the replicas.
         self._is_enabled = (algorithm is None or algorithm.shares_gradients) and not was_out_of_memory
-        if parts.context.ranks.local_rank == 0:
-            _remove_abandoned(_SHARED_MEMORY, parts.log.run)
+        if components.context.ranks.local_rank == 0:
+            _remove_abandoned(_SHARED_MEMORY, components.log.run)
             if self._attempt == 0:  # a deleted run in the same run folder may have left copies
                 shutil.rmtree(self.folder, ignore_errors=True)
-        parts.context.barrier()
+        components.context.barrier()
 
     def restart(self) -> None:
         """Prepare for copies after a checkpoint was loaded, and remove all earlier ones (collective)."""
@@ -121,9 +121,9 @@ class StateCopies:
         """Steps between two copies that rank 0 has chosen; 0 on other ranks."""
         return self._interval.wanted if self._parts.context.ranks.is_main else 0
 
-    def set_every(self, every: int) -> None:
-        if every:
-            self._interval.every = every
+    def set_every(self, num_steps: int) -> None:
+        if num_steps:
+            self._interval.every = num_steps
 
     def wait(self) -> None:
         if self._copies is not None:
@@ -173,12 +173,12 @@ class StateCopies:
             self._copies = None
 
 
-def _remove_abandoned(memory: Path, own: RunDir) -> None:
+def _remove_abandoned(memory: Path, current_run: RunDir) -> None:
     """Remove this user's folders of runs that were killed and have not used this node since."""
     for folder in memory.glob("hpctrain-*-copies"):
         with suppress(OSError):
             run = RunDir((folder / _RUN_LINK).readlink())
-            if run.path == own.path.resolve() or folder.lstat().st_uid != os.geteuid():
+            if run.path == current_run.path.resolve() or folder.lstat().st_uid != os.geteuid():
                 continue
             held = newest_lease(run)
             # A container may not have the folder of the runs.

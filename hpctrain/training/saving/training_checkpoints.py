@@ -39,34 +39,34 @@ from hpctrain.training.saving.state_copies import StateCopies
 class TrainingCheckpoints:
     """Checkpoints of a training run; a save in flight is completed on exit, but aborted after an error."""
 
-    def __init__(self, parts: Components, environ: Mapping[str, str]) -> None:
+    def __init__(self, components: Components, environ: Mapping[str, str]) -> None:
         """Collective."""
-        run, history = parts.log.run, None
+        run, history = components.log.run, None
         excluded_steps, was_out_of_memory = list[int](), False
         if run is not None:
             run.check_records()
-            if parts.context.ranks.is_main:
+            if components.context.ranks.is_main:
                 recorded = list(run.read_events())
                 history = InterruptionHistory.from_events(recorded)
                 excluded_steps = read_excluded_steps(recorded)
                 was_out_of_memory = any(event.get("class") == "oom" for event in recorded)
-            excluded_steps, was_out_of_memory = parts.context.broadcast_from_main(
+            excluded_steps, was_out_of_memory = components.context.broadcast_from_main(
                 (excluded_steps, was_out_of_memory)
             )
-            parts.state.loss_guard.excluded_steps.update(excluded_steps)
-        self._parts, self._state, self._settings = parts, parts.state, parts.settings
-        self._context, self._log, self._progress = parts.context, parts.log, parts.progress
-        self._deadline = StopDeadline(environ, parts.stop)
+            components.state.loss_guard.excluded_steps.update(excluded_steps)
+        self._parts, self._state, self._settings = components, components.state, components.settings
+        self._context, self._log, self._progress = components.context, components.log, components.progress
+        self._deadline = StopDeadline(environ, components.stop)
         self._verification = VerificationSteps.from_env(environ)
-        every = parts.settings.checkpoint_every
+        checkpoint_every = components.settings.checkpoint_every
         self._schedule = CheckpointSchedule(
-            None if self._verification and every == "auto" else every,
-            num_nodes=parts.context.ranks.num_nodes,
+            None if self._verification and checkpoint_every == "auto" else checkpoint_every,
+            num_nodes=components.context.ranks.num_nodes,
             node_mtbf_s=_node_mtbf_s(environ),
             history=history,
         )
-        checked = is_trained({"module": parts.module, "optimizers": None})
-        self.copies = StateCopies(parts, environ, was_out_of_memory=was_out_of_memory)
+        checked = is_trained({"module": components.module, "optimizers": None})
+        self.copies = StateCopies(components, environ, was_out_of_memory=was_out_of_memory)
         self._has_resumed = False
         self._manager: CheckpointManager | None = None
         self._prepared = False
@@ -75,13 +75,13 @@ class TrainingCheckpoints:
         if run is not None:
             store = CheckpointStore(
                 run.checkpoints,
-                parts.context.cpu_group,
-                retention=KEEP_ALL if self._verification else parts.settings.retention,
-                second_tier=None if self._verification else parts.settings.second_tier(environ),
+                components.context.cpu_group,
+                retention=KEEP_ALL if self._verification else components.settings.retention,
+                second_tier=None if self._verification else components.settings.second_tier(environ),
                 records=(run.metrics, run.events),
                 checked=checked,
             )
-            self._manager = CheckpointManager(parts, store, self._schedule, run.checkpoints)
+            self._manager = CheckpointManager(components, store, self._schedule, run.checkpoints)
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +146,7 @@ class TrainingCheckpoints:
         return self._deadline.left_s(for_requeue=for_requeue) - longest_save_s(write_s or 0.0)
 
     def resume(self) -> None:
-        """Load the newest complete checkpoint of the run, if any (collective)."""
+        """Collective."""
         if self._manager is None:
             return
         self._manager.check()
@@ -245,7 +245,7 @@ class TrainingCheckpoints:
             )
             manager.abandon()
         saved += [*manager.collect_finished(), *manager.close(max(0.0, ends_at - time.monotonic()))]
-        return any(one.step == self._state.step and manager.is_shared(one) for one in saved)
+        return any(save.step == self._state.step and manager.is_shared(save) for save in saved)
 
 
 def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: list[str]) -> None:
@@ -262,12 +262,12 @@ def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: 
         )
 
 
-def is_trained(parts: Mapping[str, nn.Module | None]) -> Callable[[str], bool]:
+def is_trained(modules: Mapping[str, nn.Module | None]) -> Callable[[str], bool]:
     """Return a test for the keys of parameters and optimizer states; buffers may be infinite."""
-    prefixes = tuple(f"{STATE_KEY}/{name}/" for name in parts)
+    prefixes = tuple(f"{STATE_KEY}/{name}/" for name in modules)
     buffers = {
         f"{STATE_KEY}/{name}/{buffer}"
-        for name, module in parts.items()
+        for name, module in modules.items()
         if module is not None
         for buffer, _ in module.named_buffers()
     }

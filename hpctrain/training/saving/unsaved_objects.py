@@ -27,7 +27,6 @@ _DEPTH = 3
 
 
 def remark_on_unsaved(saved: Iterable[object], remedy: str, *, steps_by_script: bool = True) -> str | None:
-    """Return a message on optimizers, schedulers and averages of the script that are not saved."""
     saved_ids: set[int] = set()
     for value in saved:
         _add(saved_ids, value, _DEPTH)
@@ -81,7 +80,6 @@ def _add(saved_ids: set[int], value: Any, depth: int) -> None:
 
 
 def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the script's variables, and of the attributes of its objects."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if not (module.startswith("hpctrain.") or "site-packages" in frame.f_code.co_filename):

@@ -63,7 +63,6 @@ def find_strategy(name: str, environ: Mapping[str, str]) -> type[Strategy]:
 
 
 def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> None:
-    """Replace the strategy "auto", and check all settings that depend on strategy and algorithm."""
     strategy = find_strategy(settings.strategy, environ)
     if settings.strategy == "auto":
         settings.strategy = environ.get(STRATEGY_VARIABLE) or "ddp"

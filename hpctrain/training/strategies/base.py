@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,7 @@ from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.determinism.gradient_sum import SummedParameter
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 #: Methods that can combine gradients; a strategy for several ranks must override at least one method.
 _SHARING = frozenset({"place", "training_step", "backward", "before_update", "__init__"})
@@ -68,11 +66,7 @@ class Strategy:
     remarks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Move `module` to this rank's device.
-
-        Raises:
-            UserError: this strategy cannot train the module.
-        """
+        """Move `module` to this rank's device."""
         kinds = type(self).__mro__[:-2]
         if context.is_distributed and not any(vars(kind).keys() & _SHARING for kind in kinds):
             raise UserError(
@@ -136,14 +130,7 @@ class Strategy:
         return self.module.training_step_end(output)
 
     def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Prepare for steps with one optimizer each.
-
-        Args:
-            parameters: parameters of each optimizer, before `wrap_optimizers` may replace them.
-
-        Raises:
-            UserError: the strategy cannot exclude parameters from a step.
-        """
+        """Prepare for steps with one optimizer each; `parameters` are those before `wrap_optimizers`."""
         if self.context.is_distributed and not self.supports_toggling:
             raise UserError(
                 f"training_step accepts optimizer_idx, but strategy {self.settings.strategy!r} updates "
@@ -222,7 +209,6 @@ def joint_norm(
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Broadcast rank 0's buffers."""
     broadcast_tensors(module.buffers())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,7 @@ from hpctrain.training.algorithms import Algorithm, find_algorithm
 from hpctrain.training.module import Module, check_frozen, is_manual, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
 from hpctrain.training.strategies.base import Strategy, broadcast_buffers, broadcast_tensors
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 
 class DataParallelBase(Strategy):
@@ -35,7 +33,6 @@ class DataParallelBase(Strategy):
     sums_exactly = True
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Broadcast rank 0's parameters and buffers."""
         super().__init__(module, context, settings)
         self.algorithm: Algorithm = find_algorithm(settings.algorithm)
         # A single rank needs no wrapper.
@@ -155,8 +152,6 @@ class DDPSpawn(DDP):
 
 
 class _Step(nn.Module):
-    """Module for DDP to wrap, whose forward pass runs a training step."""
-
     def __init__(self, module: Module, run: Callable[..., tuple[Any, float]]) -> None:
         super().__init__()
         self.module = module

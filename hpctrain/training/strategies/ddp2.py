@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hpctrain import messages
+from hpctrain.checkpoint.io import messages
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.text import pluralize
@@ -17,9 +17,7 @@ from hpctrain.torch_compat import pytree
 from hpctrain.training.module import Module, has_step_end
 from hpctrain.training.strategies.ddp import DataParallelBase
 from hpctrain.training.strategies.dp import run_on_devices
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 
 class DDP2(DataParallelBase):
@@ -34,7 +32,6 @@ class DDP2(DataParallelBase):
     gathers_samples = uses_all_devices = True
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Find the ranks of this node, and broadcast rank 0's parameters."""
         self._node = NodeGather(context) if context.is_distributed else None
         # With elastic determinism, each grain is such a batch, and a single rank computes it.
         gathers = self._node is not None and not settings.elastic_determinism
@@ -125,7 +122,6 @@ class NodeGather:
         return pytree.tree_unflatten(leaves, structure), weight
 
     def _agree(self, num_samples: int, shape: str) -> list[int]:
-        """Check that all members have the same kind of output, and return each member's number of samples."""
         digest = hashlib.blake2b(shape.encode(), digest_size=7).digest()
         message = torch.tensor([num_samples, int.from_bytes(digest, "little")])
         gathered = [torch.empty_like(message) for _ in self.members]

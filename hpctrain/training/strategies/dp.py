@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,7 @@ from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.module import Module, as_scalars, collect_logged, find_run, has_step_end
 from hpctrain.training.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 
 class DP(Strategy):

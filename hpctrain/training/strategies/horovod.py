@@ -11,7 +11,7 @@ import importlib
 import os
 from collections.abc import Iterator, MutableMapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.base import Strategy, broadcast_buffers
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 #: Environment variable of processes started by horovodrun.
 _MARK = "HOROVOD_RANK"
@@ -50,7 +48,6 @@ class Horovod(Strategy):
             )
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Initialize Horovod, and broadcast rank 0's parameters and buffers."""
         super().__init__(module, context, settings)
         self._optimizers: list[Any] = []
         self._is_pending = False
@@ -176,7 +173,6 @@ def _rendezvous_variables(context: DistributedContext, environ: MutableMapping[s
 
 
 def _slot(placements: list[tuple[int, int]], rank: int) -> dict[str, Any]:
-    """Return a rank's slot for Horovod, from the (node, local rank) of each rank."""
     node, local_rank = placements[rank]
     cross_nodes = sorted(place[0] for place in placements if place[1] == local_rank)
     return {

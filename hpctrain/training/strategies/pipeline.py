@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,7 @@ from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optim.micro_batch_size import preserve_state
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.base import Strategy, joint_norm
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
-
+from hpctrain.training.trainer_config import TrainerConfig
 
 #: Default number of micro-batches per stage: more micro-batches reduce the idle time of stages.
 _MICRO_BATCHES_PER_STAGE = 4
@@ -92,7 +89,6 @@ class Pipeline(Strategy):
         return DataRank(0, 1)
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        """Divide the module into stages, and broadcast rank 0's parameters."""
         super().__init__(module, context, settings)
         self._is_pending = False
         if context.is_distributed:
@@ -263,7 +259,6 @@ class _Stage(nn.Module):
 
 
 def _split(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_MicroBatch]]:
-    """Yield the micro-batches of each size."""
     start, num_samples = 0, sum(sizes)
     for size, group in groupby(sizes):
         micro_batches = []
@@ -284,7 +279,6 @@ class OptimizerStateGather:
         self._has_others = True
 
     def gather(self) -> None:
-        """Gather the state of all ranks' optimizers. State from other ranks is on the CPU."""
         for rank, parameters in enumerate(self._parameters):
             rank_states: list[Any] = [
                 [optimizer.state.get(p) for p in parameters] for optimizer in self.optimizers
@@ -323,8 +317,6 @@ def _set_state(
 
 
 class _StageBoundary(Exception):
-    """Exit from a training step at the point where the next rank continues."""
-
     def __init__(self, output: torch.Tensor) -> None:
         self.output = output
 
@@ -402,7 +394,6 @@ class PipelineStages:
             return self._module.training_step_end(self._module.training_step(batch, *arguments))
 
     def check_gradients(self) -> None:
-        """Check that this rank has no gradient for parameters of another stage only."""
         elsewhere = {p for rank, params in enumerate(self.parameters) if rank != self._rank for p in params}
         for name, parameter in self._module.named_parameters():
             if parameter in elsewhere and parameter.grad is not None:

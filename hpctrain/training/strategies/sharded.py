@@ -10,7 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,7 @@ from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.base import Strategy, broadcast_buffers, joint_norm
 from hpctrain.training.strategies.ddp import DataParallelBase
-
-if TYPE_CHECKING:
-    from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.trainer_config import TrainerConfig
 
 _BUCKET_BYTES = 25 << 20
 #: Optimizers whose updates are impossible with shards, and the reason.
@@ -112,9 +110,10 @@ class FullyShardedBase(Strategy):
             self._broadcast(scalar)
         for unit in [*reversed(_find_wrap_modules(self.module)), self._root]:
             assert isinstance(unit, nn.Module)
-            for parameter in unit.parameters():
-                if not isinstance(parameter, DTensor) and parameter.ndim:
-                    self._broadcast(parameter)
+            unsharded = [p for p in unit.parameters() if not isinstance(p, DTensor) and p.ndim]
+            self._check_dtypes(unsharded)
+            for parameter in unsharded:
+                self._broadcast(parameter)
             fully_shard(
                 unit,
                 mesh=mesh,
@@ -189,6 +188,17 @@ class FullyShardedBase(Strategy):
         _unshard_module(self.module)
         return None
 
+    def _check_dtypes(self, unsharded: list[nn.Parameter]) -> None:
+        trained = {p for p in unsharded if p.requires_grad}
+        names = {p.dtype: name for name, p in self.module.named_parameters() if p in trained}
+        if len(names) > 1:
+            parameters = " and ".join(f"{name} ({dtype})" for dtype, name in names.items())
+            raise UserError(
+                f"strategy is {self.settings.strategy!r}, which gathers {parameters} together, so they must "
+                "have the same type. Convert them to one type, or put the layers of each type into separate "
+                "blocks of a Sequential, ModuleList or ModuleDict, or use strategy 'ddp'."
+            )
+
     def _broadcast(self, parameter: nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.context.device)
         dist.broadcast(parameter.data, src=0)
@@ -224,7 +234,6 @@ class _ParameterShards:
         self._shards: dict[nn.Parameter, nn.Parameter] = {}
 
     def shard_optimizer(self, optimizer: torch.optim.Optimizer, before_step: Callable[[], None]) -> None:
-        """Replace the complete parameters of an optimizer with their shards."""
         if reason := _UNSUPPORTED.get(type(optimizer)):
             raise UserError(
                 f"{type(optimizer).__name__} {reason}, so it cannot be used with strategies that shard "
@@ -314,7 +323,6 @@ class _ParameterShards:
 
 
 def _gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the norm of all gradients, complete or sharded."""
     gradients: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         gradients[is_sharded(gradient)].append(local_part(gradient))
@@ -322,7 +330,6 @@ def _gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> 
 
 
 def _check_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check that optimizers contain the current parameters of the module, not those before sharding."""
     parameters = set(module.parameters())
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
@@ -336,8 +343,6 @@ def _check_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer
 
 
 class _Root(nn.Module):
-    """Root module for `fully_shard`, to run any computation with the module."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -397,7 +402,6 @@ def _fits_unsharded(module: nn.Module, device: torch.device) -> bool:
 
 
 def _unshard_module(module: nn.Module) -> None:
-    """Gather all parameters, as new objects, and remove all sharding."""
     for layer in module.modules():
         fsdp_states.pop(layer, None)
         for name, hooks in vars(layer).items():

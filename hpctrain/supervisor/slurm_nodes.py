@@ -51,10 +51,7 @@ _POLL_INTERVAL_S = 0.5
 
 
 class SlurmNodes:
-    """Nodes of the job that are separate machines and may fail independently.
-
-    Methods raise SchedulerError if Slurm refuses or does not answer.
-    """
+    """Nodes of the job. Methods raise SchedulerError if Slurm refuses or does not answer."""
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self._run, self._spec, self._batch_environ = run, spec, environ
@@ -69,9 +66,9 @@ class SlurmNodes:
             nodes = [replace(node, port=port) if node.port is None else node for node in nodes]
         with system.ThreadPoolExecutor(min(_AT_ONCE, max(1, len(nodes)))) as pool:
             troubles = pool.map(node_trouble, nodes)
-            found = {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
-        found.pop(self.own_host, None)  # this process runs there
-        return found
+            lost = {node.name: trouble for node, trouble in zip(nodes, troubles, strict=True) if trouble}
+        lost.pop(self.own_host, None)  # this process runs there
+        return lost
 
     def draining(self, hosts: Sequence[str]) -> dict[str, str]:
         """Return the nodes that will be taken out of service when this job releases them, with the reason."""
@@ -86,7 +83,6 @@ class SlurmNodes:
         shrink_job(self._job_id, hosts, self._environ)
 
     def can_reallocate(self, excluded_hosts: Collection[str]) -> bool:
-        """Return true if the site could start the job on other nodes."""
         return can_start(self._run, self._spec, JobChanges(excluded_hosts), self._batch_environ)
 
     def num_free(self, excluded_hosts: Collection[str]) -> int:
@@ -97,31 +93,28 @@ class SlurmNodes:
             return 0
         idle = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N"]
         excluded = expand_hostlist(self._spec.directives.get("exclude", ""))
-        found = set(run_slurm(idle, self._environ).split())
-        return len(found.difference(excluded_hosts, excluded))
+        idle_hosts = set(run_slurm(idle, self._environ).split())
+        return len(idle_hosts.difference(excluded_hosts, excluded))
 
     def larger_memory(self, hosts: Sequence[str], excluded_hosts: Collection[str]) -> str | None:
-        """Return an option of sbatch, such as `mem=96000`, with which the job gets more memory on such nodes.
-
-        None if there is no such option.
-        """
+        """Return an option of sbatch, such as `mem=96000`, that gives the job more memory on such nodes."""
         environ = self._batch_environ
-        option = next((each for each in _MEMORY_OPTIONS if environ.get(each)), None)
+        option = next(filter(environ.get, _MEMORY_OPTIONS), None)
         if option is None:
             return None
         try:
-            least = min(node.memory_mib for node in query_nodes(hosts, self._environ))
+            node_mib = min(node.memory_mib for node in query_nodes(hosts, self._environ))
         except (SchedulerError, ValueError) as error:
             log.warning("cannot determine the memory of the nodes, so no more memory is requested: %s", error)
             return None
-        name, per_cpu, now = _MEMORY_OPTIONS[option][0], option == "SLURM_MEM_PER_CPU", int(environ[option])
-        larger = min(now * 3 // 2, least // int(environ.get("SLURM_CPUS_ON_NODE", "1") if per_cpu else 1))
+        name, current = _MEMORY_OPTIONS[option][0], int(environ[option])
+        cpus = int(environ.get("SLURM_CPUS_ON_NODE", "1")) if option == "SLURM_MEM_PER_CPU" else 1
+        larger = min(current * 3 // 2, node_mib // cpus)
         memory = f"{name}={larger}"
         changes = JobChanges(excluded_hosts, memory)
-        return memory if larger > now and can_start(self._run, self._spec, changes, environ) else None
+        return memory if larger > current and can_start(self._run, self._spec, changes, environ) else None
 
     def change_job(self, changes: JobChanges) -> None:
-        """Change the requeued job before its next start."""
         fields = {}
         if changes.excluded_hosts:
             fields["ExcNodeList"] = excluded_nodes(self._spec, changes.excluded_hosts)
@@ -145,7 +138,6 @@ class SlurmNodes:
             system.sleep(_POLL_INTERVAL_S)
 
     def stop_ranks(self) -> None:
-        """Send the ranks the signal of a preemption."""
         signal_ranks([self._job_id], signal.SIGTERM, self._environ)
 
     def kill_steps(self) -> None:

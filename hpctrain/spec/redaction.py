@@ -43,11 +43,11 @@ def redact(text: str) -> str:
 
 
 def redact_args(args: Sequence[object]) -> list[str]:
-    """Redact the words of a command; the value of an option may be the next word."""
+    """Redact the words of a command; the value of an option may be the next argument."""
     shown: list[str] = []
-    for word in map(str, args):
-        follows = bool(shown) and _OPTION.fullmatch(shown[-1]) is not None and not word.startswith("-")
-        shown.append(REDACTED_TEXT if follows else redact(word))
+    for argument in map(str, args):
+        follows = bool(shown) and _OPTION.fullmatch(shown[-1]) is not None and not argument.startswith("-")
+        shown.append(REDACTED_TEXT if follows else redact(argument))
     return shown
 
 
@@ -81,4 +81,4 @@ def redact_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
 def _redacted(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
-    return [_redacted(one) for one in value] if isinstance(value, list) else value
+    return [_redacted(item) for item in value] if isinstance(value, list) else value

@@ -1,20 +1,20 @@
-"""Control the job of this batch script, and the jobs that continue its run, through Slurm."""
+"""Control the job of the supervisor: in Slurm, or without a scheduler, as on a laptop."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import sys
 from collections.abc import Mapping
 
 from hpctrain import system
-from hpctrain.crash_output import file_size
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError, SpecError
-from hpctrain.files import open_regular
+from hpctrain.files import file_size, open_regular
 from hpctrain.records.lease import Lease, LeaseHolder
 from hpctrain.records.successor import JobChanges, find_successor, submit_successor
-from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
+from hpctrain.rundir import BATCH_PID_VARIABLE, PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.duration import parse_duration
@@ -24,8 +24,8 @@ from hpctrain.slurm.job_requests import requeue_job, update_job
 from hpctrain.slurm.parsing import SOON_S
 from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.restart_policy import REQUEUE_HOLD_S
-from hpctrain.supervisor.job_control.slurm_nodes import SlurmNodes
 from hpctrain.supervisor.policy.job_intent import JobDisposition
+from hpctrain.supervisor.slurm_nodes import SlurmNodes
 
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
 _EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) [^*\n]* DUE TO (?:PREEMPTION|NODE FAILURE)")
@@ -36,6 +36,9 @@ _CONTINUES = ("", "RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING")
 _ZERO = re.compile(r"[0:-]*0[0:-]*")
 
 log = logging.getLogger(__name__)
+
+#: Slurm's signal before the time limit may come this much early (sbatch(1), --signal).
+EARLY_SIGNAL_TOLERANCE_S = 60.0
 
 
 class SlurmJobControl:
@@ -59,9 +62,8 @@ class SlurmJobControl:
 
     def seconds_left(self) -> float | None:
         """Return the remaining seconds of the job; None if unlimited or unknown."""
-        text = run_slurm(
-            ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"], self._environ
-        ).strip()
+        command = ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"]
+        text = run_slurm(command, self._environ).strip()
         if text == "INVALID" or _ZERO.fullmatch(text):
             return 0.0  # past the limit, which a site may tolerate for some time
         try:
@@ -87,11 +89,9 @@ class SlurmJobControl:
         return True
 
     def can_requeue(self) -> bool:
-        """Return true if the site requeues jobs, including this job."""
         return query_job(self.job_id, self._environ).requeues and query_config(self._environ).job_requeue
 
     def _log(self) -> str:
-        """Return the job's output since it started."""
         try:
             with open_regular(self._run.slurm_log) as log:
                 log.seek(self._log_begin)
@@ -132,6 +132,56 @@ def _leave(claimed_by: LeaseHolder) -> None:
     log.critical(message)
     print(f"Error: {message}", file=sys.stderr, flush=True)
     system.exit_now(SpecError.exit_code)
+
+
+class LocalJobControl:
+    """Substitute for the scheduler: the time limit, preemption by SIGUSR2, the user's SIGTERM."""
+
+    on_signal: Mapping[signal.Signals, signal.Signals | None] = {
+        signal.SIGUSR2: signal.SIGTERM,
+        signal.SIGTERM: signal.SIGTERM,
+        signal.SIGINT: signal.SIGTERM,
+    }
+    cancel_signals = frozenset({signal.SIGTERM, signal.SIGINT})
+    nodes = successors = None
+
+    def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        batch_pid, index = environ.get(BATCH_PID_VARIABLE), spec.array_task
+        self.job_id = (
+            batch_pid or str(system.getpid()) if index is None else f"{batch_pid or os.getppid()}_{index}"
+        )
+        self._limit_s = spec.time_limit_s
+        self._started_at = system.monotonic()
+
+    @property
+    def ends_job_at(self) -> float | None:
+        return None if self._limit_s is None else self._started_at + self._limit_s
+
+    def seconds_left(self) -> float | None:
+        return None if self.ends_job_at is None else self.ends_job_at - system.monotonic()
+
+    def disposition(self) -> JobDisposition:
+        return JobDisposition.STAYS  # Only the user ends a local job.
+
+    def requeue(self) -> bool:
+        """Restart the job immediately in this process, with the full time limit: there is no queue."""
+        self._started_at = system.monotonic()
+        return False
+
+    def can_requeue(self) -> bool:
+        return True
+
+
+JobControl = LocalJobControl | SlurmJobControl
+
+
+def known_seconds_left(job: JobControl) -> float | None:
+    """Return the remaining seconds of the job; None if unlimited or unknown, or without a response."""
+    try:
+        return job.seconds_left()
+    except SchedulerError as error:
+        log.warning("cannot determine this job's remaining time (%s); assuming that enough remains", error)
+        return None
 
 
 def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:

@@ -22,72 +22,70 @@ _ARRAY_KINDS = "biufc"
 
 
 def gather(
-    group: dist.ProcessGroup, value: Any, *, to: int | None = None, what: str = "a message"
+    group: dist.ProcessGroup, value: Any, *, to: int | None = None, label: str = "a message"
 ) -> list[Any]:
     """Return the values of all members, in order. All members must call this."""
-    packed = _pack(value, what)
-    texts = _gather_texts(group, packed.text, to, what)
+    packed = _pack(value, label)
+    texts = _gather_texts(group, packed.text, to, label)
     if to is not None:
-        return [_unpack(text, [], what) for text in texts] or [None] * group.size()
+        return [_unpack(text, [], label) for text in texts] or [None] * group.size()
     return [
-        _unpack(text, list(_tensors(group, text, src, packed.tensors, what)), what)
+        _unpack(text, list(_tensors(group, text, src, packed.tensors, label)), label)
         for src, text in enumerate(texts)
     ]
 
 
-def broadcast(group: dist.ProcessGroup, value: Any, *, src: int, what: str = "a message") -> Any:
+def broadcast(group: dist.ProcessGroup, value: Any, *, src: int, label: str = "a message") -> Any:
     """Return the value of the member with group rank `src`. All members must call this. See `gather`."""
-    packed = _pack(value if dist.get_rank(group) == src else None, what)
+    packed = _pack(value if dist.get_rank(group) == src else None, label)
     size = torch.tensor(len(packed.text))
     dist.broadcast(size, group=group, group_src=src)
-    length = _checked_length(size, what)
+    length = _checked_length(size, label)
     buffer = _buffer(packed.text if dist.get_rank(group) == src else b"", length)
     dist.broadcast(buffer, group=group, group_src=src)
     text = buffer.numpy().tobytes()
-    return _unpack(text, list(_tensors(group, text, src, packed.tensors, what)), what)
+    return _unpack(text, list(_tensors(group, text, src, packed.tensors, label)), label)
 
 
 @dataclass
 class _Packed:
-    """A value, split into JSON and tensors."""
-
     text: bytes
     tensors: list[torch.Tensor]
 
 
-def _pack(value: Any, what: str) -> _Packed:
+def _pack(value: Any, label: str) -> _Packed:
     """Pack a value. A value that cannot be sent becomes an error on all members."""
     tensors: list[torch.Tensor] = []
     try:
         record: dict[str, Any] = {"value": _encode(value, tensors)}
     except (TypeError, RecursionError) as error:
-        tensors, record = [], {"error": f"{what} cannot be sent to other ranks: {error}"}
+        tensors, record = [], {"error": f"{label} cannot be sent to other ranks: {error}"}
     record["tensors"] = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     text = json.dumps(record).encode("ascii")
     if len(text) > MAX_MESSAGE_BYTES:
         problem = (
-            f"{what} is {len(text)} bytes long on one rank, but the limit is {MAX_MESSAGE_BYTES} bytes. "
+            f"{label} is {len(text)} bytes long on one rank, but the limit is {MAX_MESSAGE_BYTES} bytes. "
             "Use tensors instead of long lists."
         )
         return _Packed(json.dumps({"error": problem}).encode("ascii"), [])
     return _Packed(text, tensors)
 
 
-def _unpack(text: bytes, tensors: list[torch.Tensor], what: str) -> Any:
-    record = _parse(text, what)
+def _unpack(text: bytes, tensors: list[torch.Tensor], label: str) -> Any:
+    record = _parse(text, label)
     if "error" in record:
         raise UserError(record["error"])
     try:
         return _decode(record["value"], tensors)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise RendezvousError(f"{what} was received in an invalid form: {error!r}") from error
+        raise RendezvousError(f"{label} was received in an invalid form: {error!r}") from error
 
 
-def _parse(text: bytes, what: str) -> dict[str, Any]:
+def _parse(text: bytes, label: str) -> dict[str, Any]:
     try:
-        return parse_json_object(text, what)
+        return parse_json_object(text, label)
     except ValueError as error:
-        raise RendezvousError(f"{what} was received in an invalid form: {error}") from error
+        raise RendezvousError(f"{label} was received in an invalid form: {error}") from error
 
 
 def _encode(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -150,11 +148,11 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _tensors(
-    group: dist.ProcessGroup, text: bytes, src: int, sent: Sequence[torch.Tensor], what: str
+    group: dist.ProcessGroup, text: bytes, src: int, sent: Sequence[torch.Tensor], label: str
 ) -> Iterator[torch.Tensor]:
     """Yield the tensors of a message from member `src`."""
     is_sender = dist.get_rank(group) == src
-    for index, (name, shape) in enumerate(_parse(text, what).get("tensors", [])):
+    for index, (name, shape) in enumerate(_parse(text, label).get("tensors", [])):
         tensor = sent[index] if is_sender else torch.empty(shape, dtype=_dtype(name))
         if tensor.numel():
             # Sent as bytes, because gloo does not support all dtypes.
@@ -163,12 +161,12 @@ def _tensors(
         yield tensor
 
 
-def _gather_texts(group: dist.ProcessGroup, text: bytes, to: int | None, what: str) -> list[bytes]:
+def _gather_texts(group: dist.ProcessGroup, text: bytes, to: int | None, label: str) -> list[bytes]:
     """Return the JSON of all members; an empty list on members that receive none."""
     size = group.size()
     sizes = [torch.tensor(0) for _ in range(size)]
     dist.all_gather(sizes, torch.tensor(len(text)), group=group)
-    lengths = [_checked_length(received, what) for received in sizes]
+    lengths = [_checked_length(received, label) for received in sizes]
     longest = max(lengths)
     buffers = [_buffer(b"", longest) for _ in range(size)] if to in (None, dist.get_rank(group)) else []
     if to is None:
@@ -178,13 +176,12 @@ def _gather_texts(group: dist.ProcessGroup, text: bytes, to: int | None, what: s
     return [buffer[:length].numpy().tobytes() for buffer, length in zip(buffers, lengths, strict=False)]
 
 
-def _checked_length(size: torch.Tensor, what: str) -> int:
+def _checked_length(size: torch.Tensor, label: str) -> int:
     length = int(size)
     if not 0 < length <= MAX_MESSAGE_BYTES:
-        raise RendezvousError(f"{what} is {length} bytes long, but the limit is {MAX_MESSAGE_BYTES} bytes")
+        raise RendezvousError(f"{label} is {length} bytes long, but the limit is {MAX_MESSAGE_BYTES} bytes")
     return length
 
 
 def _buffer(text: bytes, length: int) -> torch.Tensor:
-    """Return `text` as bytes in a tensor, padded to `length`."""
     return torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)

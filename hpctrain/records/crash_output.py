@@ -1,4 +1,4 @@
-"""Output of a process that exited without reporting a cause: its log, or a traceback in another log.
+"""Find the cause of a failure in the output of a process, and shorten its traceback.
 
 A rank that fails before opening its log prints to the output of its launcher.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.files import open_regular
+from hpctrain.files import file_size, open_regular
+from hpctrain.text import pluralize
 
 #: Number of bytes at the end of a log to search for a traceback.
 _SEARCHED_BYTES = 64 * 1024
@@ -37,6 +38,18 @@ _NOISE = re.compile(
 #: Cause of an abort, as printed by the C++ runtime.
 _WHAT = re.compile(r"^\s*what\(\):\s*(.+)$", re.MULTILINE)
 
+_HPCTRAIN_FOLDER = f"{Path(__file__).parents[1]}/"
+_LIBRARY_FILES = re.compile(r"<frozen |.*/(?:site|dist)-packages/(?:hpctrain|torch)/")
+_FRAME = re.compile(r' +File "(?P<path>[^"]*)", line \d+')
+
+#: torch errors on a rank with a lost peer: consequences of a failure, not causes.
+PEER_LOST = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection refused|remote process exited"
+    r"|communicator was aborted|could not connect to its|recvbytes"
+    r"|socket timeout|wait timeout",
+    re.IGNORECASE,
+)
+
 #: Failure kind of a rank that exited with code 0 during training.
 UNFINISHED = "unfinished"
 #: Remedy for a script that exited during training.
@@ -55,7 +68,6 @@ class CrashOutput:
 
 
 def find_crash_output(log: Path, outer_log: Path, since: int = 0, number: int | None = None) -> CrashOutput:
-    """Return the output of an exited process."""
     message = ""
     if number == signal.SIGKILL:
         message = "sent by a user (kill -9), or by the kernel because memory ran out"
@@ -65,8 +77,8 @@ def find_crash_output(log: Path, outer_log: Path, since: int = 0, number: int | 
         message = _last_line(log)
     if file_size(log) > 0:
         return CrashOutput(log, message)
-    if number is None and not log.exists() and (found := _newest_traceback(outer_log, since)):
-        return CrashOutput(outer_log, found["last"], f"{found[0]}\n")
+    if number is None and not log.exists() and (match := _newest_traceback(outer_log, since)):
+        return CrashOutput(outer_log, match["last"], f"{match[0]}\n")
     return CrashOutput(outer_log if file_size(outer_log) > since or not log.exists() else log, message)
 
 
@@ -86,19 +98,11 @@ def _last_line(log: Path) -> str:
     return next(filter(None, reversed(lines)), "")[:300]
 
 
-def describe_unfinished(what: str, step: int | None, last_step: int | None) -> str:
+def describe_unfinished(call: str, step: int | None, last_step: int | None) -> str:
     """Return a clause with the step of the training at which the script exited with code 0."""
     of = "" if last_step is None else f" of {last_step}"
-    where = f"after step {step}{of}" if step else f"before step 1{of}"
-    return f"the script exited with code 0 before {what} finished ({where})"
-
-
-def file_size(path: Path) -> int:
-    """Return the length of a file in bytes; 0 without a file."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
+    place = f"after step {step}{of}" if step else f"before step 1{of}"
+    return f"the script exited with code 0 before {call} finished ({place})"
 
 
 def _end_of(path: Path, since: int) -> str:
@@ -113,3 +117,34 @@ def _end_of(path: Path, since: int) -> str:
 def _newest_traceback(path: Path, since: int) -> re.Match[str] | None:
     text = _end_of(path, since)
     return max(_TRACEBACK.finditer(_SLURM_LINES.sub("", text)), key=re.Match.start, default=None)
+
+
+def is_peer_lost(message: str, classes: Collection[str]) -> bool:
+    """Return true if an exception of a rank only reports that another rank is gone.
+
+    Exceptions of the operating system concern other connections, such as to a server or a data worker.
+    """
+    return "OSError" not in classes and PEER_LOST.search(message) is not None
+
+
+def fold(traceback: str) -> str:
+    """Replace each series of frames of hpctrain and torch with one line.
+
+    A traceback without other frames is returned unchanged.
+    """
+    lines: list[str] = []
+    folded, inside, has_own = 0, False, False
+    for line in traceback.splitlines():
+        if frame := _FRAME.match(line):
+            inside = frame["path"].startswith(_HPCTRAIN_FOLDER) or bool(_LIBRARY_FILES.match(frame["path"]))
+            has_own |= not inside
+            folded += inside
+        elif not line.startswith("  "):  # the code of a frame, and a note on its repetition, are indented
+            inside = False
+        if inside:
+            continue
+        if folded:
+            lines.append(f"  … {pluralize(folded, 'frame')} of hpctrain and torch")
+            folded = 0
+        lines.append(line)
+    return "\n".join(lines) + "\n" * traceback.endswith("\n") if has_own else traceback

@@ -24,8 +24,6 @@ from hpctrain.files import write_atomic
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A function and its arguments."""
-
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -42,13 +40,12 @@ class FunctionCall:
         return self.function(*self.args, **self.kwargs)
 
     def to_bytes(self) -> bytes:
-        """Return the pickled call."""
-        parts = [
+        named_values = [
             ("the function", self.function),
             *((f"argument {i}", value) for i, value in enumerate(self.args)),
             *((f"argument {name}", value) for name, value in self.kwargs.items()),
         ]
-        return dumps(self, self.name, parts)
+        return dumps(self, self.name, named_values)
 
 
 @dataclass(frozen=True)
@@ -75,11 +72,9 @@ class CallPayload:
         return call
 
     def to_bytes(self) -> bytes:
-        """Return the content of a file for `read`."""
         return pickle.dumps((self.call, self.sys_path, self.retry_on_exception))
 
     def write(self, path: Path) -> None:
-        """Write the payload to `path` atomically."""
         write_atomic(path, self.to_bytes(), private=True)
 
     @classmethod
@@ -88,36 +83,37 @@ class CallPayload:
         return cls(*pickle.loads(path.read_bytes()))
 
 
-def dumps(value: Any, whose: str, parts: list[tuple[str, Any]]) -> bytes:
-    """Return `value` pickled."""
+def dumps(value: Any, function_name: str, named_values: list[tuple[str, Any]]) -> bytes:
     import cloudpickle
 
     try:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 (pickling runs code of the value)
-        name, culprit, told = _find_unpicklable(parts) or ("the value", value, error)
+        name, culprit, reason = _find_unpicklable(named_values) or ("the value", value, error)
         raise UserError(
-            f"{whose}(): {name} has type {_type_name(culprit)}, which cannot be pickled: {told}. "
+            f"{function_name}(): {name} has type {_type_name(culprit)}, which cannot be pickled: {reason}. "
             "Pass or return plain data instead, or create the object inside the function."
         ) from None
     return data
 
 
-def _find_unpicklable(parts: list[tuple[str, Any]]) -> tuple[str, Any, Exception] | None:
-    """Return the innermost of `parts` and their contents that cannot be pickled: name, value, error."""
-    found: tuple[str, Any, Exception] | None = None
+def _find_unpicklable(named_values: list[tuple[str, Any]]) -> tuple[str, Any, Exception] | None:
+    """Return the innermost value that cannot be pickled: name, value, error."""
+    innermost: tuple[str, Any, Exception] | None = None
     seen: set[int] = set()
-    queue = iter(parts)
+    queue = iter(named_values)
     while (hit := next(_failures(queue, seen), None)) is not None:
-        found = hit
+        innermost = hit
         queue = _children(*hit[:2])
-    return found
+    return innermost
 
 
-def _failures(parts: Iterator[tuple[str, Any]], seen: set[int]) -> Iterator[tuple[str, Any, Exception]]:
+def _failures(
+    named_values: Iterator[tuple[str, Any]], seen: set[int]
+) -> Iterator[tuple[str, Any, Exception]]:
     import cloudpickle
 
-    for name, value in parts:
+    for name, value in named_values:
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -131,22 +127,22 @@ def _children(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the visible contents of `value`, each with a name."""
     match value:
         case dict():
-            yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
+            yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
         case list() | tuple():
-            yield from ((f"{name}[{i}]", part) for i, part in enumerate(value))
+            yield from ((f"{name}[{i}]", item) for i, item in enumerate(value))
         case set() | frozenset():
-            yield from ((f"an element of {name}", part) for part in value)
+            yield from ((f"an element of {name}", item) for item in value)
         case types.FunctionType():
             used = inspect.getclosurevars(value)
-            for variable, part in {**used.globals, **used.nonlocals}.items():
-                yield f"the variable {variable} in {name}", part
+            for variable, item in {**used.globals, **used.nonlocals}.items():
+                yield f"the variable {variable} in {name}", item
         case types.MethodType():
             yield f"the object bound to {name}", value.__self__
         case functools.partial():
             yield f"{name}.func", value.func
             yield from _children(f"{name}.args", value.args)
             yield from _children(f"{name}.keywords", value.keywords)
-    yield from ((f"{name}.{attribute}", part) for attribute, part in _attributes(value).items())
+    yield from ((f"{name}.{attribute}", item) for attribute, item in _attributes(value).items())
 
 
 def _attributes(value: Any) -> dict[str, Any]:
