@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import warnings
@@ -21,7 +22,12 @@ from hpctrain.runtime.stopping.stop_consensus import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.data.loader_config import is_permutation
 from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
-from hpctrain.training.optim.resumed_values import configured_values, ignored_after_load
+from hpctrain.training.optim.resumed_values import (
+    advance_period,
+    check_ends,
+    configured_values,
+    ignored_after_load,
+)
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
@@ -145,7 +151,19 @@ class RunCheckpoint(lightning.Callback):
             saved.append(vars(pl_module))
         unsaved = remark_on_unsaved(saved, TRAINER_REMEDY, steps_by_script=False)
         remedy = "To change the value in a resumed run, set it in the on_train_start() of the module."
-        self.checkpoints.report(ignored, [unsaved], remedy)
+        ends: list[str] = []
+        if pl_module.automatic_optimization and math.isfinite(trainer.estimated_stepping_batches):
+            steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            schedules = [
+                (
+                    config.scheduler,
+                    advance_period(config.interval, config.frequency, config.reduce_on_plateau, steps),
+                )
+                for config in trainer.lr_scheduler_configs
+            ]
+            last_step = int(trainer.estimated_stepping_batches)
+            ends = check_ends(schedules, last_step, ignored, can_change=False)
+        self.checkpoints.report(ignored, [unsaved, *ends], remedy)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         # Between two steps of the optimizer there are gradients, which are not saved.

@@ -1,1 +1,1 @@
-"""Saving, finding and verifying checkpoints. `manifest`, `retention` and `interval` import no torch."""
+"""Saving, finding and verifying checkpoints. `manifest`, `checkpoint_dir` and `interval` import no torch."""

@@ -12,11 +12,10 @@ from typing import Any
 from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name, stored_chunks
 from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
 from hpctrain.checkpoint.format.write_plan import WriteItem
-from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, Retention
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, complete_files, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, SaveAborted, describe_exception
 from hpctrain.checkpoint.io.file_writer import FileWriter, bytes_file_write
-from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.staging import StagedState
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.errors import CheckpointError

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, Retention
 from hpctrain.checkpoint.io.commit import CommitTarget
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
 from hpctrain.checkpoint.io.loading import (
@@ -29,7 +29,6 @@ from hpctrain.checkpoint.io.loading import (
     list_shared_steps,
     load,
 )
-from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.saver import CommittedSave, PendingSave, Saver
 from hpctrain.checkpoint.staging import StateStager
 from hpctrain.checkpoint.tier.local_tier import LocalTier

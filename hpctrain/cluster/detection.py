@@ -39,15 +39,6 @@ _DETECTORS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
     "local": detect_local,
 }
 
-#: The variables by which each launcher is detected.
-_IDENTIFYING_VARIABLES = {
-    "torchrun": "RANK and WORLD_SIZE",
-    "horovod": "HOROVOD_RANK and HOROVOD_SIZE",
-    "openmpi": "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
-    "mpich": "PMI_RANK and MPI_LOCALRANKID",
-    "submitit": "SUBMITIT_LOCAL_JOB_ID",
-    "slurm": "SLURM_PROCID, SLURM_JOB_ID and the SLURM_STEP_ID of a step started by srun",
-}
 #: Generic rank variables, which any program may have set, and the fields that they must equal.
 _GENERIC_VARIABLES = {
     "RANK": "rank",
@@ -115,9 +106,8 @@ def _detect_as(name: str, environ: Mapping[str, str]) -> Ranks:
     ranks = detector(environ)
     if ranks is None:
         raise EnvironmentMismatch(
-            f"{ENVIRONMENT_VARIABLE} is {name!r}, but the variables of this launcher are not set "
-            f"({_IDENTIFYING_VARIABLES[name]}). Start this process with that launcher, or unset "
-            f"{ENVIRONMENT_VARIABLE}."
+            f"{ENVIRONMENT_VARIABLE} is {name!r}, but the variables that identify this launcher are not set. "
+            f"Start this process with that launcher, or unset {ENVIRONMENT_VARIABLE}."
         )
     _check_port(ranks)
     return ranks

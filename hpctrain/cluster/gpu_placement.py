@@ -69,12 +69,7 @@ def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
 
 
 def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> GpuAssignment:
-    """Assign a separate visible GPU to each rank.
-
-    A rank receives its preferred GPU unless a lower rank prefers the same GPU. The other ranks receive
-    remaining GPUs: Slurm may bind the same few GPUs to several tasks (--gpu-bind=closest), which cannot
-    divide them without communication.
-    """
+    """Assign a separate GPU to each rank: its preferred one, unless a lower rank prefers the same."""
     owners: dict[str, RankPlacement] = {}
     for placement in placements:
         if placement.gpu is not None:

@@ -5,13 +5,8 @@ Names are separated by any number of commas, spaces or tabs. A name consists of 
 width of its first number: `[08-11]` is 08, 09, 10, 11. Names are neither sorted nor deduplicated.
 
 The result is the same as for `scontrol show hostnames`, with these intentional differences from Slurm 22.05:
-
-- Accepted only by hpctrain: text after the last bracket of a name (`gpu-a[1-2]b`; Slurm accepts it since
-  23.11); more than 65,536 numbers in a range. The limit is a million names in total.
-- Rejected only by hpctrain: an unmatched bracket (Slurm reads `n[1-2` as the name `n]`); a range without an
-  end (`n[1-]`); anything but digits in a number, including spaces (Slurm reads `n[1, 2]` as n1 and n02);
-  characters not allowed in host names, including line ends.
-- Correct only in hpctrain: numbers that need more than 64 bits.
+text after the last bracket (`gpu-a[1-2]b`), long ranges and numbers of more than 64 bits are accepted, up to
+a million names in total; unmatched brackets, ranges without an end, and other characters are errors.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from hpctrain.checkpoint import store as store_module
 from hpctrain.checkpoint.format.write_plan import item_bytes, plan_writes
 from hpctrain.checkpoint.io import file_writer
-from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.checkpoint.io.checkpoint_dir import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from fuzzing import FOLDER, Parser, encode, write_file
 from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
-from hpctrain.telemetry.loggers.gpu_metrics import GpuMetrics
 
 from hpctrain import files, rundir
 from hpctrain.checkpoint import interval
@@ -24,7 +23,7 @@ from hpctrain.records import checkpoint_health, lease, log_tail, run_record, suc
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.supervisor import buffered_storage, node_steps
-from hpctrain.supervisor.failures import classify, failure_files
+from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import attempt_runner, worker_group
 from hpctrain.sweeps import sweep_record
@@ -32,7 +31,7 @@ from hpctrain.sweeps.stopping_rules import TrialReport
 from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.loggers import dispatcher
-from hpctrain.telemetry.loggers.dispatcher import LoggerState
+from hpctrain.telemetry.loggers.dispatcher import GpuMetrics, LoggerState
 from hpctrain.telemetry.report import (
     artifacts,
     attempts,
@@ -114,7 +113,7 @@ def read_failures() -> object:
     found = list(failure_files._read(RUN, 0))
     if found:
         first = failure_files.root_cause({failure.rank: failure for failure in found}.values())
-        return str(first), classify.classify(first), classify.is_deterministic(first)
+        return str(first), failure_files.classify(first), failure_files.is_deterministic(first)
     return None
 
 
@@ -214,7 +213,12 @@ PARSERS = [
     ),
     of_metrics(attempt_runner.longest_step_s),
     of_run(worker_group._read_phase_durations, RUN.phase_durations, '{"step": 1.5, "save": 3.0}'),
-    of_run(classify.gpu_faults, RUN.telemetry(0), NODE_LINES, lambda: classify.gpu_faults(RUN, ["n1"], 0.0)),
+    of_run(
+        failure_files.gpu_faults,
+        RUN.telemetry(0),
+        NODE_LINES,
+        lambda: failure_files.gpu_faults(RUN, ["n1"], 0.0),
+    ),
     of_run(
         node_steps._read_node_check,
         RUN.node_check_result(0, 0),

@@ -31,7 +31,7 @@ EXEMPT = {
         supervisor.monitors.EarlyStoppingMonitor._read_rule
         supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
-        telemetry.sampling.nvml.read_field telemetry.sampling.nvml.read_gpu
+        telemetry.sampling.nvml.read_gpu
         training.base.device_selection.parse_devices training.base.rng._from_tensors
         training.data.sampler_plan.SamplerPlan._read training.data.stream_step_source.ShardBuffers.read
         training.determinism.gradient_sum.GradientBucket.read_peaks
@@ -83,7 +83,7 @@ EXEMPT = {
         runtime.program.program._parse_python_command
     """,
     "every error is caught by the caller and reported": """
-        cli.on_cluster._read_status cluster.processes._read
+        cluster.processes._read
         supervisor.workers.heartbeat_server.HeartbeatServer._read telemetry.loggers.trackers.Csv._read
     """,
 }

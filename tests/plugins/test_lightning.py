@@ -226,5 +226,6 @@ def test_differences_of_a_resumed_run_are_reported(tmp_path):
     second = output_of(0.5, 8, 8)
     assert "lr remains 0.1, the value in the checkpoint, although the script now sets 0.5." in second
     assert "T_max of CosineAnnealingLR remains 4, the value in the checkpoint, although the" in second
+    assert "CosineAnnealingLR ends after step 4 (T_max=4, the value in the checkpoint" in second
     assert second.count("remains") == 2
     assert "not resumable" not in second

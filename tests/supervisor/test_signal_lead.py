@@ -34,10 +34,6 @@ def test_longest_step_is_found(records, seconds):
     assert longest_step_s(records) == seconds
 
 
-def test_lead_before_the_first_save_is_the_requested_one(tmp_path):
-    assert required_lead_s(RunDir(tmp_path), 120.0) == 120.0
-
-
 @pytest.mark.parametrize(("save_s", "lead"), [(1.0, 120.0), (200.0, 10 + 3 * 4 + 1.25 * 200 + 2)])
 def test_lead_is_extended_if_a_save_needs_more(tmp_path, save_s, lead):
     run = RunDir(tmp_path)

@@ -616,7 +616,7 @@ def test_layers_can_be_made_late():
     module = Late()
     fit(module)
     assert module.order == [
-        *("prepare_data", "setup fit", "configure_model", "configure_optimizers", "teardown fit"),
+        *("prepare_data", "setup fit", "configure_model", "configure_optimizers", "teardown fit")
     ]
 
 

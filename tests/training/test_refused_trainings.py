@@ -86,9 +86,5 @@ def test_differing_numbers_of_steps_on_ranks_are_reported():
         hpctrain.UserError, match=r"'max_steps': 3.* on rank 0, but .*'max_steps': 4.* on rank 1"
     ):
         make_step_source(
-            samples(),
-            LoaderConfig(global_batch_size=4),
-            DataRank(0, 2),
-            group,
-            StopCondition(3),
+            samples(), LoaderConfig(global_batch_size=4), DataRank(0, 2), group, StopCondition(3)
         )

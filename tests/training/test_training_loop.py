@@ -149,8 +149,7 @@ def test_alternating_optimizers_see_the_whole_batch_in_order(tmp_path, ranks, st
 @pytest.mark.ranks
 def test_alternating_optimizers_with_sharded_parameters_are_refused(tmp_path):
     with pytest.raises(
-        AssertionError,
-        match=r"UserError: .*strategy 'zero3' updates all parameters together",
+        AssertionError, match=r"UserError: .*strategy 'zero3' updates all parameters together"
     ):
         train(tmp_path, "gan", 1, 'strategy="zero3"', ranks=2)
 

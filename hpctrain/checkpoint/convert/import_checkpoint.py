@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from hpctrain.checkpoint.convert.external_formats import ExternalState, parse_external_state
-from hpctrain.checkpoint.io.retention import KEEP_ALL
+from hpctrain.checkpoint.io.checkpoint_dir import KEEP_ALL
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError

@@ -1,18 +1,13 @@
 """Detect ranks of launchers that set global and local ranks, but little about the nodes.
 
-Open MPI's `mpirun`: Despite its name OMPI_COMM_WORLD_NODE_RANK is not the index of the node, but the index of
-the process on its node. The index of the node follows from Slurm's node list in a Slurm job, otherwise from
-the number of the daemon that started the process (OMPI_MCA_orte_local_daemon_uri; mpirun itself is daemon 0).
-Both are valid only if all nodes are used: neither shows idle nodes. Based on Open MPI 4.1. Version 5 sets no
-OMPI_MCA_orte_* variables, which does not matter on a single node.
+Open MPI's `mpirun`: OMPI_COMM_WORLD_NODE_RANK is not the index of the node, but the index of the process on
+its node. The index of the node follows from Slurm's node list in a Slurm job, otherwise from the number of
+the daemon that started the process (OMPI_MCA_orte_local_daemon_uri; mpirun itself is daemon 0). Both are
+valid only if all nodes are used. Based on Open MPI 4.1; version 5 sets no OMPI_MCA_orte_* variables.
 
 Hydra, the `mpiexec` of MPICH and Intel MPI: `srun --mpi=pmi2` also sets PMI_RANK and PMI_SIZE, to the values
 of the step; MPI_LOCALRANKID identifies Hydra. In a Slurm job, Hydra starts a proxy on each node with an srun
 of one task per node. SLURM_PROCID then describes the proxy, and SLURM_NODEID is the node.
-
-`horovodrun` with gloo. With MPI, `horovodrun` starts mpirun, which sets the ranks.
-
-submitit's local executor. Its Slurm executor starts a job step, where srun sets the ranks.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ _ADVICE = {
     "accelerate": "If the nodes have no GPUs, set ACCELERATE_USE_CPU=true or pass cpu=True to Accelerator",
 }
 _OTHER_ADVICE = (
-    "Call torch.distributed.init_process_group and wrap the model in DistributedDataParallel. If the script has an "
-    "argument --local_rank, which neither hpctrain nor torchrun passes, use the variable LOCAL_RANK instead"
+    "Call torch.distributed.init_process_group and wrap the model in DistributedDataParallel. If the script "
+    "has an argument --local_rank, which neither hpctrain nor torchrun passes, use the variable LOCAL_RANK "
+    "instead"
 )
 
 

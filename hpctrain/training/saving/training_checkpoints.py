@@ -16,7 +16,7 @@ from torch import nn
 from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
 from hpctrain.checkpoint.interval import NODE_MTBF_S, SAVE_MARGIN_S, InterruptionHistory, longest_save_s
-from hpctrain.checkpoint.io.retention import KEEP_ALL
+from hpctrain.checkpoint.io.checkpoint_dir import KEEP_ALL
 from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, SilentCorruption, UserError
 from hpctrain.rundir import (

@@ -93,7 +93,9 @@ class Pipeline(Strategy):
         self._is_pending = False
         if context.is_distributed:
             self._stages = PipelineStages(module, context.ranks.rank, context.ranks.world_size)
-            self._state_gather = OptimizerStateGather(self._stages.parameters, context)
+            self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+            # A loaded checkpoint contains the state of all ranks.
+            self._has_all_states = True
             self._is_last = context.ranks.rank == context.ranks.world_size - 1
             self._shapes: dict[Any, tuple[Any, Any]] = {}
             self._names: list[str] = []
@@ -108,7 +110,7 @@ class Pipeline(Strategy):
         if not self.context.is_distributed:
             return super().training_step(batch, batch_idx, num_samples)
         self._is_pending = True
-        self._state_gather.drop_others()
+        self._drop_states_of_others()
         arguments = (batch_idx, *self.optimizer_idx)
         max_size = self.settings.micro_batch_size
         assert max_size != "auto"  # See `check`.
@@ -132,7 +134,7 @@ class Pipeline(Strategy):
 
     def wrap_optimizers(self, optimization: OptimizerSetup) -> OptimizerSetup:
         if self.context.is_distributed:
-            self._state_gather.optimizers = optimization.optimizers
+            self._optimizers = optimization.optimizers
         return optimization
 
     def before_update(self) -> None:
@@ -169,7 +171,31 @@ class Pipeline(Strategy):
             further = outside if rank == self.context.ranks.world_size - 1 else []
             for tensor in (*parameters, *self._stages.buffers[rank], *further):
                 dist.broadcast(tensor.data, src=rank)
-        self._state_gather.gather()
+        self._gather_states()
+
+    def _gather_states(self) -> None:
+        """Gather the state of all ranks' optimizers for a checkpoint. That of other ranks is on the CPU."""
+        for rank, parameters in enumerate(self._stages.parameters):
+            rank_states: list[Any] = [[opt.state.get(p) for p in parameters] for opt in self._optimizers]
+            rank_states = self.context.broadcast(rank_states, rank, "the state of an optimizer")
+            if rank != self.context.ranks.rank:
+                for optimizer, states in zip(self._optimizers, rank_states, strict=True):
+                    _set_state(optimizer, parameters, states)
+        for optimizer in self._optimizers:
+            # In the order of the parameters, to make the states equal on all ranks.
+            for parameter in parameters_of(optimizer):
+                if parameter in optimizer.state:
+                    optimizer.state[parameter] = optimizer.state.pop(parameter)
+        self._has_all_states = True
+
+    def _drop_states_of_others(self) -> None:
+        """Drop the state of other ranks, to keep the memory savings of the stages."""
+        if self._has_all_states:
+            self._has_all_states = False
+            for rank, parameters in enumerate(self._stages.parameters):
+                if rank != self.context.ranks.rank:
+                    for optimizer in self._optimizers:
+                        _set_state(optimizer, parameters, [None] * len(parameters))
 
     def _loss_of(
         self,
@@ -267,42 +293,6 @@ def _split(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_MicroBatch
             micro_batches.append(_MicroBatch(samples, size, derive_seed(seed, start)))
             start += size
         yield micro_batches
-
-
-class OptimizerStateGather:
-    """Gather the optimizer state of all ranks for a checkpoint, and remove it afterwards."""
-
-    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]], context: DistributedContext) -> None:
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._parameters, self._context = parameters, context
-        # A loaded checkpoint contains the state of all ranks.
-        self._has_others = True
-
-    def gather(self) -> None:
-        for rank, parameters in enumerate(self._parameters):
-            rank_states: list[Any] = [
-                [optimizer.state.get(p) for p in parameters] for optimizer in self.optimizers
-            ]
-            rank_states = self._context.broadcast(rank_states, rank, "the state of an optimizer")
-            if rank != self._context.ranks.rank:
-                for optimizer, states in zip(self.optimizers, rank_states, strict=True):
-                    _set_state(optimizer, parameters, states)
-        for optimizer in self.optimizers:
-            # In the order of the parameters, to make the states equal on all ranks.
-            for parameter in parameters_of(optimizer):
-                if parameter in optimizer.state:
-                    optimizer.state[parameter] = optimizer.state.pop(parameter)
-        self._has_others = True
-
-    def drop_others(self) -> None:
-        """Drop the state of other ranks, to keep the memory savings of the stages."""
-        if not self._has_others:
-            return
-        self._has_others = False
-        for rank, parameters in enumerate(self._parameters):
-            if rank != self._context.ranks.rank:
-                for optimizer in self.optimizers:
-                    _set_state(optimizer, parameters, [None] * len(parameters))
 
 
 def _set_state(

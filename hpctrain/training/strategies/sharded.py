@@ -20,12 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpctrain.errors import UserError
-from hpctrain.torch_compat import (
-    FSDP_ATTRIBUTES,
-    all_gather_single,
-    fsdp_states,
-    register_first_post_hook,
-)
+from hpctrain.torch_compat import FSDP_ATTRIBUTES, all_gather_single, fsdp_states, register_first_post_hook
 from hpctrain.training.base.tensors import group_by_type, is_sharded, local_part
 from hpctrain.training.determinism.gradient_sum import SummedParameter
 from hpctrain.training.module import Module
