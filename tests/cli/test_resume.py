@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from helpers.commands import run_command
 from helpers.waiting import wait_for
 
 from hpctrain.cli.main import cli
@@ -152,15 +151,6 @@ def test_resumed_run_keeps_options_that_equal_the_defaults(workdir: Path) -> Non
         time_limit_s=3600.0,
     )
     assert resumed_spec("--set", "stop_before_limit=").stop_before_limit_s == 120
-
-
-def test_resume_names_files_in_the_old_code_snapshot(workdir: Path) -> None:
-    (workdir / "train.py").write_text("from pathlib import Path; Path(__file__).with_name('last.pt').touch()")
-    run_command(["git", "init", "-q", workdir])
-    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
-    invoke("wait", "a")
-    result = CliRunner().invoke(cli, ["resume", "a", "--nodes=2", "--dry-run"])
-    assert "/submission-000': 'last.pt'. This submission uses a new snapshot" in result.stderr
 
 
 @pytest.mark.long
