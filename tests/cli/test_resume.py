@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from helpers.commands import run_command
 from helpers.waiting import wait_for
 
 from hpctrain.cli.main import cli

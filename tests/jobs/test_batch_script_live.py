@@ -237,5 +237,6 @@ def test_ranks_get_the_share_of_their_gpus_of_the_cpus(environ, tmp_path, option
 
 
 def test_defaults_of_the_partition_are_named(environ, tmp_path):
-    assert any(note.startswith("Without --time") for note in prepare(environ, tmp_path).notes)
+    notes = prepare(environ, tmp_path).notes
+    assert "Without --time, the job has no time limit (default of partition preemptible)." in notes
     assert not any("Without --time" in note for note in prepare(environ, tmp_path, time="5").notes)

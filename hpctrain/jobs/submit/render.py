@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jinja2
+import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpctrain._version import __version__
@@ -76,6 +77,7 @@ def _render(spec: JobSpec, *, launch: str | None) -> str:
     path = _find_template(name)
     environment = _jinja_environment(name, path.parent)
     try:
+        _check_blocks(environment, path.name)
         template = environment.get_template(path.name)
         if launch is not None:
             template = environment.from_string(
@@ -142,6 +144,40 @@ def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     environment.globals["require"] = require
     return environment
+
+
+def _check_blocks(environment: jinja2.Environment, file_name: str) -> None:
+    """Refuse a block that replaces nothing, because the script would not contain it."""
+    tree, parents = _parse_template(environment, file_name)
+    names = set[str]().union(*(_block_names(environment, parent) for parent in parents))
+    for node in tree.body if parents else ():
+        if isinstance(node, jinja2.nodes.Block) and node.name not in names:
+            raise SpecError(
+                f"Line {node.lineno} of the template {file_name!r} (--template): {parents[0]} has no block "
+                f"{node.name!r}. {suggest(node.name, sorted(names))}"
+            )
+
+
+def _block_names(environment: jinja2.Environment, file_name: str) -> set[str]:
+    tree, parents = _parse_template(environment, file_name)
+    names = {block.name for block in tree.find_all(jinja2.nodes.Block)}
+    return names.union(*(_block_names(environment, parent) for parent in parents))
+
+
+def _parse_template(
+    environment: jinja2.Environment, file_name: str
+) -> tuple[jinja2.nodes.Template, list[str]]:
+    """Return the syntax tree of a template, and the names of the templates that it extends."""
+    assert environment.loader is not None
+    source, path, _ = environment.loader.get_source(environment, file_name)
+    tree = environment.parse(source, file_name, path)
+    constants = [
+        const.value
+        for extends in tree.find_all(jinja2.nodes.Extends)
+        for const in (extends.template, *extends.template.find_all(jinja2.nodes.Const))
+        if isinstance(const, jinja2.nodes.Const)
+    ]
+    return tree, [value for value in constants if str(value).endswith(TEMPLATE_SUFFIX)]
 
 
 def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
