@@ -402,6 +402,14 @@ def test_retention_keeps_the_last_finite_checkpoint_and_resume_prefers_it(tmp_pa
     assert "step-00000004 contains NaN or infinite values" in sentences[0]
 
 
+def test_without_a_finite_checkpoint_the_newest_is_loaded(tmp_path):
+    store = CheckpointStore(tmp_path, checked=lambda key: key == "state/module/w")
+    for step in (1, 2):
+        store.save(step, {"module": {"w": torch.tensor([1.0, NAN])}, "n": torch.tensor(1)}, {})
+    loaded, sentences = store.load_newest()
+    assert (loaded.step, sentences) == (2, [])
+
+
 def test_a_checkpointer_checks_parameters_and_optimizers_but_not_buffers(tmp_path):
     module = Net()
     (optimizer,), _ = module.configure_optimizers()

@@ -163,3 +163,8 @@ def test_hooks_that_are_not_called_are_refused_before_the_first_step(hook, remed
     ):
         hpctrain.Trainer(max_steps=1).fit(module)
     assert module.positions == []
+
+
+def test_logging_outside_of_the_trainer_is_refused():
+    with pytest.raises(hpctrain.UserError, match=r"Logging.log\('a', …\) was called outside of fit"):
+        Logging().log("a", 1)

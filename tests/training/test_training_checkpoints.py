@@ -471,3 +471,22 @@ def test_optimizer_states_keep_their_type(tmp_path):
     for name, value in saved.items():
         assert own[name].dtype == value.dtype, name
         assert torch.equal(own[name], value), name
+
+
+class TwoOptimizers(Line):
+    """Two optimizers for different parameters, each with a schedule."""
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.AdamW([self.layer.weight], lr=0.1), torch.optim.SGD([self.layer.bias], 0.1)]
+        return optimizers, [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}
+            for optimizer in optimizers
+        ]
+
+
+def test_several_optimizers_and_schedulers_are_resumed(tmp_path):
+    uninterrupted = fit(tmp_path / "whole", 6, TwoOptimizers())
+    fit(tmp_path / "parts", 3, TwoOptimizers())
+    resumed = fit(tmp_path / "parts", 6, TwoOptimizers())
+    assert torch.equal(resumed.layer.weight, uninterrupted.layer.weight)
+    assert torch.equal(resumed.layer.bias, uninterrupted.layer.bias)
