@@ -134,13 +134,13 @@ ARCHIVE_SUFFIX = re.compile(r"\.(zip|(tar(\.(gz|bz2|xz|zst))?)|t(gz|bz2|xz|zst))
 #: A pipe whose other end the local supervisor holds, and which closes on any exit of the supervisor.
 LIFELINE_VARIABLE = "HPCTRAIN_LIFELINE_FD"
 #: The address on which the supervisor listens for its ranks: ADDRESS:PORT:TOKEN.
-SUPERVISOR_ADDRESS_VARIABLE = "HPCTRAIN_LINE"
+SUPERVISOR_ADDRESS_VARIABLE = "HPCTRAIN_SUPERVISOR_ADDRESS"
 #: Final state of a trial that a sweep stopped early.
 STOPPED_EARLY = "STOPPED_EARLY"
 #: Prefix for passing a variable of `--env` without its value on a command line.
 ENV_PREFIX = "HPCTRAIN_ENV_"
 #: Modules, in JSON, that a standby worker imports before waiting for the start command.
-STANDBY_VARIABLE = "HPCTRAIN_WAIT"
+STANDBY_VARIABLE = "HPCTRAIN_STANDBY"
 #: 0 disables the measurements of nodes.
 TELEMETRY_VARIABLE = "HPCTRAIN_TELEMETRY"
 #: Ascending steps to save, separated by commas; the run ends after the last one. Set by `hpctrain verify`.
@@ -234,7 +234,7 @@ class RunDir:
     """The report of the run, a single HTML page."""
     function = _FixedPath("function.pkl")
     """The function that every rank calls, for runs without a script. Written once."""
-    resume_call = _FixedPath("continuation.pkl")
+    resume_call = _FixedPath("next_call.pkl")
     """The call for later attempts, returned by the `checkpoint` method of the function."""
     events = _FixedPath("events.jsonl")
     metrics = _FixedPath("metrics.jsonl")
@@ -247,7 +247,7 @@ class RunDir:
     """Output of the batch script and of Slurm."""
     lock = _FixedPath("supervisor.lock")
     """Lock held by the submission and, on the local backend, by the running supervisor."""
-    phase_durations = _FixedPath("pace.json")
+    phase_durations = _FixedPath("phase_durations.json")
     """The longest durations in the run, which determine the time limits for hangs."""
     cancel_request = _FixedPath("cancel-requested")
     """Exists after a cancel request: once the state is saved, the run ends without a requeue."""
