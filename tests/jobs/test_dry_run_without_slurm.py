@@ -26,6 +26,7 @@ def test_dry_run_without_slurm(workdir, folder, reason):
     assert "#SBATCH --nodes=2" in done.stdout
     assert f"Warning: Slurm cannot be used on this machine ({reason}" in done.stderr
     assert "not checked: the partition and its limits" in done.stderr
+    assert "Also unknown: the CPUs per rank (--cpus-per-task).\n" in done.stderr
     assert run_command([*HPCTRAIN, "train.py"], env, cwd=workdir, check=False).returncode == 3
 
 

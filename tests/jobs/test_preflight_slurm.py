@@ -142,7 +142,7 @@ def test_refused_resubmission_leaves_the_run_folder_unchanged(submission):
 
 def test_sbatch_variable_is_named_as_source(submission):
     assert "'shrt' (SBATCH_PARTITION)" in submission(env={"SBATCH_PARTITION": "shrt"}).preflight.refusal()
-    with pytest.raises(SpecError, match=r"01:00:00 was requested \(SBATCH_TIMELIMIT\)"):
+    with pytest.raises(SpecError, match=r"01:00:00 was requested \(--time\).*--time comes from SBATCH_T"):
         submission(env={"SBATCH_TIMELIMIT": "60"}, partition="short", time=None)
 
 

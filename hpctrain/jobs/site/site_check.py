@@ -15,7 +15,7 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.environment import sbatch_env, sbatch_variable
+from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env
 from hpctrain.slurm.pending_reasons import suggest_remedy
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
 from hpctrain.spec.directives import all_directives
@@ -66,7 +66,7 @@ class JobRequest:
     directives: Mapping[str, str]
     """Options in the job script, by long name."""
     variables: Mapping[str, str]
-    """Environment of sbatch. Its SBATCH_* variables apply to options that the script does not set."""
+    """Environment of sbatch. Its SBATCH_* variables are the sources of options in the script."""
 
     @classmethod
     def from_spec(cls, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
@@ -75,15 +75,15 @@ class JobRequest:
 
     def value(self, key: str) -> str:
         """Return the value of an option; empty if it is not given."""
-        return self.directives.get(key) or self.variables.get(sbatch_variable(key), "")
+        return self.directives.get(key, "")
 
     def origin(self, key: str) -> str:
         """Return the flag or variable that sets an option, for messages."""
-        variable = sbatch_variable(key)
-        return variable if key not in self.directives and self.variables.get(variable) else f"--{key}"
+        variable = SBATCH_VARIABLES.get(key, "")
+        return variable if variable in self.variables else f"--{key}"
 
     def is_given(self, key: str) -> bool:
-        return key in self.directives or bool(self.variables.get(sbatch_variable(key)))
+        return key in self.directives
 
     @property
     def partitions(self) -> list[str]:

@@ -21,7 +21,7 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.redaction import redact_args
 from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.spec.step_options import program_words, srun_options
-from hpctrain.text import suggest
+from hpctrain.text import pluralize, suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"
 #: Maximum length of the command in the comments of a script.
@@ -170,7 +170,7 @@ def describe_job(spec: JobSpec) -> list[str]:
         program = ["--no-python", *arguments] if spec.program == "command" else arguments[1:]
         agents = [f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.ntasks_per_node}"]
         arguments = ["torchrun", *agents, f"--rdzv-backend={spec.torchrun.rdzv_backend}", *program]
-    title = f"Each attempt starts {spec.world_size} processes on this machine:"
+    title = f"Each attempt starts {pluralize(spec.world_size, 'rank')} on this machine:"
     if spec.backend == "slurm":
         arguments = ["srun", *srun_options(spec, spec.nodes), *arguments]
         title = "Each attempt runs the equivalent of:"
@@ -178,7 +178,25 @@ def describe_job(spec: JobSpec) -> list[str]:
     if len(command) > _MAX_CHARACTERS:
         command = f"{command[:_MAX_CHARACTERS]} …"
     lines = textwrap.wrap(command, 105, break_long_words=False, break_on_hyphens=False)
-    return [start, title, *(f"  {line}" for line in lines)]
+    return [start, title, *(f"  {line}" for line in lines), *_explain(spec)]
+
+
+def _explain(spec: JobSpec) -> Iterator[str]:
+    """Yield what the command does not show, and why directives differ from the options."""
+    endpoint = "" if spec.torchrun is None else spec.torchrun.rdzv_endpoint
+    host = "rank 0" if spec.torchrun is None else "the supervisor"
+    store = f"a store of {host} on the first node (MASTER_ADDR, MASTER_PORT)"
+    yield f"Rendezvous: {_quote(endpoint) if endpoint else store}"
+    if spec.container is not None:
+        yield f"Container of the ranks: {_quote(spec.container.image)} ({spec.container.runtime})"
+    for name, source in spec.stage.items():
+        yield f"Staged to the local disks: {_quote(source)} as $HPCTRAIN_STAGE/{name}"
+    if spec.backend == "slurm" and (spec.is_elastic or spec.spare_nodes):
+        nodes = f"{spec.min_nodes} to {spec.nodes}" if spec.is_elastic else str(spec.nodes)
+        spares = f", and {spec.spare_nodes} spare" if spec.spare_nodes else ""
+        yield f"--nodes: the run uses {nodes} nodes{spares}"
+    if spec.backend == "slurm" and spec.resume_mode == "successor":
+        yield "--requeue: for preemptions and the loss of the first node; otherwise, a new job continues"
 
 
 def _quote(text: str) -> str:
