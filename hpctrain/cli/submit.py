@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -399,6 +400,7 @@ def resubmission(
         SpecError: `options` names another program or another run folder.
     """
     from hpctrain.cli.resubmit_command import submit_arguments
+    from hpctrain.spec.redaction import redact_args
 
     earlier_options, call = submit_arguments(spec, started=started)
     called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"
@@ -406,10 +408,18 @@ def resubmission(
     with suppress(click.NoSuchOption):  # reported below
         values, _, _ = command.make_parser(alone).parse_args(list(options))
         if "--" in options or values.get("as_module") or isinstance(values.get("script"), str):
+            shown = [option for option in earlier_options if not option.startswith(("--env=", "--notify="))]
+            command_line = ["hpctrain", "submit", *redact_args(shown), f"--run-dir={short_path(run.path)}"]
+            end = list(options).index("--") if "--" in options else len(options)
+            if options[end + 1 : end + 2] and options[end + 1].startswith("-"):
+                # New arguments for the same program.
+                program = call[: len(call) - len(spec.get("args") or ())]
+                command_line += [*options[:end], *program, *options[end + 1 :]]
+            else:
+                command_line += options
             raise SpecError(
                 f"{called} continues run {run.run_id} with its script and arguments, and accepts only "
-                "options. To continue the run with another script or other arguments, use `hpctrain submit "
-                f"--run-dir={short_path(run.path)} SCRIPT [ARGS]`."
+                f"options. To continue the run with other arguments, use: {shlex.join(command_line)}"
             )
         keys = [text.partition("=")[0] for text in values.get("assignments") or ()]
         if isinstance(values.get("run_dir"), str) or {"run_dir", "runs_dir"}.intersection(keys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,8 +93,17 @@ def test_resume_refuses_a_script(workdir: Path, options: list[str]) -> None:
     invoke("wait", "a")
     message = refusal("resume", "a", *options)
     assert "`hpctrain resume` continues run a with its script and arguments" in message
-    assert "use `hpctrain submit --run-dir=runs/a SCRIPT [ARGS]`" in message
+    assert f"--no-code-snapshot --run-dir=runs/a {' '.join(options)}" in message
     assert os.listdir("runs") == ["a"]
+
+
+def test_refusal_of_new_arguments_shows_the_command_that_works(workdir: Path) -> None:
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py", "--lr", "0.1")
+    invoke("wait", "a")
+    command = refusal("resume", "a", "--name=b", "--", "--lr", "0.2").rpartition("use: hpctrain ")[2]
+    invoke(*shlex.split(command))
+    invoke("wait", "a")
+    assert "arguments ['--lr', '0.2']" in RunDir(workdir / "runs/a").rank_log(1, 0).read_text()
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,6 @@ def test_missing_packages_are_named(installation):
     extras = {"lightning", "huggingface", "accelerate", *loggers}
     assert commands == {" ".join(installation.extras[extra]) for extra in extras}
     assert len(printed.splitlines()) == len(extras), printed
-    etcd = ["--launcher=torchrun", "--set=rdzv_backend=etcd-v2", "--set=rdzv_endpoint=h:1", "--", "true"]
-    submit = [installation.python, "-m", "hpctrain", "submit", "--dry-run", "--backend=local"]
-    assert "`pip install python-etcd`" in installation.run(*submit, *etcd, check=False).stderr
 
 
 def test_run_of_two_ranks_survives_a_kill_and_a_preemption(installation, slurm):

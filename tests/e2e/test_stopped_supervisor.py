@@ -69,8 +69,8 @@ def test_supervisor_killed_under_a_stopped_watchdog_is_replaced_later(run):
 
 
 def test_stopped_local_supervisor_keeps_the_run_folder(tmp_path):
-    run = submit(tmp_path / "run", {}, LOCAL, step_s=1.0)
-    run.wait_for_step(2)
+    run = submit(tmp_path / "run", {}, LOCAL, step_s=5.0)
+    run.wait_for_step(1)
     (supervisor,) = run.supervisors()
     os.kill(supervisor.pid, signal.SIGSTOP)
     try:

@@ -21,7 +21,7 @@ USERS = {
     "HPCTRAIN_SHARE_GPUS": "1",
 }
 
-#: Variables around a submission, as Slurm, torchrun and submitit set them. Recordings have those of others.
+#: Variables around a submission. The recordings have those of other launchers.
 CONTEXTS = {
     "a rank of hpctrain": {
         "HPCTRAIN_RUN_DIR": "/other",
@@ -52,13 +52,6 @@ CONTEXTS = {
         "SPANK__SLURM_SPANK_OPTION_x": "1",
         "_SLURM_SPANK_OPTION_pyxis_container_image": "x",
     },
-    "a step": {
-        "SLURM_JOB_ID": "1",
-        "SLURM_CPU_BIND": "mask",
-        "SLURMD_TRES_BIND": "gpu:none",
-        "SRUN_DEBUG": "3",
-    },
-    "an array": {"SLURM_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_JOB_ID": "1"},
     "leftovers of a step": {"SLURM_CPU_BIND": "mask", "SLURM_STEP_ID": "0"},
     "formats": {
         "SQUEUE_FORMAT": "%i",
@@ -66,16 +59,6 @@ CONTEXTS = {
         "SACCT_FORMAT": "x",
         "SLURM_TIME_FORMAT": "relative",
     },
-    "torchrun": {
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": "0",
-        "ROLE_WORLD_SIZE": "2",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": "x",
-    },
-    "srun --mpi=pmix": {"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.1.0"},
-    "submitit": {"SUBMITIT_EXECUTOR": "slurm", "SUBMITIT_LOCAL_GLOBALID": "0"},
 }
 
 

@@ -128,12 +128,8 @@ def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Si
         else [partition.time_without_option_s for partition in partitions]
     )
     if not limits or None in limits:
-        names = (
-            f"partition {join_or(partition.name for partition in partitions)}"
-            if partitions
-            else "the partition"
-        )
-        return f"No cost estimate ({size}): neither --time nor {names} sets a time limit."
+        name = " " + join_or(partition.name for partition in partitions) if partitions else ""
+        return f"No cost estimate ({size}): neither --time nor partition{name} sets a time limit."
     limit_s = max(limit for limit in limits if limit is not None)
     hours = num_tasks * spec.most_granted * amount * limit_s / 3600
     cost = pluralize(round(hours, 2) if hours < 100 else round(hours), f"{unit}-hour")

@@ -182,14 +182,8 @@ def _from_files(
         defined = {name: None for file in (*standing, *named) for name in file.profiles}
         if profile not in defined:
             files = ", ".join(str(file.path) for file in (*standing, *named))
-            explanation = f"The configuration files ({files}) define no profiles."
-            hint = (
-                suggest(profile, defined)
-                if defined
-                else explanation
-                if files
-                else "There are no configuration files."
-            )
+            none = f"The configuration files ({files or 'none'}) define no profiles."
+            hint = suggest(profile, defined) if defined else none
             raise SpecError(f"Unknown profile {profile!r} (--profile). {hint}")
     for group in (standing, named):
         if group is standing and previous is not None:

@@ -21,7 +21,7 @@ from hpctrain.spec.job_spec import JobSpec
 from hpctrain.spec.redaction import redact_args
 from hpctrain.spec.shell_setup import ShellSetup
 from hpctrain.spec.step_options import program_words, srun_options
-from hpctrain.text import pluralize, suggest
+from hpctrain.text import suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"
 #: Maximum length of the command in the comments of a script.
@@ -161,41 +161,58 @@ def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
 
 
 def describe_job(spec: JobSpec) -> list[str]:
-    start = f"To start an ended run again: hpctrain resume {shlex.quote(spec.run_dir)}"
-    if not spec.supervised:
-        command = "sbatch" if spec.backend == "slurm" else "bash"
-        return [f"To start an ended run again: {command} job.sbatch, in the run folder."]
+    """Return comments that say what the job runs, and explain directives that differ from the request."""
+    if spec.supervised:
+        start = f"To start an ended run again: hpctrain resume {shlex.quote(spec.run_dir)}"
+        return [start, *_explain_step(spec), *_explain_directives(spec)]
+    command = "sbatch" if spec.backend == "slurm" else "bash"
+    return [
+        f"To start an ended run again: {command} job.sbatch, in the run folder.",
+        *_explain_directives(spec),
+    ]
+
+
+def _explain_step(spec: JobSpec) -> Iterator[str]:
     arguments = redact_args(program_words(spec))
     if spec.torchrun is not None:
         program = ["--no-python", *arguments] if spec.program == "command" else arguments[1:]
         agents = [f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.ntasks_per_node}"]
         arguments = ["torchrun", *agents, f"--rdzv-backend={spec.torchrun.rdzv_backend}", *program]
-    title = f"Each attempt starts {pluralize(spec.world_size, 'rank')} on this machine:"
-    if spec.backend == "slurm":
+    if spec.backend == "local":
+        yield f"Each attempt starts {spec.world_size} processes on this machine:"
+    else:
         arguments = ["srun", *srun_options(spec, spec.nodes), *arguments]
-        title = "Each attempt runs the equivalent of:"
+        yield "Each attempt runs the equivalent of:"
     command = " ".join(map(_quote, arguments))
     if len(command) > _MAX_CHARACTERS:
         command = f"{command[:_MAX_CHARACTERS]} …"
-    lines = textwrap.wrap(command, 105, break_long_words=False, break_on_hyphens=False)
-    return [start, title, *(f"  {line}" for line in lines), *_explain(spec)]
-
-
-def _explain(spec: JobSpec) -> Iterator[str]:
-    """Yield what the command does not show, and why directives differ from the options."""
-    endpoint = "" if spec.torchrun is None else spec.torchrun.rdzv_endpoint
-    host = "rank 0" if spec.torchrun is None else "the supervisor"
-    store = f"a store of {host} on the first node (MASTER_ADDR, MASTER_PORT)"
-    yield f"Rendezvous: {_quote(endpoint) if endpoint else store}"
+    for line in textwrap.wrap(command, 105, break_long_words=False, break_on_hyphens=False):
+        yield f"  {line}"
+    if spec.torchrun is not None and spec.torchrun.rdzv_endpoint is not None:
+        yield f"Rendezvous: {spec.torchrun.rdzv_backend} at {_quote(spec.torchrun.rdzv_endpoint)}"
+    else:
+        host = "rank 0" if spec.torchrun is None else "the supervisor"
+        yield f"Rendezvous: a store of {host} on the first node (MASTER_ADDR, MASTER_PORT)"
     if spec.container is not None:
         yield f"Container of the ranks: {_quote(spec.container.image)} ({spec.container.runtime})"
     for name, source in spec.stage.items():
         yield f"Staged to the local disks: {_quote(source)} as $HPCTRAIN_STAGE/{name}"
-    if spec.backend == "slurm" and (spec.is_elastic or spec.spare_nodes):
-        nodes = f"{spec.min_nodes} to {spec.nodes}" if spec.is_elastic else str(spec.nodes)
+    if spec.stage_environment:
+        yield "Staged to the local disks: the Python environment and the code"
+
+
+def _explain_directives(spec: JobSpec) -> Iterator[str]:
+    if spec.backend == "local":
+        return
+    if not spec.supervised:
+        yield "--requeue: Slurm requeues the job after a preemption or a node failure, and for nothing else"
+    if spec.is_elastic:
         spares = f", and {spec.spare_nodes} spare" if spec.spare_nodes else ""
-        yield f"--nodes: the run uses {nodes} nodes{spares}"
-    if spec.backend == "slurm" and spec.resume_mode == "successor":
+        yield f"--nodes: the run uses {spec.min_nodes} to {spec.nodes} nodes{spares}"
+        yield "--cpus-per-task: the CPUs of all ranks of a node, because sbatch counts one task per node"
+    elif spec.spare_nodes:
+        yield f"--nodes: {spec.nodes} for the run, and {spec.spare_nodes} spare"
+    if spec.resume_mode == "successor":
         yield "--requeue: for preemptions and the loss of the first node; otherwise, a new job continues"
 
 
