@@ -53,6 +53,8 @@ class Partition:
     max_cpus_per_node: int | None = None
     max_mem_per_node_mib: int | None = None
     max_mem_per_cpu_mib: int | None = None
+    def_mem_per_node_mib: int | None = None
+    def_mem_per_cpu_mib: int | None = None
     priority_tier: int = 1
     preempt_mode: str = "OFF"
     grace_time_s: float = 0.0
@@ -183,6 +185,8 @@ def parse_partition(line: str) -> Partition:
         max_cpus_per_node=parsing.parse_number(value("MaxCPUsPerNode")),
         max_mem_per_node_mib=parsing.parse_number(value("MaxMemPerNode")),
         max_mem_per_cpu_mib=parsing.parse_number(value("MaxMemPerCPU")),
+        def_mem_per_node_mib=parsing.parse_number(value("DefMemPerNode")),
+        def_mem_per_cpu_mib=parsing.parse_number(value("DefMemPerCPU")),
         priority_tier=parsing.parse_number(value("PriorityTier")) or 1,
         preempt_mode=value("PreemptMode").upper() or "OFF",
         grace_time_s=float(parsing.parse_number(value("GraceTime")) or 0),

@@ -188,10 +188,7 @@ def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[
         for limit in (exceeded[0] if len(candidates) == 1 else ())
         if limit.qos_flag is not None
     ]
-    if not request.is_given("time"):
-        limit_s = suitable[0].time_without_option_s
-        limit = "no time limit" if limit_s is None else f"a time limit of {format_time_limit(limit_s)}"
-        notes.append(f"Without --time, the job has {limit} (default of partition {suitable[0].name}).")
+    notes += _default_notes(request, suitable[0], site)
     return [*notes, *_requeue_notes(request, suitable[0], site)], suitable
 
 
@@ -309,6 +306,26 @@ def _fits(request: JobRequest, group: NodeGroup) -> bool:
         and group.cpus >= request.cpus_per_node
         and group.memory_mib >= request.memory_per_node_mib
     )
+
+
+def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
+    """Yield what the site's defaults mean for a job without a time limit or a memory request."""
+    defaults = {}
+    if not request.is_given("time"):
+        limit_s = partition.time_without_option_s
+        limit = "no time limit" if limit_s is None else f"a time limit of {format_time_limit(limit_s)}"
+        defaults["--time"] = limit
+    if request.memory_option is None and site.slurm is not None and site.slurm.hands_out_memory:
+        per_cpu_mib = partition.def_mem_per_cpu_mib or site.slurm.def_mem_per_cpu_mib
+        mib = partition.def_mem_per_node_mib or site.slurm.def_mem_per_node_mib
+        if per_cpu_mib is not None and partition.def_mem_per_node_mib is None:
+            mib = per_cpu_mib * request.cpus_per_node
+        defaults["--mem"] = f"{mib} MiB of memory per node" if mib else "all memory of its nodes"
+    if defaults:
+        yield (
+            f"Without {' and '.join(defaults)}, the job has {' and '.join(defaults.values())} (default of "
+            f"partition {partition.name})."
+        )
 
 
 def is_preemptible(partition: Partition, site: Site) -> bool:
