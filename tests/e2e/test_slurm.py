@@ -58,6 +58,20 @@ def test_job_of_a_completed_run_is_not_requeued_because_of_an_earlier_preemption
     assert "disabled" in requeued.stderr
 
 
+@pytest.mark.extended
+def test_options_that_delay_the_start_do_not_delay_a_requeued_job(slurm, tmp_path):
+    starts = ["--hold", "--begin=now+1", "--dependency=singleton", "--sbatch=deadline=now+1day", "--time=30"]
+    run = submit(tmp_path / "run", slurm.env, TWO_RANKS, options=starts, step_s=0.2)
+    assert run.status()["state"] == "PENDING"
+    job_id = run.events("submitted")[0]["job_id"]
+    run_command(["scontrol", "release", job_id], slurm.env)
+    run.wait_for_step(4)
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert (len(run.events("submitted")), len(run.events("requeue"))) == (1, 1)
+    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+
+
 @pytest.mark.long
 def test_requeue_leaves_enough_time_to_save(slurm, tmp_path):
     options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]
