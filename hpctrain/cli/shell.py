@@ -134,11 +134,7 @@ def _become_shell(spec: JobSpec, argv: Sequence[str], script: str) -> None:
         for name, value in directives.items()
         if name not in _NOT_OF_SALLOC
     ]
-    environ = {
-        # salloc reads its defaults from other variables than sbatch.
-        name.replace("SBATCH_", "SALLOC_", 1) if name.startswith("SBATCH_") else name: value
-        for name, value in sbatch_env(os.environ, directives).items()
-    }
+    environ = sbatch_env(os.environ, directives)
     environ |= {**variables, "SLURM_EXIT_ERROR": str(SchedulerError.exit_code)}
     if contained.srun_options:
         # The setup runs outside the container, as in a run.

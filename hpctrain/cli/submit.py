@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,8 @@ from hpctrain.text import suggest
 _IS_COMMAND = "hpctrain.is_command"
 #: Heading of the options that are passed to sbatch.
 SBATCH_HEADING = "Options of sbatch"
+#: Options of sbatch whose value may be omitted, with the form of a value.
+_OPTIONAL_VALUES = {"--nice": r"[+-]?\d+", "--get-user-env": r"\d*[SL]?", "--propagate": r"[A-Z,]+"}
 #: Key of the context: the options of the submission that this one repeats.
 _PREVIOUS = "hpctrain.previous"
 
@@ -79,6 +82,13 @@ class SubmitCommand(click.Command):
                 hint = suggest(name.lstrip("-"), names, otherwise="").replace(" '", " '--")
             hint = hint or "`hpctrain submit --help` lists the options."
             raise click.UsageError(f"No such option {name!r}. {hint}", ctx) from None
+        except click.BadOptionUsage as error:
+            name = error.option_name[2:]
+            kind = sbatch_type(name)
+            if not (name in sbatch_options().values() and kind.flag and kind.text):
+                raise
+            hint = f"Use --sbatch {name}=VALUE to pass a value to sbatch."
+            raise click.UsageError(f"{error.message} {hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
@@ -114,8 +124,18 @@ def _sbatch_option(name: str, long_name: str) -> _SbatchOption:
     short_names = [f"-{short}" for short, long in SHORT_NAMES.items() if long == long_name]
     names = [name, *short_names, f"--{long_name}"]
     if not sbatch_type(name).flag:
-        return _SbatchOption(names)
+        return _SbatchOption(names, callback=_optional_value)
     return _SbatchOption([name, *short_names, f"--{long_name}/--no-{long_name}"], default=None)
+
+
+def _optional_value(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:  # noqa: ARG001
+    """Reject a value that is probably the script: without `=`, sbatch reads no value after these options."""
+    flag = param.opts[-1]
+    if value is not None and (pattern := _OPTIONAL_VALUES.get(flag)) and not re.fullmatch(pattern, value):
+        raise click.BadParameter(
+            f"{value!r} is not a value of {flag}. Write {flag}=VALUE, or --sbatch {flag[2:]} without a value."
+        )
+    return value
 
 
 def _click_option(option: Option) -> click.Option:

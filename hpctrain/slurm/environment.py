@@ -7,7 +7,7 @@ new job.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from hpctrain.cluster.env_defaults import env_default_names
 from hpctrain.rundir import (
@@ -66,10 +66,25 @@ _DEVICE_VARIABLES = frozenset(
     }
 )
 
-# Variables of sbatch(1), section INPUT ENVIRONMENT VARIABLES, that are not named after their option.
-_SBATCH_VARIABLES = {"mem": "MEM_PER_NODE", "switches": "REQ_SWITCH", "time": "TIMELIMIT"}
-#: sbatch accepts only one of these, so an option in the script overrides the variables of all.
-_MEMORY = frozenset({"mem", "mem-per-cpu", "mem-per-gpu"})
+# sbatch(1), section INPUT ENVIRONMENT VARIABLES: the options with a variable, and those not named after it.
+_WITH_VARIABLE = """
+account acctg-freq batch bb cluster-constraint constraint container container-id core-spec cpu-freq delay-boot
+distribution exclusive get-user-env gpu-bind gpu-freq gres gres-flags hint ignore-pbs job-name mem mem-bind
+mem-per-cpu mem-per-gpu network overcommit partition power profile qos reservation segment spread-job
+switches thread-spec threads-per-core time tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
+"""
+_RENAMED = {
+    "bb": "BURST_BUFFER",
+    "cpu-freq": "CPU_FREQ_REQ",
+    "mem": "MEM_PER_NODE",
+    "segment": "SEGMENT_SIZE",
+    "switches": "REQ_SWITCH",
+    "time": "TIMELIMIT",
+}
+#: The variable of each option of sbatch that has one.
+SBATCH_VARIABLES = {
+    key: "SBATCH_" + _RENAMED.get(key, key.upper().replace("-", "_")) for key in _WITH_VARIABLE.split()
+}
 
 #: sbatch variables that would break assumptions of every run.
 _OVERRULED = frozenset(
@@ -111,15 +126,8 @@ def own_job_id(environ: Mapping[str, str]) -> str:
     return environ["SLURM_JOB_ID"]
 
 
-def sbatch_variable(key: str) -> str:
-    """Return the variable that sets the sbatch option `key` (its long name)."""
-    return "SBATCH_" + _SBATCH_VARIABLES.get(key, key.upper().replace("-", "_"))
-
-
-def sbatch_env(environ: Mapping[str, str], directives: Collection[str]) -> dict[str, str]:
-    """Return the environment of sbatch, in which SBATCH_* variables override the script."""
-    written = {*directives, *(_MEMORY if _MEMORY.intersection(directives) else ())}
-    removed = _OVERRULED | set(map(sbatch_variable, written))
-    if "SLURM_JOB_ID" in environ:
-        removed |= _DEVICE_VARIABLES
+def sbatch_env(environ: Mapping[str, str], directives: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of sbatch, without variables that would override the script."""
+    differing = {name for key, name in SBATCH_VARIABLES.items() if environ.get(name) != directives.get(key)}
+    removed = _OVERRULED | differing | (_DEVICE_VARIABLES if "SLURM_JOB_ID" in environ else set())
     return {name: value for name, value in strip_job_env(environ).items() if name not in removed}

@@ -103,6 +103,24 @@ def test_dry_run_prints_only_the_script_and_creates_nothing(hpctrain, tmp_path):
     assert result.stdout.endswith(f"-m hpctrain.supervisor '{tmp_path}/a b'\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
     assert "Nothing was submitted. This script needs the run folder" in result.stderr
+    assert "\n# It needs the run folder that `hpctrain submit` creates" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--exclusive=user"], "does not take a value. Use --sbatch exclusive=VALUE"),
+        (["--nice"], "'train.py' is not a value of --nice. Write --nice=VALUE, or --sbatch nice without"),
+        (["--propagate"], "or --sbatch propagate without a value"),
+    ],
+)
+def test_value_that_an_option_of_sbatch_may_omit_is_not_the_script(hpctrain, options, message):
+    result = hpctrain("submit", "--dry-run", "--backend=local", *options, "train.py")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    written = ["--nice=5", "--sbatch", "propagate", "--sbatch", "exclusive=user"]
+    script = hpctrain("submit", "--dry-run", "--backend=local", *written, "train.py").stdout
+    assert "#SBATCH --nice=5\n#SBATCH --propagate\n#SBATCH --exclusive=user\n" in script
 
 
 def test_option_after_the_script_is_reported(hpctrain, tmp_path):

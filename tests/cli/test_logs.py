@@ -188,6 +188,27 @@ def test_terminal_output_keeps_colours_but_no_other_escapes(hpctrain, tmp_path, 
     assert "\x1b]0;title\x07" in hpctrain("logs", "r", *options).stdout
 
 
+def test_errors_do_not_show_native_stacks(hpctrain, tmp_path):
+    run = RunDir(tmp_path / "r")
+    run.attempt_logs(0).mkdir(parents=True)
+    run.failures.mkdir()
+    run.spec.touch()
+    log = run.rank_log(0, 1)
+    log.write_text(
+        "what(): [enforce fail at pair.cc:446]\nFatal Python error: Aborted\n"
+        "Current thread's C stack trace (most recent call first):\n"
+        + '  Binary file "/usr/lib/libpython3.so", at _Py_DumpStack+0x50 [0x7f66]\n' * 30
+        + "  <truncated rest of calls>\n\nExtension modules: torch._C (total: 117)\n"
+    )
+    run.log_event("submitted", 0, job_id="1", backend="local")
+    run.log_event("failure", 0, rank=1, cause="rank 1 on n1: SIGABRT", log=str(log))
+    run.failure(0, 1).write_text(json.dumps({"rank": 1, "error": "SIGABRT", "log": str(log)}))
+    shown = hpctrain("logs", "r", "--errors").stdout
+    assert "  what(): [enforce fail at pair.cc:446]\n  Fatal Python error: Aborted\n" in shown
+    assert "Binary file" not in shown
+    assert "Extension modules" not in shown
+
+
 CAUSE = """
 import os
 import torch

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from helpers.commands import run_command
+from helpers.fake_slurm import FakeSlurm
 from helpers.waiting import wait_for
 
 from hpctrain.cli.main import cli
@@ -158,3 +159,46 @@ def test_resume_names_files_in_the_old_code_snapshot(workdir: Path) -> None:
     invoke("wait", "a")
     result = CliRunner().invoke(cli, ["resume", "a", "--nodes=2", "--dry-run"])
     assert "/submission-000': 'last.pt'. This submission uses a new snapshot" in result.stderr
+
+
+def test_resume_keeps_variables_of_sbatch(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their shell may be gone; those of the shell that resumes the run do not apply."""
+    fake = FakeSlurm(workdir)
+    monkeypatch.setenv("PATH", fake.environ["PATH"])
+    monkeypatch.setenv("SBATCH_ACCOUNT", "physics")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "90")
+    invoke("submit", "--backend=slurm", "--run-dir=runs/a", "--array=0-1", "train.py")
+    run = RunDir(workdir / "runs/a")
+    assert load_spec(run.task(1).spec).directives == {"account": "physics"}
+    for task in run.tasks():
+        run.task(task).log_event("finished", 0, state="FAILED", exit_code=1, cause="x")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "biology")
+    monkeypatch.setenv("SBATCH_PARTITION", "big")
+    monkeypatch.delenv("SBATCH_TIMELIMIT")
+    invoke("resume", "a")
+    spec = load_spec(run.spec)
+    assert (spec.directives, spec.time_limit_s) == ({"account": "physics"}, 5400.0)
+    assert "#SBATCH --account=physics\n" in run.job_script.read_text()
+    again = CliRunner().invoke(cli, ["submit", "--dry-run", "--run-dir=runs/a", "--array=0-1", "train.py"])
+    assert "--account=physics" not in again.stderr
+    monkeypatch.delenv("SBATCH_ACCOUNT")
+    again = CliRunner().invoke(cli, ["submit", "--dry-run", "--run-dir=runs/a", "--array=0-1", "train.py"])
+    assert "submitted with --account=physics, and is continued without" in again.stderr
+
+
+def test_modules_of_another_shell_are_noted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOADEDMODULES", "gcc/12:cuda/12.4")
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
+    invoke("wait", "a")
+
+    def notes(*options: str) -> str:
+        return CliRunner().invoke(cli, ["resume", "a", "--dry-run", "--max-failures=2", *options]).stderr
+
+    assert "modules" not in notes()
+    monkeypatch.setenv("LOADEDMODULES", "gcc/13")
+    assert (
+        "This shell has loaded the modules gcc/13, but the run was submitted with gcc/12 cuda/12.4."
+        in notes()
+    )
+    assert "use --module NAME" in notes()
+    assert "the run was submitted with" not in notes("--module=gcc/12", "--module=cuda/12.4")

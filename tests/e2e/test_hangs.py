@@ -8,7 +8,8 @@ import signal
 import time
 
 import pytest
-from helpers.training_runs import assert_undisturbed, submit
+from helpers.commands import run_command
+from helpers.training_runs import Run, assert_undisturbed, submit
 
 LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--set", "node_check=never"]
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]
@@ -44,6 +45,21 @@ def test_suspended_ranks_neither_hang_nor_train(tmp_path):
         for pid in pids:
             os.kill(pid, number)
         time.sleep(pause_s)
+    assert_only_paused(run)
+
+
+@pytest.mark.extended
+def test_suspended_job_neither_hangs_nor_trains(slurm, tmp_path):
+    run = submit(tmp_path / "run", slurm.env, NODES, options=["--hang-timeout", "5"], step_s=0.1)
+    run.wait_for_step(4)
+    job = run.events("submitted")[0]["job_id"]
+    for action, pause_s in (("suspend", 15.0), ("resume", 0.0)):
+        run_command(["scontrol", action, job], slurm.env)
+        time.sleep(pause_s)
+    assert_only_paused(run)
+
+
+def assert_only_paused(run: Run) -> None:
     assert run.wait() == 0
     (pause,) = run.events("paused")
     assert 11 < pause["seconds"] < 60

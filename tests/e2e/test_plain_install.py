@@ -1,4 +1,7 @@
-"""The wheel in a new environment without extras and development packages, used by an ordinary user."""
+"""The wheel in a new environment with its declared dependencies alone, used by an ordinary user.
+
+Nothing is downloaded: the dependencies are links to packages in the environment of the tests.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,8 @@ class Installation:
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install"]
         run_command([*pip, "--no-deps", "--no-index", "--quiet", wheel], timeout=120)
         (installed,) = distributions(name="hpctrain", path=[str(site)])
-        _link_requirements(installed, site, set())
+        self.linked: set[str] = set()
+        _link_requirements(installed, site, self.linked)
         base = _requirements(installed)
         self.extras = {
             extra: [package.name for package in _requirements(installed, extra) if package not in base]
@@ -106,6 +110,19 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installat
         yield Installation(user, wheel)
 
 
+def test_only_declared_packages_are_installed(installation):
+    """Their dependencies are linked, but no package that only the development needs."""
+    names = "import importlib.metadata as m; print(*(p.name for p in m.distributions()))"
+    found = installation.run(installation.python, "-c", names).stdout.split()
+    installed = {re.sub("[-_.]+", "-", name.lower()) for name in found}
+    assert installed == {"hpctrain", *installation.linked}
+    assert {"numpy", "torch"} <= installed
+    spec = (
+        "from importlib.util import find_spec; print(*map(find_spec, ('pytest', 'hypothesis', 'lightning')))"
+    )
+    assert installation.run(installation.python, "-c", spec).stdout.split() == ["None"] * 3
+
+
 def test_missing_packages_are_named(installation):
     """Every command prints its help, and every feature of an extra names the packages to install."""
     loggers = ("tensorboard", "wandb", "mlflow", "neptune")
@@ -116,7 +133,7 @@ def test_missing_packages_are_named(installation):
     assert len(printed.splitlines()) == len(extras), printed
 
 
-def test_run_of_two_ranks_survives_a_kill_and_a_preemption(installation, slurm):
+def test_run_of_two_ranks_with_linked_packages_survives_a_kill_and_a_preemption(installation, slurm):
     for name in ("train_classifier.py", "bit_flips.py"):
         shutil.copy(SCRIPTS / name, installation.project)
     run = Run(installation.project / "a run", slurm.env, installation.call_hpctrain)

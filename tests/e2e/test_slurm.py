@@ -58,6 +58,20 @@ def test_job_of_a_completed_run_is_not_requeued_because_of_an_earlier_preemption
     assert "disabled" in requeued.stderr
 
 
+@pytest.mark.extended
+def test_options_that_delay_the_start_do_not_delay_a_requeued_job(slurm, tmp_path):
+    starts = ["--hold", "--begin=now+1", "--dependency=singleton", "--sbatch=deadline=now+1day", "--time=30"]
+    run = submit(tmp_path / "run", slurm.env, TWO_RANKS, options=starts, step_s=0.2)
+    assert run.status()["state"] == "PENDING"
+    job_id = run.events("submitted")[0]["job_id"]
+    run_command(["scontrol", "release", job_id], slurm.env)
+    run.wait_for_step(4)
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait() == 0
+    assert (len(run.events("submitted")), len(run.events("requeue"))) == (1, 1)
+    assert sorted(run.losses()) == list(range(1, LAST_STEP + 1))
+
+
 @pytest.mark.long
 def test_requeue_leaves_enough_time_to_save(slurm, tmp_path):
     options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]
@@ -143,7 +157,7 @@ def test_arguments_arrive_unchanged_and_are_not_executed(slurm, tmp_path):
     assert list(tmp_path.rglob("executed*")) == []
 
 
-#: Variables that differ between any two jobs, and the distribution of ranks, which hpctrain sets.
+#: Variables that differ between any two jobs, and the distribution of ranks (docs/environments.md).
 DIFFERENT = {"SLURM_JOBID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_TASK_PID"}
 DIFFERENT |= {"SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT", "SLURM_STEP_RESV_PORTS"}
 DIFFERENT |= {"SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "SLURM_JOB_SLUID", "SLURM_DISTRIBUTION"}
@@ -155,14 +169,17 @@ def test_ranks_have_the_variables_of_sbatch_and_srun(slurm, tmp_path):
     script.write_text(
         "import json, os, sys\n"
         "name = f'{sys.argv[1]}-{os.environ[\"SLURM_PROCID\"]}.json'\n"
-        "json.dump({k: v for k, v in os.environ.items() if k.startswith('SLURM')}, open(name, 'w'))\n"
+        "names = 'CUDA_VISIBLE_DEVICES', 'GPU_DEVICE_ORDINAL', 'PATH', 'TMPDIR'\n"
+        "kept = {k: v for k, v in os.environ.items() if k.startswith('SLURM') or k in names}\n"
+        "json.dump(kept, open(name, 'w'))\n"
     )
+    environ = slurm.env | {"TMPDIR": str(tmp_path)}
     (node, other), (home, ours) = slurm.nodes[:2], (tmp_path / "plain", tmp_path / "ours")
     shape = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=2", "--mem=200"]
     shape += ["--time=10", "-Jshape", f"--nodelist={node},{other}"]
     command = f"srun --cpus-per-task=2 {sys.executable} {script} {home}"
-    run_command(["sbatch", "--wait", "--output=/dev/null", *shape, f"--wrap={command}"], slurm.env)
-    run = Run(tmp_path / "run", slurm.env)
+    run_command(["sbatch", "--wait", "--output=/dev/null", *shape, f"--wrap={command}"], environ)
+    run = Run(tmp_path / "run", environ)
     options = [*shape, "--independent-ranks", f"--run-dir={run.path}"]
     run.hpctrain("submit", *options, str(script), str(ours))
     assert run.wait() == 0

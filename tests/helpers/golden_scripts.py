@@ -38,8 +38,22 @@ JOBS: dict[str, dict[str, Any]] = {
     },
     "ddp2": {"nodes": 2, "gpus_per_node": 2, "template": "ddp2"},
     "elastic": {"nodes": 4, "min_nodes": 2, "gpus_per_node": 2, "cpus_per_task": 4},
+    "elastic-spare": {
+        "nodes": 4,
+        "min_nodes": 2,
+        "spare_nodes": 1,
+        "resume_mode": "successor",
+        "stage": {"tokens": "/data/my tokens.bin"},
+    },
     "elastic-cpu": {"nodes": 4, "min_nodes": 1, "ntasks_per_node": 2},
     "local": {"backend": "local", "nodes": 2, "ntasks_per_node": 2},
+    "plain": {
+        "template": "plain",
+        "supervised": False,
+        "nodes": 2,
+        "gpus_per_node": 2,
+        "env": {"NCCL_DEBUG": "INFO"},
+    },
     "pyxis": {
         "nodes": 2,
         "gpus_per_node": 2,

@@ -7,10 +7,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
+from hpctrain.files import make_folder
 from hpctrain.jobs.options.option_parser import parse_sbatch_option
 from hpctrain.jobs.options.spec_builder import build_spec
+from hpctrain.records.successor import JobChanges, submit_successor
+from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
-from hpctrain.spec.directives import all_directives, directive_lines, quote_directive
+from hpctrain.spec.directives import all_directives, directive_lines, directives_after_start, quote_directive
 
 
 def test_node_files_are_read_at_the_submission(tmp_path):
@@ -30,6 +33,33 @@ def test_node_files_are_read_at_the_submission(tmp_path):
     }
     with pytest.raises(SpecError, match=r"--exclude '.*/lists/gone' contains a slash, .* No such file"):
         directives(sbatch={"exclude": "lists/gone"})
+
+
+@pytest.mark.parametrize(
+    ("dependency", "lasting"),
+    [("afterok:1", {}), ("afterok:1?singleton", {"dependency": "singleton"})],
+)
+def test_options_that_delay_the_start_hold_for_the_first_job_only(dependency, lasting):
+    """A deadline holds for the run."""
+    lasting = {"deadline": "now+1day", "account": "a", **lasting}
+    starts = {"begin": "now+1hour", "hold": "", "dependency": dependency}
+    assert directives_after_start({**starts, **lasting}) == lasting
+    assert directives_after_start(lasting) == lasting
+
+
+def test_successor_of_an_array_task_starts_without_delay(make_spec, tmp_path, fake_slurm):
+    run = RunDir(tmp_path / "r").task(3)
+    make_folder(run.path)
+    starts = {"begin": "now+1hour", "hold": "", "dependency": "afterok:1", "deadline": "now+1day"}
+    spec = make_spec(run_dir=str(run.path), array_task=3, directives=starts)
+    # Its squeue only knows the deadline of the predecessor.
+    fake_slurm.answer("squeue", "2040-01-01T00:00:00\n")
+    fake_slurm.answer("scontrol")
+    assert submit_successor(run, spec, "9_3", 0, fake_slurm.environ, JobChanges()) == "17_3"
+    calls = (fake_slurm.folder / "calls").read_text()
+    options = "--dependency=afterany:9_3 --begin=now --deadline=2040-01-01T00:00:00 --array=3"
+    assert re.search(rf"^sbatch .*{re.escape(options)} ", calls, re.MULTILINE)
+    assert "scontrol release 17\n" in calls
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"], min_codepoint=0x20, exclude_characters="\x7f"))

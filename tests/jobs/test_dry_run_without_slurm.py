@@ -26,6 +26,10 @@ def test_dry_run_without_slurm(workdir, folder, reason):
     assert "#SBATCH --nodes=2" in done.stdout
     assert f"Warning: Slurm cannot be used on this machine ({reason}" in done.stderr
     assert "not checked: the partition and its limits" in done.stderr
+    assert "Also unknown: the CPUs per rank (--cpus-per-task).\n" in done.stderr
+    headline = [*HPCTRAIN[:5], "--nodes=4", "--gpus-per-node=8", "--dry-run", "train.py"]
+    unknown = "Also unknown: the CPUs per rank (--cpus-per-task) and the default time limit (--time)."
+    assert unknown in run_command(headline, env, cwd=workdir).stderr
     assert run_command([*HPCTRAIN, "train.py"], env, cwd=workdir, check=False).returncode == 3
 
 

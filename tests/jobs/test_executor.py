@@ -103,6 +103,20 @@ def test_ranks_of_a_job_are_tasks(executor):
         job.result()
 
 
+def test_results_of_all_ranks_need_one_look_at_the_outcome(executor, monkeypatch):
+    executor.update_parameters(ntasks_per_node=4)
+    job = executor.submit(add, 1)
+    job.wait()
+    for rank in range(4):
+        path = job.run.dir.result(0, rank)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pickle.dumps(rank))
+    reads, read = [], job_module.read_run_record
+    monkeypatch.setattr(job_module, "read_run_record", lambda run: reads.append(run) or read(run))
+    assert job.results() == [0, 1, 2, 3]
+    assert len(reads) == 1
+
+
 def test_parameters_have_the_names_of_submit_or_submitit(executor):
     executor.update_parameters(
         timeout_min=90, mem_gb=1.5, slurm_partition="gpu", cpus_per_task=2, name="n", ntasks_per_node=2

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 
 import pytest
@@ -20,7 +21,8 @@ from hpctrain.jobs.site.mounts import path_notes
 from hpctrain.jobs.site.site_check import JobRequest, check_request, explain_refusal
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.command import run_slurm
-from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
+from hpctrain.slurm.config import SlurmConfig
+from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site, parse_partition
 
 STRICT = [
     "JobRequeue=0",
@@ -34,6 +36,7 @@ STRICT = [
     "PartitionName=drained Nodes=ALL State=DRAIN",
     "PartitionName=broken Nodes=ALL State=DOWN",
     "PartitionName=whole Nodes=ALL OverSubscribe=EXCLUSIVE",
+    "PartitionName=thin Nodes=ALL MaxCPUsPerNode=2 DefaultTime=10",
 ]
 
 #: More memory than any machine has.
@@ -142,7 +145,7 @@ def test_refused_resubmission_leaves_the_run_folder_unchanged(submission):
 
 def test_sbatch_variable_is_named_as_source(submission):
     assert "'shrt' (SBATCH_PARTITION)" in submission(env={"SBATCH_PARTITION": "shrt"}).preflight.refusal()
-    with pytest.raises(SpecError, match=r"01:00:00 was requested \(SBATCH_TIMELIMIT\)"):
+    with pytest.raises(SpecError, match=r"01:00:00 was requested \(--time\).*--time comes from SBATCH_T"):
         submission(env={"SBATCH_TIMELIMIT": "60"}, partition="short", time=None)
 
 
@@ -195,6 +198,38 @@ def test_requeue_rules_of_the_site_are_noted(submission):
     assert "has 30 s to save (KillWait), and then continues in a successor job" in preempted
     assert submission(partition="urgent").notes == (requeue,)
     assert submission(resume_mode="successor").notes == (preempted,)
+
+
+def test_few_cpus_are_warned_of_and_the_default_time_is_noted(submission):
+    notes = submission(partition="thin", time=None, gpus_per_node=2).notes
+    assert notes[0] == (
+        "Warning: each rank gets only 1 of the 8 CPUs of a node in partition thin (--cpus-per-task), so data "
+        "workers compete with training."
+    )
+    assert "Without --time, the job has a time limit of 00:10:00 (default of partition thin)." in notes
+    assert not any(note.startswith("Without") for note in submission(partition="thin", cpus_per_task=1).notes)
+
+
+@pytest.mark.parametrize(
+    ("partition", "site", "memory"),
+    [
+        ("DefMemPerCPU=100", {"def_mem_per_node_mib": 7}, "400 MiB of memory per node"),
+        ("DefMemPerNode=300", {"def_mem_per_cpu_mib": 7}, "300 MiB of memory per node"),
+        ("", {"def_mem_per_cpu_mib": 7}, "28 MiB of memory per node"),
+        ("", {}, "all memory of its nodes"),
+    ],
+)
+def test_default_memory_is_noted(request_of, partition, site, memory):
+    parsed = parse_partition(f"PartitionName=p State=UP MaxTime=60 {partition}")
+    settings = SlurmConfig(hands_out_memory=True, job_requeue=True, **site)
+    facts = Site(slurm=settings, partitions=(replace(parsed, default=True),))
+
+    def notes(**fields):
+        return check_request(request_of(ntasks_per_node=2, cpus_per_task=2, **fields), facts, lambda _: "")[0]
+
+    limits = f"a time limit of 01:00:00 and {memory} (default of partition p)."
+    assert notes() == [f"Without --time and --mem, the job has {limits}"]
+    assert notes(time_limit_s=600.0, directives={"mem-per-gpu": "1G"}) == []
 
 
 def test_down_partition_is_noted(submission):
@@ -296,6 +331,21 @@ def request_of(make_spec):
 )
 def test_forecast_is_parsed(request_of, output, error, sentence):
     assert expected_start(request_of(), output, error) == sentence
+
+
+def test_forecast_shows_the_year_and_no_start_after_a_year(request_of):
+    soon, late = (datetime.now() + timedelta(days=days) for days in (300, 366))
+    answer = "sbatch: Job 4 to start at {:%Y-%m-%dT%H:%M:%S} using 1 processors on nodes n1 in partition p\n"
+    assert expected_start(request_of(), answer.format(soon)) == (
+        f"Estimated start: {soon:%Y-%m-%d %H:%M}, on n1, partition p."
+    )
+    assert expected_start(request_of(), answer.format(late)).startswith("No estimated start: according to")
+
+
+def test_unknown_cpus_are_noted(fake_slurm, prepared):
+    submission = prepared(backend="slurm", environ=fake_slurm.environ, gpus_per_node=2)
+    assert submission.notes[0].startswith("The CPUs of the nodes are unknown, so each rank gets Slurm's def")
+    assert submission.spec.cpus_per_task is None
 
 
 def test_limit_in_a_rejection_is_explained(request_of):

@@ -54,7 +54,7 @@ def test_script_names_its_origin_and_ends_with_the_supervisor(make_spec):
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
     assert f"hpctrain {hpctrain.__version__} from slurm_templates/ddp.sbatch.j2" in lines[1]
-    assert "To start an ended run again: hpctrain resume /home/me/runs/train-1" in lines[2]
+    assert "To start an ended run again: hpctrain resume /home/me/runs/train-1" in lines[3]
     assert lines[-1] == "exec /usr/bin/python3 -m hpctrain.supervisor /home/me/runs/train-1"
     assert "NCCL_DEBUG" in text
     assert "CUDA_VISIBLE_DEVICES" in render(make_spec())

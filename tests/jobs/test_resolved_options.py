@@ -93,6 +93,34 @@ def test_later_sources_win_and_each_value_has_its_source(files):
     }
 
 
+def test_variables_of_sbatch_are_weaker_than_files(files):
+    files.environ |= {
+        "SBATCH_ACCOUNT": "mine",
+        "SBATCH_PARTITION": "slow",
+        "SBATCH_QOS": "long",
+        "SBATCH_TIMELIMIT": "60",
+        "SBATCH_JOB_NAME": "mine",
+        "SBATCH_MEM_PER_NODE": "1G",
+        "SBATCH_EXCLUSIVE": "user",
+        "SBATCH_OVERCOMMIT": "1",
+        "SBATCH_MEM_BIND": "local",
+        "SLURM_JOB_ID": "1",
+    }
+    files.user.write_text("partition: fast\nqos:\n")
+    settings = files.resolve(mem_per_cpu="2G")
+    assert settings.options["sbatch"] == {
+        "account": "mine",
+        "exclusive": "user",
+        "mem-per-cpu": "2G",
+        "overcommit": "",
+        "partition": "fast",
+    }
+    assert (settings.options["time"], settings.options["name"]) == (60, "mine")
+    assert sources(settings)["sbatch.account"] == "SBATCH_ACCOUNT"
+    assert "account" not in settings.without_variables().options["sbatch"]
+    assert settings.describe_sources("--time is bad") == "--time comes from SBATCH_TIMELIMIT"
+
+
 def test_mapping_entries_are_merged_and_later_ones_win(files):
     files.user.write_text("env: {A: user, B: user, C: user}\nsbatch: {hint: compute_bound}\n")
     files.project.write_text("env:\n  B: project\n  C:\n")

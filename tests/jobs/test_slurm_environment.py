@@ -65,14 +65,14 @@ CONTEXTS = {
 def test_sbatch_clusters_applies_to_all_commands():
     assert strip_job_env({"SBATCH_CLUSTERS": "west"}) == {"SLURM_CLUSTERS": "west"}
     both = {"SBATCH_CLUSTERS": "west", "SLURM_CLUSTERS": "east"}
-    assert sbatch_env(both, []) == {"SLURM_CLUSTERS": "east"}
+    assert sbatch_env(both, {}) == {"SLURM_CLUSTERS": "east"}
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_variables_around_the_submission_are_removed(context):
     environ = {**USERS, **CONTEXTS[context]}
     assert strip_job_env(environ) == USERS
-    assert sbatch_env(environ, []) == USERS
+    assert sbatch_env(environ, {"account": "mine"}) == USERS
 
 
 #: The same in every job. Newer versions rename the bootstrap variables of mpirun.
@@ -96,7 +96,7 @@ def test_recorded_launcher_variables_are_removed(recording):
     """Only variables of the shell, the user and every batch script remain."""
     document = json.loads(recording.read_text())
     for process in document["processes"]:
-        remaining = sbatch_env({**document["common"], **process["own"]}, [])
+        remaining = sbatch_env({**document["common"], **process["own"]}, {})
         assert remaining.keys() <= {"PWD", "SLURM_CONF", "CUDA_VISIBLE_DEVICES", *OF_EVERY_JOB}
 
 
@@ -113,13 +113,13 @@ def test_recorded_launcher_variables_are_removed(recording):
 )
 def test_settings_of_the_user_are_kept(settings):
     environ = {**USERS, **settings}
-    assert sbatch_env(environ, []) == environ
+    assert sbatch_env(environ, {"account": "mine", "mem-bind": "local"}) == environ
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES"])
 def test_gpus_of_the_outer_job_are_kept_only_for_local_processes(name):
     environ = {"SLURM_JOB_ID": "1", name: "2,3"}
-    assert sbatch_env(environ, []) == {}
+    assert sbatch_env(environ, {}) == {}
     assert strip_job_env(environ) == {name: "2,3"}
 
 
@@ -141,4 +141,6 @@ def test_directives_override_sbatch_variables():
         "SBATCH_CPUS_PER_GPU": "9",
         "SBATCH_ACCOUNT": "mine",
     }
-    assert sbatch_env(environ, ["partition", "time"]) == {"SBATCH_ACCOUNT": "mine"}
+    directives = {"partition": "new", "time": "00:10:00", "account": "mine"}
+    assert sbatch_env(environ, directives) == {"SBATCH_ACCOUNT": "mine"}
+    assert sbatch_env(environ, {}) == {}

@@ -83,6 +83,18 @@ def test_auto_executor_submits_runs(auto, tmp_path):
     assert spec.restart_policy == parse_rule_changes({"time-limit.retries": "5"})
 
 
+def test_srun_args_and_teardown_reach_the_batch_script(auto, monkeypatch, fake_slurm):
+    monkeypatch.setenv("PATH", fake_slurm.environ["PATH"])
+    auto.update_parameters(
+        hpctrain_backend="slurm", hpctrain_srun_args=["--cpu-bind=cores"], hpctrain_teardown=["rm -f x"]
+    )
+    run = auto.submit(add, 1).run.dir
+    assert load_spec(run.spec).srun_args == ("--cpu-bind=cores",)
+    lines = run.job_script.read_text().splitlines()
+    assert any("--cpu-bind=cores" in line for line in lines if line.startswith("#   "))
+    assert lines[-2:] == ["rm -f x", 'exit "${hpctrain_status:-0}"']
+
+
 def test_plugin_does_not_affect_other_clusters(installed, tmp_path, monkeypatch):
     assert submitit.AutoExecutor(tmp_path).cluster in ("slurm", "local")
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda _: 1))

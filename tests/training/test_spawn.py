@@ -80,6 +80,35 @@ def test_module_of_the_caller_has_the_weights(tmp_path):
         assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-12), name
 
 
+#: As in a notebook, the main module has no file.
+NOTEBOOK = """
+import os, hpctrain
+from train_with_strategies import Blocks, samples
+
+class Own(Blocks):
+    pass
+
+module = Own()
+before = [value.clone() for value in module.parameters()]
+hpctrain.Trainer(max_steps=2, global_batch_size=10, strategy="ddp_spawn", devices=2).fit(module, samples())
+assert not all(map(lambda a, b: a.equal(b), before, module.parameters()))
+
+def rank() -> str:
+    return os.environ["RANK"]
+
+executor = hpctrain.Executor("runs", cluster="local", code_snapshot=False, ntasks_per_node=2)
+print("ranks", executor.submit(rank).results())
+"""
+
+
+@pytest.mark.extended
+def test_notebook_trains_and_submits_functions(tmp_path):
+    (tmp_path / "cells").write_text(NOTEBOOK)
+    command = ["sh", "-c", f"{sys.executable} - < cells"]
+    printed = run_command(command, VARIABLES, cwd=tmp_path, timeout=110).stdout
+    assert "ranks ['0', '1']" in printed
+
+
 FAILING = """
 import sys, threading, time, hpctrain
 from hpctrain.training.algorithms import register_algorithm

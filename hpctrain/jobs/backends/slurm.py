@@ -78,6 +78,12 @@ class SlurmBackend:
                 "checked: the partition and its limits, its nodes and GPUs, and whether Slurm would accept "
                 "the job."
             )
+            unknown = {
+                "the CPUs per rank (--cpus-per-task)": spec.cpus_per_task,
+                "the default time limit (--time)": spec.time_limit_s,
+            }
+            if names := " and ".join(name for name, value in unknown.items() if value is None):
+                warning += f" Also unknown: {names}."
             return PreflightResult((warning,))
         # Imported here because only submissions use it.
         from hpctrain.jobs.backends.preflight_slurm import preflight_slurm

@@ -244,7 +244,8 @@ class Job(submitit.Job[R]):
         """
         if (error := self.exception()) is not None:
             raise error
-        return [_read_result(self.run.dir, rank) for rank in self._tasks]
+        attempt = int((read_run_record(self.run.dir).finished or {}).get("attempt", 0))
+        return [_read_result(self.run.dir, attempt, rank) for rank in self._tasks]
 
     def exception(self) -> UncompletedJobError | None:
         """Wait for the end, and return the failure; None if there is a result.
@@ -306,9 +307,9 @@ class Job(submitit.Job[R]):
         super().__setstate__({**state, "run": Run(state["run"].dir, os.environ)})
 
 
-def _read_result(run: RunDir, rank: int) -> Any:
+def _read_result(run: RunDir, attempt: int, rank: int) -> Any:
     """Return the function's result on a rank of a completed run; wait for a file from another host."""
-    path = run.result(int((read_run_record(run).finished or {}).get("attempt", 0)), rank)
+    path = run.result(attempt, rank)
     deadline = time.monotonic() + _RESULT_TIMEOUT_S
     while not path.exists():
         if time.monotonic() > deadline:

@@ -175,6 +175,11 @@ class OptionSource(NamedTuple):
     profile: str | None = None
     """Section of the file."""
 
+    @property
+    def is_variable(self) -> bool:
+        """True for an environment variable of sbatch, which has no effect without Slurm."""
+        return self.words.startswith("SBATCH_")
+
     def __str__(self) -> str:
         if self.path is None:
             return self.words

@@ -19,7 +19,8 @@ from hpctrain.jobs.options.option_parser import (
     option_names,
     parse_option,
 )
-from hpctrain.jobs.options.table import SubmitOptions, all_options
+from hpctrain.jobs.options.table import SubmitOptions, all_options, sbatch_type
+from hpctrain.slurm.environment import SBATCH_VARIABLES, strip_job_env
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 COMMAND_LINE_SOURCE = OptionSource("command line")
 PYTHON_SOURCE = OptionSource("submit()")
 _SET = OptionSource("--set")
-_PREVIOUS = OptionSource("previous submission")
+PREVIOUS_SOURCE = OptionSource("previous submission")
 
+_MEMORY = ("sbatch.mem", "sbatch.mem-per-cpu", "sbatch.mem-per-gpu")
 _FLAG = re.compile(r"--[a-z][a-z-]*[a-z]")
 
 #: Name of the project's configuration file.
@@ -68,13 +70,18 @@ class ResolvedOptions:
                 values[name] = value.value
         return cast(SubmitOptions, values)
 
+    def without_variables(self) -> ResolvedOptions:
+        values = {key: value for key, value in self.values.items() if not value.source.is_variable}
+        return ResolvedOptions(values, self.files)
+
     def describe_sources(self, text: str) -> str:
         """Return the sources (files or `--set`) of the options whose flags occur in `text`; empty if none."""
         flags = set(_FLAG.findall(text))
         places = dict.fromkeys(
             f"{flag_of(key)} comes from {value.source}"
             for key, value in self.values.items()
-            if flag_of(key) in flags and (value.source.path is not None or value.source == _SET)
+            if flag_of(key) in flags
+            and (value.source.path is not None or value.source == _SET or value.source.is_variable)
         )
         return "; ".join(places)
 
@@ -97,17 +104,25 @@ def resolve_options(
     standing = _read(_config_search_path(cwd, environ), environ)
     named = _read([cwd / chosen["config"]] if "config" in chosen else [], environ)
     settled: dict[str, OptionValue] = {}
+    if previous is None:
+        settled.update((setting.key, setting) for setting in _from_variables(environ))
     for setting in (*_from_files(standing, named, chosen.get("profile"), previous), *overriding):
         if setting.value is None:
             for key in [key for key in settled if f"{key}.".startswith(f"{setting.key}.")]:
                 del settled[key]
         else:
             settled[setting.key] = setting
+    memory = [settled[key] for key in _MEMORY if key in settled]
+    if not all(setting.source.is_variable for setting in memory):
+        # sbatch accepts only one of these.
+        for setting in memory:
+            if setting.source.is_variable:
+                del settled[setting.key]
     return ResolvedOptions({**_defaults(), **settled}, (*standing, *named))
 
 
 def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
-    return [*_from_caller(options, _PREVIOUS), *chain.from_iterable(map(_from_assignment, assignments))]
+    return [*_from_caller(options, PREVIOUS_SOURCE), *chain.from_iterable(map(_from_assignment, assignments))]
 
 
 def _config_search_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
@@ -143,6 +158,17 @@ def _defaults() -> dict[str, OptionValue]:
         for name, option in all_options().items()
         if option.about.default is not None
     }
+
+
+def _from_variables(environ: Mapping[str, str]) -> Iterator[OptionValue]:
+    """Yield the options that environment variables of sbatch set."""
+    outer = strip_job_env(environ)
+    for name, variable in SBATCH_VARIABLES.items():
+        if value := outer.get(variable):
+            key = {"job-name": "name", "time": "time"}.get(name, f"sbatch.{name}")
+            kind = sbatch_type(name)
+            is_flag = key.startswith("sbatch.") and kind.flag and not kind.text
+            yield from parse_option(key, True if is_flag else value, variable, OptionSource(variable))
 
 
 def _from_files(

@@ -15,7 +15,7 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.environment import sbatch_env, sbatch_variable
+from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env
 from hpctrain.slurm.pending_reasons import suggest_remedy
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
 from hpctrain.spec.directives import all_directives
@@ -66,7 +66,7 @@ class JobRequest:
     directives: Mapping[str, str]
     """Options in the job script, by long name."""
     variables: Mapping[str, str]
-    """Environment of sbatch. Its SBATCH_* variables apply to options that the script does not set."""
+    """Environment of sbatch. Its SBATCH_* variables are the sources of options in the script."""
 
     @classmethod
     def from_spec(cls, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
@@ -75,15 +75,15 @@ class JobRequest:
 
     def value(self, key: str) -> str:
         """Return the value of an option; empty if it is not given."""
-        return self.directives.get(key) or self.variables.get(sbatch_variable(key), "")
+        return self.directives.get(key, "")
 
     def origin(self, key: str) -> str:
         """Return the flag or variable that sets an option, for messages."""
-        variable = sbatch_variable(key)
-        return variable if key not in self.directives and self.variables.get(variable) else f"--{key}"
+        variable = SBATCH_VARIABLES.get(key, "")
+        return variable if variable in self.variables else f"--{key}"
 
     def is_given(self, key: str) -> bool:
-        return key in self.directives or bool(self.variables.get(sbatch_variable(key)))
+        return key in self.directives
 
     @property
     def partitions(self) -> list[str]:
@@ -188,32 +188,8 @@ def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[
         for limit in (exceeded[0] if len(candidates) == 1 else ())
         if limit.qos_flag is not None
     ]
-    return [
-        *notes,
-        *_default_notes(request, suitable[0], site),
-        *_requeue_notes(request, suitable[0], site),
-    ], suitable
-
-
-def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
-    """Yield what the site's defaults mean for a job without a time limit or a memory request."""
-    defaults = {}
-    if not request.is_given("time"):
-        limit_s = partition.time_without_option_s
-        defaults["--time"] = (
-            "no time limit" if limit_s is None else f"a time limit of {format_time_limit(limit_s)}"
-        )
-    if request.memory_option is None and site.slurm is not None and site.slurm.hands_out_memory:
-        per_cpu_mib = partition.def_mem_per_cpu_mib or site.slurm.def_mem_per_cpu_mib
-        mib = partition.def_mem_per_node_mib or site.slurm.def_mem_per_node_mib
-        if per_cpu_mib is not None and partition.def_mem_per_node_mib is None:
-            mib = per_cpu_mib * request.cpus_per_node
-        defaults["--mem"] = f"{mib} MiB of memory per node" if mib else "all memory of its nodes"
-    if defaults:
-        yield (
-            f"Without {' and '.join(defaults)}, the job has {' and '.join(defaults.values())} (default of "
-            f"partition {partition.name})."
-        )
+    notes += _default_notes(request, suitable[0], site)
+    return [*notes, *_requeue_notes(request, suitable[0], site)], suitable
 
 
 def _candidate_partitions(request: JobRequest, site: Site) -> list[Partition]:
@@ -330,6 +306,26 @@ def _fits(request: JobRequest, group: NodeGroup) -> bool:
         and group.cpus >= request.cpus_per_node
         and group.memory_mib >= request.memory_per_node_mib
     )
+
+
+def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
+    """Yield what the site's defaults mean for a job without a time limit or a memory request."""
+    defaults = {}
+    if not request.is_given("time"):
+        limit_s = partition.time_without_option_s
+        limit = "no time limit" if limit_s is None else f"a time limit of {format_time_limit(limit_s)}"
+        defaults["--time"] = limit
+    if request.memory_option is None and site.slurm is not None and site.slurm.hands_out_memory:
+        per_cpu_mib = partition.def_mem_per_cpu_mib or site.slurm.def_mem_per_cpu_mib
+        mib = partition.def_mem_per_node_mib or site.slurm.def_mem_per_node_mib
+        if per_cpu_mib is not None and partition.def_mem_per_node_mib is None:
+            mib = per_cpu_mib * request.cpus_per_node
+        defaults["--mem"] = f"{mib} MiB of memory per node" if mib else "all memory of its nodes"
+    if defaults:
+        yield (
+            f"Without {' and '.join(defaults)}, the job has {' and '.join(defaults.values())} (default of "
+            f"partition {partition.name})."
+        )
 
 
 def is_preemptible(partition: Partition, site: Site) -> bool:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends.base import Backend, PreflightResult
 from hpctrain.jobs.options.option import DEFAULT_SOURCE
-from hpctrain.jobs.options.resolved_options import ResolvedOptions
+from hpctrain.jobs.options.resolved_options import PREVIOUS_SOURCE, ResolvedOptions
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.render import render
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.slurm.duration import format_time_limit
+from hpctrain.spec.directives import directives_after_start
 from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.spec.launcher import RANK_LAUNCHERS
 from hpctrain.spec.load_spec import load_spec
@@ -239,7 +240,7 @@ def check_run_folder(job: PreparedSubmission) -> Iterable[str]:
     run = RunDir(Path(job.spec.run_dir))
     try:
         _check_run_folder(run, is_array=job.spec.array is not None)
-        return list(_describe_changes(run, job.spec)) if run.spec.exists() else []
+        return list(_describe_changes(run, job)) if run.spec.exists() else []
     except OSError as error:
         raise SpecError(
             f"Cannot access the run folder {job.spec.run_dir!r} (--run-dir): {error.strerror}. "
@@ -247,12 +248,33 @@ def check_run_folder(job: PreparedSubmission) -> Iterable[str]:
         ) from error
 
 
-def _describe_changes(run: RunDir, spec: JobSpec) -> Iterator[str]:
+def loaded_modules(environ: Mapping[str, str]) -> list[str]:
+    """Return the environment modules of this shell, as Environment Modules and Lmod list them."""
+    return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
+
+
+def _describe_changes(run: RunDir, job: PreparedSubmission) -> Iterator[str]:
     """Describe how the submission differs from the run in its folder, which it continues."""
+    spec = job.spec
     try:
         before = load_spec(run.spec)
     except SpecError:
         return
+    submissions = [event for event in run.read_events() if is_new_submission(event)]
+    modules, earlier_modules = loaded_modules(job.environ), (submissions or [{}])[-1].get("modules") or []
+    if earlier_modules != modules and not set(earlier_modules) <= set(spec.shell.modules):
+        yield (
+            f"This shell has loaded the modules {' '.join(modules) or '(none)'}, but the run was submitted "
+            f"with {' '.join(earlier_modules)}. The job inherits those of this shell. To load others in "
+            "every job of the run, use --module NAME."
+        )
+    is_repeated = any(value.source == PREVIOUS_SOURCE for value in job.settings.values.values())
+    missing = {} if is_repeated else directives_after_start(before.directives)
+    if dropped := [f"--{key}={value}" for key, value in missing.items() if key not in spec.directives]:
+        yield (
+            f"The run was submitted with {' '.join(dropped)}, and is continued without. To repeat all "
+            f"options, use `hpctrain resume {shlex.quote(str(run.path))}`."
+        )
     if before.code is not None and (names := _files_written_into(Path(before.code.copy))):
         others = f" and {len(names) - 1} more" if names[1:] else ""
         yield (

@@ -65,14 +65,16 @@ def prepare_submission(
     settings = resolve_options(
         options, source=source, assignments=assignments, previous=previous, cwd=cwd, environ=environ
     )
-    chosen = settings.options
     try:
-        backend, notes = choose_backend(chosen.get("backend", "auto"), environ, dry_run=dry_run)
+        backend, notes = choose_backend(settings.options.get("backend", "auto"), environ, dry_run=dry_run)
+        if backend.name == "local":
+            settings = settings.without_variables()
+        chosen = settings.options
         if backend.name == "slurm":
             notes += [
                 *_resolve_runs(chosen, cwd, environ),
                 *_apply_srun_variables(chosen, environ),
-                *_choose_cpus(chosen, partial(backend.site, settings.habits), environ),
+                *_choose_cpus(chosen, partial(backend.site, settings.habits)),
             ]
         container = None
         if "container_image" in chosen:
@@ -131,9 +133,7 @@ def _apply_srun_variables(options: SubmitOptions, environ: Mapping[str, str]) ->
     return notes
 
 
-def _choose_cpus(
-    options: SubmitOptions, get_site: Callable[[], Site | None], environ: Mapping[str, str]
-) -> Iterator[str]:
+def _choose_cpus(options: SubmitOptions, get_site: Callable[[], Site | None]) -> Iterator[str]:
     """Give each rank its share of the CPUs of the nodes, unless the user requests CPUs.
 
     A job that uses half of the GPUs of a node gets half of its CPUs, so that other jobs can use the rest.
@@ -142,9 +142,9 @@ def _choose_cpus(
     if not gpus or "cpus_per_task" in options or (site := get_site()) is None:
         return
     directives = options.get("sbatch", {})
-    names = directives.get("partition") or environ.get("SBATCH_PARTITION", "")
-    partitions = [site.partition(name) for name in names.split(",") if name] or [site.default_partition]
-    whole_nodes = directives.get("exclusive") == ""
+    names = directives.get("partition", "").split(",")
+    partitions = [site.partition(name) for name in names if name] or [site.default_partition]
+    whole_nodes = directives.get("exclusive") in ("", "exclusive")
     shares = [
         (_share(group, partition, gpus, whole_nodes) // (ntasks or gpus), group, partition)
         for partition in partitions

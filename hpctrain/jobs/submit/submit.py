@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, query_statuses
-from hpctrain.jobs.submit.preflight import PreparedSubmission
+from hpctrain.jobs.submit.preflight import PreparedSubmission, loaded_modules
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import STOPPED_EARLY, RunDir
@@ -60,10 +60,11 @@ def submit_prepared(
                 _write(job, submission.script if job is spec else None, function_of.get(job.run_dir))
             write_atomic(folder.git_ignore, "*\n", durable=False)
             job_id = submission.backend.submit(spec, folder, lock)
+            modules = loaded_modules(submission.environ)
             for task in tasks:
-                _record(task, f"{job_id}_{task.array_task}")
+                _record(task, f"{job_id}_{task.array_task}", modules)
             # Written last: readers of this record can rely on all other records.
-            _record(spec, job_id)
+            _record(spec, job_id, modules)
     except OSError as error:
         raise SpecError(
             f"Cannot write to the run folder {str(folder.path)!r} (--run-dir): {error.strerror}. "
@@ -143,11 +144,11 @@ def _written_sweep(folder: RunDir, sweep: SweepRecord) -> Iterator[None]:
         raise
 
 
-def _record(spec: JobSpec, job_id: str, **details: Any) -> None:
+def _record(spec: JobSpec, job_id: str, modules: Sequence[str]) -> None:
     folder = _folder(spec)
     attempt = max(folder.attempts(), default=-1) + 1
     try:
-        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend, **details)
+        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend, modules=modules)
     except OSError as error:
         raise SubmissionUnconfirmed(
             f"Job {job_id} was submitted, but cannot be recorded in {str(folder.events)!r}: "
