@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -78,6 +79,17 @@ def test_module_of_the_caller_has_the_weights(tmp_path):
     assert metrics["val_loss"] > 0
     for name, value in train_manually(5).items():
         assert torch.allclose(weights[name], value, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+def test_lightning_module_is_trained_in_new_processes(tmp_path):
+    training = {"strategy": "ddp_spawn", "devices": 2, "max_steps": 12, "lightning": True}
+    run_command([sys.executable, SCRIPT, tmp_path / "out", json.dumps([training])], VARIABLES, timeout=110)
+    (result,) = torch.load(tmp_path / "out")
+    assert result["step"] == 12
+    for name, value in train_manually(12).items():
+        assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
 
 
 FAILING = """
