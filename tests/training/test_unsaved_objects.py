@@ -136,6 +136,11 @@ class SavedCalls(Calls):
         return {"calls": self.calls}
 
 
+class SetCalls(Calls):
+    def on_fit_start(self, trainer, module):
+        self.calls = trainer.step
+
+
 class SavingNet(Net):
     def on_save_checkpoint(self, checkpoint):
         checkpoint["count"] = self.layer.count
@@ -146,6 +151,7 @@ class SavingNet(Net):
     [
         (Net, Layer, Calls, "Layer.count, Layer.rate, Calls.calls"),
         (Net, SavedLayer, Calls, "Calls.calls"),
+        (Net, Layer, SetCalls, "Layer.count, Layer.rate"),
         (SavingNet, Layer, SavedCalls, None),
     ],
 )

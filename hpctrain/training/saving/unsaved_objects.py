@@ -28,6 +28,8 @@ TRAINER_REMEDY = (
 )
 #: Depth to which the attributes of saved objects are searched.
 _DEPTH = 3
+#: Methods that save a number, or set it at the start.
+_HANDLING = ("on_fit_start", "on_train_start", "setup", "state_dict", "on_save_checkpoint")
 #: Names in statements that measure, and so do not change what is trained.
 _MEASURES = re.compile(
     r"(?<![a-z])time(?![a-z])|perf_counter|monotonic|elapsed|seconds|duration|clock|memory|cache|hits|misses"
@@ -77,6 +79,16 @@ class UnsavedNumbers:
     """Numbers in attributes of modules and callbacks that training counts, but checkpoints lack."""
 
     def __init__(self, modules: Iterable[nn.Module], callbacks: Iterable[object] = ()) -> None:
+        modules, callbacks = list(modules), list(callbacks)
+        methods = (
+            vars(kind).get(name)
+            for value in [*modules, *callbacks]
+            for kind in _user_classes(value)
+            for name in _HANDLING
+        )
+        self._handled = {
+            name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names
+        }
         hosts: list[object] = []
         for module in modules:
             if overrides_any(module, ("on_save_checkpoint", "state_dict")) or module._state_dict_hooks:
@@ -91,7 +103,8 @@ class UnsavedNumbers:
             f"{kinds[0].__name__}.{name}": None
             for host, before in self._before
             for name, value in _numbers(host).items()
-            if before.get(name, getattr(type(host), name, value)) != value
+            if name not in self._handled
+            and before.get(name, getattr(type(host), name, value)) != value
             and _is_counted(kinds := _user_classes(host), name)
         }
         if not names:
