@@ -66,12 +66,7 @@ def prepare(trainer: T) -> T:
         load(checkpoint)
         ignored = ignored_after_load(optimizers, schedulers, script, None)
         remedy = "To change the value in a resumed run, set it in the on_train_begin() of a callback."
-        unsaved = remark_on_unsaved(
-            [trainer.model, *optimizers, *schedulers, trainer.accelerator],
-            "Pass schedulers to the Trainer. Assign averaged models to the model.",
-            steps_by_script=False,
-        )
-        checkpoints.report(ignored, [unsaved], remedy)
+        checkpoints.report(ignored, [], remedy)
 
     if load is not None:  # a private method, which other versions may lack
         setattr(trainer, "_load_optimizer_and_scheduler", load_and_compare)  # noqa: B010 (a method)
@@ -102,6 +97,12 @@ class RunCallback(transformers.TrainerCallback):
         regroup_buckets(self._trainer.model_wrapped)
         trained = (self._trainer.model, self._trainer.optimizer)
         self._checkpoints.watch(*(value for value in trained if value is not None))
+        unsaved = remark_on_unsaved(
+            [*trained, self._trainer.lr_scheduler, self._trainer.accelerator],
+            "Pass schedulers to the Trainer. Assign averaged models to the model.",
+            steps_by_script=False,
+        )
+        self._checkpoints.print_message(unsaved)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         # After the last step of an epoch, the evaluation runs first, because a resumed run would omit it.

@@ -153,7 +153,8 @@ class RunCheckpoint(lightning.Callback):
         remedy = "To change the value in a resumed run, set it in the on_train_start() of the module."
         ends: list[str] = []
         if pl_module.automatic_optimization and math.isfinite(trainer.estimated_stepping_batches):
-            steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+            batches = trainer.num_training_batches / trainer.accumulate_grad_batches
+            steps = math.ceil(batches) if math.isfinite(batches) else None
             schedules = [
                 (
                     config.scheduler,

@@ -127,6 +127,9 @@ class CallbackList:
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
     @property
     def wants_steps(self) -> bool:
         return any(map(_wants_steps, self._callbacks))

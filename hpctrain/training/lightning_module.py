@@ -226,7 +226,7 @@ class ModuleRun:
         self._batch_sizes: set[int | None] = set()
         #: Paths of the torchmetrics metrics that were logged.
         self._metrics: dict[str, str] = {}
-        self._has_started = self._is_in_step = False
+        self._has_started = self._is_in_step = self._is_in_batch = self._has_hinted = False
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> ModuleRun:
         return self  # a copy of the module belongs to the same training
@@ -260,15 +260,16 @@ class ModuleRun:
         return data
 
     @contextmanager
-    def logging(self, num_samples: int | None = None) -> Iterator[dict[str, Any]]:
+    def logging(self, num_samples: int | None = None, *, in_batch: bool = False) -> Iterator[dict[str, Any]]:
         """Collect the values that `self.log` receives within the block, for this number of samples."""
-        before = self._logged, self.num_samples
+        before = self._logged, self.num_samples, self._is_in_batch
         logged: dict[str, Any] = {}
         self._logged, self.num_samples = logged, num_samples
+        self._is_in_batch = in_batch or num_samples is not None
         try:
             yield logged
         finally:
-            self._logged, self.num_samples = before
+            self._logged, self.num_samples, self._is_in_batch = before
 
     def log_values(self, values: Mapping[str, torch.Tensor]) -> None:
         assert self._logged is not None
@@ -303,12 +304,27 @@ class ModuleRun:
             problem = f"needs the metric's value for this step. Call {call}(…), not {call}.update(…)"
         if problem or self._logged is None:
             raise UserError(f"{type(self._module).__name__}.log({name!r}, …) {problem}.")
+        self._hint_at_options(name, options)
         if is_metric:
             self._metrics[name] = paths[0]
             if not self.proxy.training:
                 return  # computed at the end
             value = value._forward_cache
         self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
+
+    def _hint_at_options(self, name: str, options: Mapping[str, Any]) -> None:
+        is_training = self.proxy.training
+        ignored = {"on_step": not is_training, "on_epoch": is_training} if self._is_in_batch else {}
+        ignored["logger"] = False
+        given = [f"{option}={value}" for option, value in ignored.items() if options.get(option) is value]
+        if given and self._context.ranks.is_main and not self._has_hinted:
+            self._has_hinted = True
+            print(
+                f"hpctrain: {type(self._module).__name__}.log({name!r}, {', '.join(given)}): hpctrain "
+                "records each value once per training step, and its mean once per validation or test. The "
+                "mean of an epoch is the mean of its steps.",
+                flush=True,
+            )
 
     def begin_step(self, rank_batch: RankBatch) -> None:
         proxy, self.batch_idx = self.proxy, rank_batch.batch_idx

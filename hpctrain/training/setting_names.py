@@ -26,9 +26,12 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
     "bagua": {"strategy": "ddp"},
     "cuda": {"accelerator": "gpu"},
     "ddp_cpu": {"strategy": "ddp_spawn", "accelerator": "cpu"},
+    "ddp_find_unused_parameters_false": {"strategy": "ddp"},
     "ddp_find_unused_parameters_true": {"strategy": "ddp", "find_unused_parameters": True},
+    "ddp_fork": {"strategy": "ddp_spawn"},
     "ddp_fully_sharded": {"strategy": "fsdp"},
     "ddp_notebook": {"strategy": "ddp_spawn"},
+    "fsdp_native": {"strategy": "fsdp"},
 }
 #: Settings of which hpctrain supports one value, and this value.
 _CONSTANTS: dict[str, object] = {
@@ -106,6 +109,11 @@ def _translate(name: str, value: Any, call: Mapping[str, object], names: list[st
     name = _ALIASES.get(name, name)
     if name == "strategy" and isinstance(value, str):
         return _STRATEGIES.get(value, {name: value})
+    if name == "strategy" and type(value).__module__.startswith(("lightning.", "pytorch_lightning.")):
+        raise UserError(
+            f"strategy is a {type(value).__name__} of Lightning. Pass the name of a strategy, such as 'ddp', "
+            "and its arguments as settings of the Trainer."
+        )
     settings: Mapping[str, Any] = getattr(value, "trainer_settings", {})  # of a `BaguaStrategy`
     return settings or {name: value}
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+import torch
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
+from helpers.ranks import run_on_ranks
+
+from hpctrain.rundir import RUN_DIR_VARIABLE
 
 pytestmark = [
     pytest.mark.ranks,
@@ -38,3 +42,46 @@ def test_trainer_saves_into_the_run_folder(undisturbed):
     assert "The script's newest checkpoint is " in listed
     assert "checkpoint-16 (2" in listed
     assert (run.dir.checkpoints / "checkpoint-16" / "hpctrain-complete").exists()
+
+
+def train_with_rate(lr: float, max_steps: int) -> str:
+    """Train to this step; return the output."""
+    import io
+    from contextlib import redirect_stdout
+
+    from torch.optim.swa_utils import AveragedModel
+    from transformers import Trainer, TrainingArguments
+
+    import hpctrain.huggingface
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.num_calls = torch.nn.Linear(1, 1), 0
+
+        def forward(self, x):
+            self.num_calls += 1
+            return {"loss": self.layer(x).square().mean()}
+
+    model, data, output = Model(), [{"x": torch.ones(1)}] * 8, io.StringIO()
+    ema = AveragedModel(model)
+    settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_steps": 2}
+    arguments = TrainingArguments("never-used", max_steps=max_steps, learning_rate=lr, **settings)
+    with redirect_stdout(output):
+        hpctrain.huggingface.prepare(Trainer(model, arguments, train_dataset=data)).train()
+    del ema
+    return output.getvalue()
+
+
+@pytest.mark.extended
+def test_differences_of_a_resumed_run_are_reported(tmp_path):
+    def output_of(*arguments: float) -> str:
+        env = {RUN_DIR_VARIABLE: str(tmp_path)}
+        return run_on_ranks(train_with_rate, *arguments, world_size=1, env=env, group=False)[0]
+
+    first = output_of(0.1, 2)
+    assert "so a resumed run starts them anew: ema (AveragedModel). " in first
+    assert "so a resumed run starts them anew: Model.num_calls. " in first
+    assert "remains" not in first
+    second = output_of(0.5, 4)
+    assert "lr remains 0.1, the value in the checkpoint, although the script now sets 0.5." in second

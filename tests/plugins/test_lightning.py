@@ -189,6 +189,32 @@ def test_lightning_cli_accepts_the_trainer(tmp_path):
     assert (run.dir.checkpoints / "lightning-64").exists()
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def train_on_loader(replaceable: bool) -> str:
+    """Train a step on two ranks; return the output."""
+    import io
+    from contextlib import redirect_stdout
+
+    from hpctrain.lightning import Trainer
+
+    data = list(range(8)) if replaceable else Stream()
+    with redirect_stdout(io.StringIO()) as output:
+        Trainer(max_steps=1, **QUIET).fit(make_recorder(lambda _: None), DataLoader(data, batch_size=2))
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("replaceable", [True, False])
+def test_position_that_cannot_be_restored_is_noted_on_rank_0(replaceable, tmp_path):
+    env = {RUN_DIR_VARIABLE: str(tmp_path)}
+    outputs = run_on_ranks(train_on_loader, replaceable, env=env)
+    message = "the position of the training loader, a DataLoader with the sampler _Infinite"
+    assert [message in output for output in outputs] == [not replaceable, False]
+
+
 def train_with_schedule(lr: float, period: int, max_steps: int) -> str:
     """Train six steps per epoch; return the output and the warnings."""
     import io
@@ -200,6 +226,12 @@ def train_with_schedule(lr: float, period: int, max_steps: int) -> str:
     from hpctrain.lightning import Trainer
 
     class Scheduled(type(make_recorder(lambda _: None))):
+        num_steps = 0
+
+        def training_step(self, batch, batch_idx):
+            self.num_steps += 1
+            return super().training_step(batch, batch_idx)
+
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=lr, momentum=0.9)
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, period)
@@ -222,6 +254,7 @@ def test_differences_of_a_resumed_run_are_reported(tmp_path):
 
     first = output_of(0.1, 4, 4)
     assert "so a resumed run starts them anew: ema (AveragedModel). " in first
+    assert "so a resumed run starts them anew: Scheduled.num_steps. " in first
     assert "remains" not in first
     second = output_of(0.5, 8, 8)
     assert "lr remains 0.1, the value in the checkpoint, although the script now sets 0.5." in second

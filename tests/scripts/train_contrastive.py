@@ -1,4 +1,4 @@
-"""Train with a contrastive loss and `ddp2`: `train_contrastive.py LAST_STEP BATCH OUT [MICRO_BATCH_SIZE]`.
+"""Train with a contrastive loss and `ddp2`: `train_contrastive.py LAST_STEP BATCH OUT KIND STRATEGY`.
 
 Every pair of the node's batch is a negative of the others. The trained weights go to the file OUT.
 """
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import hpctrain
 
 
-class Contrast(hpctrain.Module):
+class ContrastBase:
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
@@ -37,6 +37,16 @@ class Contrast(hpctrain.Module):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+class Contrast(ContrastBase, hpctrain.Module):
+    pass
+
+
+def lightning_contrast() -> type:
+    import lightning
+
+    return type("Contrast", (ContrastBase, lightning.LightningModule), {})
+
+
 def pairs(num_samples: int = 40) -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(7)
     left, noise = torch.randn(2, num_samples, 8, dtype=torch.float64, generator=generator)
@@ -44,15 +54,14 @@ def pairs(num_samples: int = 40) -> torch.utils.data.TensorDataset:
 
 
 if __name__ == "__main__":
-    last_step, global_batch_size, out, *settings = sys.argv[1:]
+    last_step, global_batch_size, out, kind, strategy = sys.argv[1:]
     trainer = hpctrain.Trainer(
         max_steps=int(last_step),
         global_batch_size=int(global_batch_size),
-        strategy="ddp2",
+        strategy=strategy,
         seed=1,
-        micro_batch_size=int(settings[0]) if settings else None,
     )
-    module = Contrast()
+    module = Contrast() if kind == "Module" else lightning_contrast()()
     trainer.fit(module, pairs())
     if trainer.is_main:
         torch.save(module.state_dict(), Path(out))

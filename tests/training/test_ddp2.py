@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -28,9 +29,17 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_D
 
 
 def trained_weights(
-    tmp_path, steps: int, batch: int, *settings: str, nodes: int = 2, ranks: int = 4, devices: int = 1
+    tmp_path,
+    steps: int,
+    batch: int,
+    kind: str = "Module",
+    strategy: str = "ddp2",
+    *,
+    nodes: int = 2,
+    ranks: int = 4,
+    devices: int = 1,
 ) -> dict:
-    args = [str(steps), str(batch), str(tmp_path / "out"), *settings]
+    args = [str(steps), str(batch), str(tmp_path / "out"), kind, strategy]
     # Without GPUs, the devices of a rank are all the CPU.
     variables = VARIABLES | ({"HPCTRAIN_GPUS_PER_TASK": str(devices)} if devices > 1 else {})
     run_forked(SCRIPT, args, variables, ranks=ranks, nodes=nodes)
@@ -91,6 +100,17 @@ def test_one_process_per_node_with_two_devices_trains_like_two_processes(tmp_pat
     actual = trained_weights(tmp_path, 8, batch, nodes=2, ranks=2, devices=2)
     expected = single_process(8, batch, 2, 2)
     for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "ranks", "devices"), [("ddp2", 2, 2, 2), ("ddp2", 2, 4, 1), ("dp", 1, 1, 3)]
+)
+def test_step_end_of_a_lightning_module_sees_the_batch_of_the_node(tmp_path, strategy, nodes, ranks, devices):
+    topology = {"nodes": nodes, "ranks": ranks, "devices": devices}
+    actual = trained_weights(tmp_path, 8, 18, "LightningModule", strategy, **topology)
+    for name, value in single_process(8, 18, nodes, max(ranks, nodes)).items():
         torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-9)
 
 

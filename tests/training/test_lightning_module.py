@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from helpers import REPOSITORY, SCRIPTS
 from helpers.fork_server import run_forked
 from helpers.ranks import run_on_ranks
+from helpers.tracker_files import neptune_points
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -132,7 +135,7 @@ class Predicting(Line):
 
 
 @row("`self.log`, `self.log_dict`")
-def test_logged_values_are_means_over_the_samples(tmp_path):
+def test_logged_values_are_means_over_the_samples(tmp_path, capsys):
     class Logs(Line):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -140,10 +143,12 @@ def test_logged_values_are_means_over_the_samples(tmp_path):
                 "train_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=len(batch[0])
             )
             self.log_dict({"size": len(batch[0]), "number": batch_idx}, sync_dist=True, batch_size=4)
+            if batch_idx == 2:
+                self.log("last", 1.0, on_epoch=True)
             return loss
 
         def on_train_epoch_end(self):
-            self.log("epoch_end", 7.0)
+            self.log("epoch_end", 7.0, on_step=False, on_epoch=True)
 
         def validation_step(self, batch, batch_idx):
             self.log("val_sum", batch[0].sum(1).mean(), on_epoch=True)
@@ -156,6 +161,8 @@ def test_logged_values_are_means_over_the_samples(tmp_path):
     assert metrics(tmp_path, "size") == [4, 4, 2] * 2
     assert metrics(tmp_path, "number") == [0, 1, 2] * 2
     assert metrics(tmp_path, "epoch_end") == [7, 7]
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "hpctrain records each value" in line)
+    assert "Logs.log('last', on_epoch=True): hpctrain" in line
     assert trainer.metrics == {"val_sum": pytest.approx(X.sum(1).mean().item(), rel=1e-5), "at_end": 3}
 
 
@@ -246,8 +253,14 @@ def test_properties(tmp_path, capsys):
         def on_train_epoch_start(self):
             seen["metrics"] = self.trainer.callback_metrics
 
-    trainer = fit(Properties(), loader(), loader(), run_dir=tmp_path, max_epochs=9)
+    module = Properties()
+    trainer = fit(module, loader(), loader(), run_dir=tmp_path, max_epochs=9)
     assert trainer.step < 7
+    # After the training, the module still has its state.
+    assert module.trainer.callback_metrics == {"val": torch.tensor(5.0)}
+    assert (module.trainer.global_step, module.trainer.should_stop) == (trainer.step, True)
+    with refuses("hpctrain does not provide self.trainer.save_checkpoint"):
+        module.trainer.save_checkpoint("last.ckpt")
     assert seen["ranks"] == (0, 0, 1, 1)
     assert seen["device"] == (torch.device("cpu"),) * 2
     assert seen["position"][:4] == [(0, 0), (0, 1), (0, 2), (1, 3)]
@@ -854,3 +867,35 @@ def test_loggers_of_lightning_write_to_their_destinations(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
     (wandb,) = find_loggers(WandbLogger(project="vision", name="first", save_dir=tmp_path))
     assert wandb.options.items() >= {"project": "vision", "name": "first", "dir": str(tmp_path)}.items()
+
+
+def log_with(kind: str, folder: Path) -> None:
+    """Log a value with hpctrain's counterpart of Lightning's logger."""
+    if kind == "MLFlowLogger":
+        uri = f"sqlite:///{folder / 'own.db'}"
+        given = lightning.pytorch.loggers.MLFlowLogger("vision", tracking_uri=uri)
+    else:  # Lightning no longer has this logger
+        attributes = {"__module__": "lightning.pytorch.loggers.neptune", "_project_name": "a/b"}
+        given = type(kind, (), attributes)()
+    (logger,) = hpctrain.Trainer(max_steps=1, logger=given).loggers
+    logger.start(LoggedRun("run", folder))
+    logger.log([MetricRecord(1, 0.0, 0, 0, {"loss": 2.0})])
+    logger.finish("completed")
+
+
+@pytest.mark.ranks
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("kind", "package"), [("MLFlowLogger", "mlflow"), ("NeptuneLogger", "neptune_scale")]
+)
+def test_loggers_of_lightning_write_to_the_files_of_their_services(kind, package, tmp_path):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    env = {"NEPTUNE_MODE": "offline"}
+    run_on_ranks(log_with, kind, tmp_path, world_size=1, env=env, group=False)
+    if kind == "MLFlowLogger":
+        with sqlite3.connect(tmp_path / "own.db") as database:
+            query = "SELECT name, key, value FROM metrics JOIN runs USING (run_uuid)"
+            assert database.execute(query).fetchall() == [("run", "loss", 2.0)]
+    else:
+        assert neptune_points(tmp_path) == [("loss", 1, 2.0)]

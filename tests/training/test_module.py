@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
+needs_horovod = pytest.mark.skipif(
+    find_spec("horovod") is None, reason="Horovod is not installed (scripts/install_horovod.sh)"
+)
 X = torch.arange(10.0, dtype=torch.float64).unsqueeze(1)
 
 
@@ -84,6 +89,26 @@ def test_logged_values_are_means_over_the_batch(tmp_path, settings):
     assert "ignored" not in environment["hparams"]
 
 
+def test_logged_values_are_in_the_progress_line(tmp_path, capsys):
+    train_logging(tmp_path, {})
+    output = capsys.readouterr().out
+    assert re.search(r"^step 6/6 .* mean_x 8\.5\b", output, re.MULTILINE)
+    assert "hpctrain records each value" not in output
+
+
+class LoggingOptions(Logging):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("x", 1.0, on_step=False, on_epoch=True)
+        self.log("y", 1.0, logger=False)
+        return super().training_step(batch, batch_idx)
+
+
+def test_options_of_log_without_effect_are_noted_once(capsys):
+    hpctrain.Trainer(max_epochs=2).fit(LoggingOptions())
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "hpctrain records each value" in line)
+    assert "LoggingOptions.log('x', on_step=False, on_epoch=True): hpctrain" in line
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["ddp", "ddp2", "zero3"])
 def test_logged_values_are_means_over_all_ranks(tmp_path, strategy):
@@ -96,10 +121,14 @@ class Ends(hpctrain.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.stages = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).double()
+        for layer in self.stages:
+            nn.init.ones_(layer.weight)
+            nn.init.zeros_(layer.bias)
         self.sizes: dict[str, list[int]] = {"training": [], "validation": [], "test": []}
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.weight * batch
+        return self.weight * self.stages(batch[:, None])[:, 0]
 
     validation_step = test_step = training_step
 
@@ -139,12 +168,24 @@ def test_cpu_is_used_although_there_are_gpus(monkeypatch):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("strategy", "size", "mean"), [("ddp", 5, 4.0), ("zero3", 5, 4.0), ("ddp2", 10, 9.0)]
+    ("strategy", "size", "mean"),
+    [
+        *((name, 5, 4.0) for name in ("ddp", "zero1", "zero2", "zero3")),
+        pytest.param("horovod", 5, 4.0, marks=needs_horovod),
+        ("ddp2", 10, 9.0),
+    ],
 )
 def test_step_ends_see_the_batch_of_the_rank_or_of_the_node(strategy, size, mean):
     for sizes, validation, test in run_on_ranks(run_ends, {"strategy": strategy}, group=False):
         assert sizes == {"training": [size], "validation": [size], "test": [size]}
         assert validation == test == mean
+
+
+@pytest.mark.ranks
+def test_step_ends_of_a_pipeline_see_micro_batches_on_the_last_stage():
+    results = run_on_ranks(run_ends, {"strategy": "pipeline", "micro_batch_size": 5}, group=False)
+    assert [sizes["training"] for sizes, _, _ in results] == [[], [5, 5]]
+    assert all(sizes["validation"] == [5] and mean == 4.0 for sizes, mean, _ in results)
 
 
 @pytest.mark.parametrize(

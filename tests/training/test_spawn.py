@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -107,6 +108,17 @@ def test_notebook_trains_and_submits_functions(tmp_path):
     command = ["sh", "-c", f"{sys.executable} - < cells"]
     printed = run_command(command, VARIABLES, cwd=tmp_path, timeout=110).stdout
     assert "ranks ['0', '1']" in printed
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+def test_lightning_module_is_trained_in_new_processes(tmp_path):
+    training = {"strategy": "ddp_spawn", "devices": 2, "max_steps": 12, "lightning": True}
+    run_command([sys.executable, SCRIPT, tmp_path / "out", json.dumps([training])], VARIABLES, timeout=110)
+    (result,) = torch.load(tmp_path / "out")
+    assert result["step"] == 12
+    for name, value in train_manually(12).items():
+        assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
 
 
 FAILING = """

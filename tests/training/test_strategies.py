@@ -115,6 +115,16 @@ def test_twelve_steps_of_both_kinds_of_modules_are_those_of_one_process(tmp_path
 
 
 @pytest.mark.ranks
+@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+def test_lightning_module_is_refused_with_strategies_that_compute_elsewhere(tmp_path):
+    names = ["pipeline", *(["horovod"] if find_spec("horovod") else [])]
+    results = train(tmp_path, *({"strategy": name, "lightning": True} for name in names), ranks=2)
+    for name, result in zip(names, results, strict=True):
+        message = f"strategy='{name}' is not supported for the LightningModule LightningBlocks. Remove"
+        assert message in result["error"]
+
+
+@pytest.mark.ranks
 def test_zero1_is_bitwise_equal_to_ddp(tmp_path):
     ddp, zero1 = train(tmp_path, *({"strategy": name, "max_steps": 20} for name in ("ddp", "zero1")), ranks=3)
     assert all(torch.equal(zero1["weights"][name], value) for name, value in ddp["weights"].items())
@@ -515,6 +525,13 @@ def create_trainers() -> list[str]:
         with pytest.raises(UserError) as caught:
             hpctrain.Trainer(max_steps=1, **call)
         results.append(str(caught.value))
+    torch.cuda.is_available = lambda: True
+    for gpus in (2, [0, 1], "0, 1", -1):
+        hpctrain.Trainer(max_steps=1, gpus=gpus)
+    for gpus in (1, "3", [0, 1, 2]):
+        with pytest.raises(UserError) as caught:
+            hpctrain.Trainer(max_steps=1, gpus=gpus)
+        results.append(str(caught.value))
     os.environ["HPCTRAIN_ATTEMPT"] = "1"  # a restart may have fewer ranks
     hpctrain.Trainer(max_steps=1, num_nodes=3, devices=8)
     return results
@@ -527,6 +544,8 @@ def test_devices_and_nodes_are_those_of_the_launcher():
     assert "devices=5, but the launcher started 2 ranks on this node (LOCAL_WORLD_SIZE)" in results[2]
     assert "devices='1,', but the launcher started 2 ranks" in results[3]
     assert "num_nodes=2, but the number of nodes is 1 (" in results[4]
+    for gpus, message in zip(("1", "'3'", "[0, 1, 2]"), results[5:], strict=True):
+        assert f"gpus={gpus}, but the launcher started 2 ranks on this node" in message
 
 
 def test_nodes_and_gpus_that_do_not_exist_are_refused():

@@ -24,6 +24,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.loop.train_step import lr_factor
+from hpctrain.training.observe import environment_info
 from hpctrain.training.optim.optimizer_setup import only_trainable
 from hpctrain.training.optim.step_transforms import activation_checkpointing
 from hpctrain.training.trainer_config import TrainerConfig
@@ -412,6 +413,9 @@ def test_learning_rate_factors():
 
 
 def test_hint_about_slow_data_appears_once_during_training(monkeypatch, capsys):
+    assert environment_info._SEEN_S <= 10
+    assert "so try num_workers=4." in (environment_info.warn_too_few_workers(4.0, 10.0, 2, 8) or "")
+
     class SlowData(Dataset):
         def __len__(self):
             return 8

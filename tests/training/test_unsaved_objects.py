@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -56,13 +58,15 @@ def test_session_names_forgotten_objects(tmp_path, capsys):
 def test_checkpointer_names_forgotten_objects(tmp_path, capsys):
     parts = Parts()
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    sampler = hpctrain.StatefulBatchSampler(DATA, global_batch_size=4)
     Checkpointer(run_dir=tmp_path, model=parts.model, optimizer=parts.optimizer).load()
     (names,) = forgotten(capsys.readouterr().out)
     assert names == (
-        "parts.scheduler (SequentialLR), parts.scaler (GradScaler), parts.ema (AveragedModel), other (SGD)"
+        "parts.scheduler (SequentialLR), parts.scaler (GradScaler), parts.ema (AveragedModel), other (SGD), "
+        "sampler (StatefulBatchSampler)"
     )
     objects = {name: value for name, value in vars(parts).items() if name != "disabled"}
-    Checkpointer(run_dir=tmp_path / "all", **objects, other=other).load()
+    Checkpointer(run_dir=tmp_path / "all", **objects, other=other, sampler=sampler).load()
     assert forgotten(capsys.readouterr().out) == []
 
 
@@ -91,6 +95,76 @@ class SavedAverage(Average):
 
     def load_state_dict(self, state):
         self.ema.load_state_dict(state)
+
+
+class Layer(nn.Linear):
+    """Counts, and measures what a resumed run need not know."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.count, self.rate, self.size, self.seconds, self.cached = 0, 1.0, 0, 0.0, 0
+
+    def forward(self, inputs):
+        begun = time.perf_counter()
+        self.count += 1
+        self.rate = max(0.5, 0.9 * self.rate)
+        self.size = len(inputs)
+        self.cached = max(self.cached, len(inputs))
+        output = super().forward(inputs)
+        self.seconds += time.perf_counter() - begun
+        return output
+
+
+class SavedLayer(Layer):
+    def get_extra_state(self):
+        return {"count": self.count, "rate": self.rate}
+
+    def set_extra_state(self, state):
+        self.count, self.rate = state["count"], state["rate"]
+
+
+class Calls(hpctrain.Callback):
+    def __init__(self):
+        self.calls = 0
+
+    def on_step_end(self, trainer, module, metrics):
+        self.calls += 1
+
+
+class SavedCalls(Calls):
+    def state_dict(self):
+        return {"calls": self.calls}
+
+
+class SetCalls(Calls):
+    def on_fit_start(self, trainer, module):
+        self.calls = trainer.step
+
+
+class SavingNet(Net):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["count"] = self.layer.count
+
+
+@pytest.mark.parametrize(
+    ("net", "layer", "callback", "names"),
+    [
+        (Net, Layer, Calls, "Layer.count, Layer.rate, Calls.calls"),
+        (Net, SavedLayer, Calls, "Calls.calls"),
+        (Net, Layer, SetCalls, "Layer.count, Layer.rate"),
+        (SavingNet, Layer, SavedCalls, None),
+    ],
+)
+def test_trainer_names_numbers_that_are_not_saved(net, layer, callback, names, tmp_path, capsys):
+    module = net()
+    module.layer = layer()
+    settings = {"checkpoint_every": 2, "global_batch_size": 4, "callbacks": [callback()]}
+    hpctrain.Trainer(max_steps=6, run_dir=tmp_path, **settings).fit(module, DATA)
+    output = capsys.readouterr().out
+    message = f"which the checkpoints do not contain, so a resumed run starts them anew: {names}. Register"
+    assert output.count("Training has changed") == output.count(message) == (names is not None)
+    hpctrain.Trainer(max_steps=2, **settings).fit(module, DATA)  # nothing is saved
+    assert "Training has changed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", [Average, SavedAverage])

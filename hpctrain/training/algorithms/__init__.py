@@ -58,6 +58,10 @@ class BaguaStrategy:
                     f"here are: {', '.join(accepted) or 'none'}. Remove {name}."
                 )
         self.trainer_settings = {"strategy": "ddp", "algorithm": kind(**arguments)}
+        self._name = algorithm
+
+    def __repr__(self) -> str:
+        return f"BaguaStrategy({self._name!r})"
 
 
 def register_algorithm(name: str) -> Callable[[type[Algorithm]], type[Algorithm]]:

@@ -44,6 +44,9 @@ class Algorithm:
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self._state: dict[str, Any] = {}
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(…)"
+
     @classmethod
     def check(cls, settings: TrainerConfig) -> None:
         """Raise a `UserError` if the settings are not compatible with this algorithm."""

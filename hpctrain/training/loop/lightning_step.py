@@ -74,7 +74,7 @@ class LightningTrainStep(TrainStep):
         with run.logging() as at_start:
             if rank_batch.batch_idx == 0:
                 self._user_module.on_train_epoch_start()
-        with run.logging() as in_batch:
+        with run.logging(in_batch=True) as in_batch:
             yield
         run.proxy.global_step = rank_batch.step
         with run.logging() as at_end:

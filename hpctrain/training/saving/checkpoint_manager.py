@@ -18,6 +18,7 @@ from hpctrain.text import format_size
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
+from hpctrain.training.saving.unsaved_objects import UnsavedNumbers
 
 #: Time after which a save is considered stuck.
 MAX_SAVE_S = 3600.0
@@ -48,6 +49,8 @@ class CheckpointManager:
         self.write_s: float | None = None
         """Seconds until the latest checkpoint was in the run folder; None before the first save."""
         self.found_disk_full = False
+        #: Until the first save; only on rank 0.
+        self.unsaved_numbers: UnsavedNumbers | None = None
 
     @property
     def in_flight_s(self) -> float | None:
@@ -154,6 +157,9 @@ class CheckpointManager:
         return saved.path.parent == self.folder
 
     def _capture(self) -> dict[str, Any]:
+        unsaved, self.unsaved_numbers = self.unsaved_numbers, None
+        if unsaved is not None and (message := unsaved.remark()):
+            self._parts.progress.print_message(f"hpctrain: {message}")
         return {
             "step": self._state.step,
             "state": self._state.tree(),

@@ -27,6 +27,7 @@ from hpctrain.training.base import rng
 from hpctrain.training.base.tensors import local_part
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.optim.resumed_values import IgnoredValue
+from hpctrain.training.saving.unsaved_objects import UnsavedNumbers
 
 #: Seconds between two checkpoints by default.
 EVERY_S = 600.0
@@ -55,6 +56,7 @@ class ForeignCheckpoints:
         self._prefix, self._keep_last, self._every_n_steps = prefix, keep_last, every_n_steps
         self._marker, self._to_optimizer_step = marker, to_optimizer_step
         self._watched: Sequence[nn.Module | torch.optim.Optimizer] = ()
+        self._unsaved: UnsavedNumbers | None = None
         self._name = re.compile(rf"{re.escape(prefix)}-(\d+)")
         self._saved_at = time.monotonic()
         self._step = 0
@@ -64,14 +66,19 @@ class ForeignCheckpoints:
     def watch(self, *modules_and_optimizers: nn.Module | torch.optim.Optimizer) -> None:
         """Save nothing after the parameters or optimizer states become NaN or infinite."""
         self._watched = modules_and_optimizers
+        modules = [value for value in modules_and_optimizers if isinstance(value, nn.Module)]
+        self._unsaved = UnsavedNumbers(modules)
         if not self._are_finite():
             self._watched = ()
 
     def is_saveable(self, step: int) -> bool:
         """Return false, and print the reason, if the watched state of `step` is not finite on all ranks."""
+        unsaved, self._unsaved = self._unsaved, None
+        if unsaved is not None and self.run is not None:
+            self.print_message(unsaved.remark())
         if self.run is None or not self._watched or self._are_finite():
             return True
-        self._print(
+        self.print_message(
             f"after step {step}, the optimizer state or the parameters contain NaN or infinite values. They "
             "are not saved, so that the newest checkpoint remains the last finite one."
         )
@@ -100,12 +107,12 @@ class ForeignCheckpoints:
     def log_resumed(self, path: Path) -> None:
         self._step = self.step_of(path)
         self._log.write_resumed(self._to_optimizer_step(self._step), path, 0.0)
-        self._print(f"resumed after step {self._step} from {path}")
+        self.print_message(f"resumed after step {self._step} from {path}")
 
     def report(self, ignored: Sequence[IgnoredValue], messages: Iterable[str | None], remedy: str) -> None:
         self._log.write_ignored(ignored)
-        for message in filter(None, [*(f"{value} {remedy}" for value in ignored), *messages]):
-            self._print(message)
+        for message in (*(f"{value} {remedy}" for value in ignored), *messages):
+            self.print_message(message)
 
     def decide(self, step: int) -> Literal["stop", "save"] | None:
         """Return the action of all ranks after `step`: stop after a save, save, or neither."""
@@ -169,8 +176,8 @@ class ForeignCheckpoints:
         of_rank = states[ranks.rank] if len(states) == ranks.world_size else None
         rng.resume_rng_state(of_rank, "rank", ranks.rank, "step", step)
 
-    def _print(self, message: str) -> None:
-        if self.context.ranks.is_main:
+    def print_message(self, message: str | None) -> None:
+        if message and self.context.ranks.is_main:
             print(f"hpctrain: {message}", flush=True)
 
     def _prune(self, keep_last: int, best: str | None = None) -> None:

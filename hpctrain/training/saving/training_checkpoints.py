@@ -34,6 +34,7 @@ from hpctrain.training.observe.loss_guard import read_excluded_steps
 from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule, VerificationSteps
 from hpctrain.training.saving.state_copies import StateCopies
+from hpctrain.training.saving.unsaved_objects import UnsavedNumbers
 
 
 class TrainingCheckpoints:
@@ -158,6 +159,8 @@ class TrainingCheckpoints:
         if not self._has_resumed and self.copies.folder is not None:
             problem = self._manager.store.commit_newest_copy(self.copies.folder, self._resume_limit)
             aside += [problem] if problem else []
+        if not self._has_resumed and self._context.ranks.is_main:
+            self._manager.unsaved_numbers = UnsavedNumbers([self._parts.module], self._parts.callbacks)
         self._resume_limit, self._has_resumed = None, True
         loaded, broken = self._manager.store.load_newest(self._state.template())
         for sentence in (*aside, *broken):

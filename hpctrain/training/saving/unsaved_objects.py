@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FrameType, ModuleType
@@ -24,6 +28,12 @@ TRAINER_REMEDY = (
 )
 #: Depth to which the attributes of saved objects are searched.
 _DEPTH = 3
+#: Methods that save a number, or set it at the start.
+_HANDLING = ("on_fit_start", "on_train_start", "setup", "state_dict", "on_save_checkpoint")
+#: Names in statements that measure, and so do not change what is trained.
+_MEASURES = re.compile(
+    r"(?<![a-z])time(?![a-z])|perf_counter|monotonic|elapsed|seconds|duration|clock|memory|cache|hits|misses"
+)
 
 
 def remark_on_unsaved(saved: Iterable[object], remedy: str, *, steps_by_script: bool = True) -> str | None:
@@ -58,8 +68,74 @@ def remark_on_unsaved(saved: Iterable[object], remedy: str, *, steps_by_script: 
 
 def overrides_any(value: object, methods: Iterable[str]) -> bool:
     """Return true if a class of the user, not of a library, defines one of the methods of `value`."""
-    kinds = [kind for kind in type(value).__mro__ if not kind.__module__.startswith(_LIBRARIES)]
-    return any(method in vars(kind) for method in methods for kind in kinds)
+    return any(method in vars(kind) for method in methods for kind in _user_classes(value))
+
+
+def _user_classes(value: object) -> list[type]:
+    return [kind for kind in type(value).__mro__ if not kind.__module__.startswith(_LIBRARIES)]
+
+
+class UnsavedNumbers:
+    """Numbers in attributes of modules and callbacks that training counts, but checkpoints lack."""
+
+    def __init__(self, modules: Iterable[nn.Module], callbacks: Iterable[object] = ()) -> None:
+        modules, callbacks = list(modules), list(callbacks)
+        methods = (
+            vars(kind).get(name)
+            for value in [*modules, *callbacks]
+            for kind in _user_classes(value)
+            for name in _HANDLING
+        )
+        self._handled = {
+            name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names
+        }
+        hosts: list[object] = []
+        for module in modules:
+            if overrides_any(module, ("on_save_checkpoint", "state_dict")) or module._state_dict_hooks:
+                continue
+            saved = ("state_dict", "get_extra_state", "_save_to_state_dict")
+            hosts += [layer for layer in module.modules() if not overrides_any(layer, saved)]
+        hosts += [callback for callback in callbacks if not overrides_any(callback, ["state_dict"])]
+        self._before = [(host, _numbers(host)) for host in hosts]
+
+    def remark(self) -> str | None:
+        names = {
+            f"{kinds[0].__name__}.{name}": None
+            for host, before in self._before
+            for name, value in _numbers(host).items()
+            if name not in self._handled
+            and before.get(name, getattr(type(host), name, value)) != value
+            and _is_counted(kinds := _user_classes(host), name)
+        }
+        if not names:
+            return None
+        return (
+            "Training has changed these numbers, which the checkpoints do not contain, so a resumed run "
+            f"starts them anew: {', '.join(names)}. Register a number of a module with register_buffer(), or "
+            "save it in on_save_checkpoint(). Save those of a callback in its state_dict()."
+        )
+
+
+def _numbers(host: object) -> dict[str, int | float]:
+    return {name: value for name, value in vars(host).items() if type(value) in (int, float)}
+
+
+def _is_counted(kinds: Iterable[type], name: str) -> bool:
+    """Return true if a method computes the number from its earlier value, unless it measures time or memory.
+
+    Other numbers, such as the size of the latest batch, do not depend on earlier steps.
+    """
+    counts = re.compile(rf"\w+\.{name} (\S+= |= .*\.{name}\b)")
+    for function in (value for kind in kinds for value in vars(kind).values() if inspect.isfunction(value)):
+        code = inspect.unwrap(function).__code__
+        if name not in code.co_names or code.co_name == "__init__" or "site-packages" in code.co_filename:
+            continue
+        with suppress(OSError, SyntaxError):  # no source, or not that of a statement
+            for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+                statement = ast.unparse(node) if isinstance(node, (ast.Assign, ast.AugAssign)) else ""
+                if counts.match(statement) and not _MEASURES.search(statement):
+                    return True
+    return False
 
 
 def _add(saved_ids: set[int], value: Any, depth: int) -> None:

@@ -46,6 +46,13 @@ STRATEGIES: Registry[Strategy] = Registry(
     refused={
         "tpu": "hpctrain does not support TPUs. Use PyTorch/XLA.",
         "deepspeed": "hpctrain has its own ZeRO strategies. Use 'zero1', 'zero2' or 'zero3'.",
+        "fsdp_cpu_offload": "hpctrain keeps all states on the GPUs. Use 'fsdp'.",
+        **{
+            f"deepspeed_stage_{stage}{offload}": "hpctrain has its own ZeRO strategies, which keep all "
+            f"states on the GPUs. Use 'zero{stage}'."
+            for stage in (1, 2, 3)
+            for offload in ("", "_offload", "_offload_nvme")
+        },
     },
 )
 
