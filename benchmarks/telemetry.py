@@ -31,7 +31,7 @@ from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.sidecar import NodeSampler
-from hpctrain.sandbox.processes import with_descendants
+from hpctrain.sandbox.daemons import with_descendants
 from hpctrain.telemetry.loggers import find_loggers
 
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "neptune")

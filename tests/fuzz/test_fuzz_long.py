@@ -27,6 +27,7 @@ EXEMPT = {
         checkpoint.convert.external_formats.parse_external_state jobs.executor.job.Job.from_run
         jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
+        jobs.submit.render._parse_template
         jobs.runs.run_log_reader.LogPosition.from_json jobs.site.site_check.JobRequest.from_spec
         supervisor.monitors.EarlyStoppingMonitor._read_rule
         supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
@@ -56,6 +57,7 @@ EXEMPT = {
         jobs.options.config_files._read_habits jobs.options.config_files._read_option
         jobs.options.config_files._read_yaml jobs.options.option.OptionType._parse_text
         jobs.options.option_parser.parse_option jobs.options.resolved_options._read
+        jobs.options.resolved_options._from_variables
         jobs.runs.run_log_reader.RunLogReader.read lightning.HpctrainEnvironment.detect
         checkpoint.io.messages._decode
         checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines rundir.RunStorage.read
