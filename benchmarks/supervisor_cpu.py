@@ -23,8 +23,8 @@ from pathlib import Path
 from results import Results
 
 from hpctrain.errors import SchedulerError
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control import LocalJobControl
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
 from hpctrain.supervisor.supervise import Supervisor

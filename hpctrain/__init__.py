@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from hpctrain.jobs.runs.run import Run
     from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.jobs.submit.submit import submit
+    from hpctrain.jobspec.job_spec import JobSpec
     from hpctrain.rundir import RunDir
     from hpctrain.runtime.stopping.stop_consensus import should_stop
     from hpctrain.slurm.states import RunState
-    from hpctrain.spec.job_spec import JobSpec
     from hpctrain.training import Module, Trainer
     from hpctrain.training.algorithms import BaguaStrategy
     from hpctrain.training.callbacks import Callback, EarlyStopping
@@ -107,7 +107,7 @@ _HOMES = {
     "Checkpointer": "hpctrain.training.saving.checkpointer",
     "EarlyStopping": "hpctrain.training.callbacks",
     "Executor": "hpctrain.jobs.executor",
-    "JobSpec": "hpctrain.spec.job_spec",
+    "JobSpec": "hpctrain.jobspec.job_spec",
     "LengthGroupedBatchSampler": "hpctrain.training.data.sampler_plan",
     "Mixture": "hpctrain.training.data.mixture",
     "Module": "hpctrain.training",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.crash_output import find_crash_output, fold, useful_lines
-from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.failure_files import RankFailure, classify
 
 IMPORT = """Traceback (most recent call last):

@@ -30,7 +30,7 @@ def command(run: str, runs_dir: Path, rank: int, program: tuple[str, ...]) -> No
     """
     # Imported here because these packages are slow to import.
     from hpctrain.jobs.runs.run import require_running
-    from hpctrain.spec.load_spec import load_spec
+    from hpctrain.jobspec.load_spec import load_spec
     from hpctrain.supervisor.launch.task_command import containerize, module_command
 
     opened = open_run(run, runs_dir)

@@ -11,10 +11,10 @@ import click
 
 from hpctrain.cli.common import echo_json, json_option, walk_commands
 from hpctrain.jobs.options.table import all_options
+from hpctrain.jobspec.restart_policy import DEFAULT_RULES, END_KINDS, RESTART_ACTIONS, EndKind
 from hpctrain.slurm.exit_codes import EXIT_CODES, SIGNALS, explain_exit
 from hpctrain.slurm.pending_reasons import PENDING_REASONS, explain_reason
 from hpctrain.slurm.states import RUN_STATES, SLURM_STATES, base_state
-from hpctrain.spec.restart_policy import DEFAULT_RULES, END_KINDS, RESTART_ACTIONS, EndKind
 from hpctrain.text import pluralize, suggest
 
 _REASON = "pending reason of Slurm"

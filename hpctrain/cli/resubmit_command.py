@@ -9,10 +9,10 @@ from typing import Any
 
 from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
 from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
+from hpctrain.jobspec.directives import directives_after_start
+from hpctrain.jobspec.job_spec import default_stop_before_limit_s
+from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.spec.directives import directives_after_start
-from hpctrain.spec.job_spec import default_stop_before_limit_s
-from hpctrain.spec.notify import NOTIFICATION_KINDS
 from hpctrain.text import is_finite
 
 #: Fields that are None if the option is `never`.

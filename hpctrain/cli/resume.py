@@ -32,7 +32,7 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     as --nodes 8 or --time 4:00:00, override them. To change the arguments, use `hpctrain submit --run-dir`.
     """
     from hpctrain.cli import submit
-    from hpctrain.spec.load_spec import load_spec
+    from hpctrain.jobspec.load_spec import load_spec
 
     try:
         opened = open_run(run, runs_dir)

@@ -22,9 +22,9 @@ from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE
 from hpctrain.jobs.submit.preflight import check_backend, check_environment, check_program, check_template
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.render import directive_options, render_setup
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.load_spec import load_spec
 
 #: Options of a submission that do not affect a shell.
 _WITHOUT_EFFECT = frozenset(

@@ -39,10 +39,10 @@ from hpctrain.jobs.options.resolved_options import (
 from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobspec.directives import SHORT_NAMES
+from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
-from hpctrain.spec.directives import SHORT_NAMES
-from hpctrain.spec.launcher import ProgramKind
 from hpctrain.text import suggest
 
 #: Key of the context: true if the program follows a `--`.
@@ -400,7 +400,7 @@ def resubmission(
         SpecError: `options` names another program or another run folder.
     """
     from hpctrain.cli.resubmit_command import submit_arguments
-    from hpctrain.spec.redaction import redact_args
+    from hpctrain.jobspec.redaction import redact_args
 
     earlier_options, call = submit_arguments(spec, started=started)
     called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"

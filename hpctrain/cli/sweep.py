@@ -394,7 +394,7 @@ def _resubmit(
     concurrent: int | None,
     options: Sequence[str],
 ) -> None:
-    from hpctrain.spec.load_spec import load_spec
+    from hpctrain.jobspec.load_spec import load_spec
 
     spec = load_spec(run.dir.spec)
     fields = {**asdict(spec), "array": None, "args": record.args}

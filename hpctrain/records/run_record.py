@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event
-from hpctrain.spec.job_spec import BackendName
 
 #: Most events of a long run are checkpoints, which are irrelevant to its state.
 _IGNORED_EVENTS = b'"kind": "checkpoint"'

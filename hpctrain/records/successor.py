@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import create_atomic, make_folder, read_regular
+from hpctrain.jobspec.directives import all_directives, directives_after_start
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
 from hpctrain.slurm.job_requests import cancel_jobs, submit_job, update_job
 from hpctrain.slurm.parsing import parse_timestamp
-from hpctrain.spec.directives import all_directives, directives_after_start
-from hpctrain.spec.job_spec import JobSpec
 
 log = logging.getLogger(__name__)
 

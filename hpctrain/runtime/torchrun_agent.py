@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -40,8 +41,10 @@ _FOLLOW_S = 30
 
 def main(argv: list[str]) -> NoReturn:
     plan = json.loads(argv[0])
+    # Only the local launcher passes a lifeline, which is read below. Its signals reach only the agent.
+    handler = partial(_handle_stop, is_local=LIFELINE_VARIABLE in os.environ)
     for number in STOP_SIGNALS:
-        signal.signal(number, _forward_signal)
+        signal.signal(number, handler)
     # Requests stacks of the ranks, and would end this process.
     signal.signal(signal.SIGQUIT, lambda *_: None)
     die_with_supervisor(os.environ)
@@ -93,14 +96,13 @@ def torchrun_options(plan: Mapping[str, Any], environ: Mapping[str, str], backen
     ]
 
 
-def _forward_signal(number: int, _frame: FrameType | None) -> None:
+def _handle_stop(number: int, _frame: FrameType | None, *, is_local: bool) -> None:
     """Keep this process alive while the ranks save, and pass the signal on if they have not received it."""
     ranks = child_pids(os.getpid())
     if not ranks:
         # No rank has started yet, so there is nothing to save.
         os._exit(EXIT_CONTINUE)
-    # Only the local launcher passes a lifeline; its signals affect only the agent's process group.
-    if LIFELINE_VARIABLE in os.environ:
+    if is_local:
         for pid in ranks:
             # torchrun starts each rank in a separate session.
             with suppress(ProcessLookupError):

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from hpctrain import system
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError, SpecError
 from hpctrain.files import file_size, open_regular
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.restart_policy import REQUEUE_HOLD_S
 from hpctrain.records.lease import Lease, LeaseHolder
 from hpctrain.records.successor import JobChanges, find_successor, submit_successor
 from hpctrain.rundir import BATCH_PID_VARIABLE, PREDECESSOR_VARIABLE, RunDir
@@ -22,8 +24,6 @@ from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_queries import query_job
 from hpctrain.slurm.job_requests import requeue_job, update_job
 from hpctrain.slurm.parsing import SOON_S
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.restart_policy import REQUEUE_HOLD_S
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.slurm_nodes import SlurmNodes
 

@@ -15,10 +15,10 @@ from hpctrain import system
 from hpctrain.cluster.device_plan import gpu_variables
 from hpctrain.errors import RunFailed
 from hpctrain.files import own_file, try_lock
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import BATCH_PID_VARIABLE, STOPPED_EARLY, RunDir
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.acquire_run import register_job
 from hpctrain.supervisor.launch.job_step import TaskExit
 from hpctrain.supervisor.launch.local import visible_gpus

@@ -12,14 +12,14 @@ from hpctrain import system
 from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.errors import HpctrainError, RunFailed, SchedulerError
 from hpctrain.files import make_folder, read_regular
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import BATCH_PID_VARIABLE, REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE, RunDir
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.site_facts import parse_partition
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.load_spec import load_spec
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
 from hpctrain.supervisor.buffered_storage import (
     BufferedLogHandler,

@@ -11,10 +11,10 @@ from typing import Self
 from hpctrain import system
 from hpctrain.errors import HpctrainError, SchedulerError, UserError
 from hpctrain.files import read_json_lines, write_atomic
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.restart_policy import REQUEUE_HOLD_S, START_S
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.restart_policy import REQUEUE_HOLD_S, START_S
 from hpctrain.supervisor.failures.failure_files import gpu_faults
 from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent, StopRequested

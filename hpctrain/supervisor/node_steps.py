@@ -14,9 +14,9 @@ from pathlib import Path
 
 from hpctrain import system
 from hpctrain.files import read_json
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.launch.job_step import Launcher, StepEnded, StepEvent
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 from hpctrain.supervisor.launch.task_command import module_command

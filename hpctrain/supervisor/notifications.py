@@ -17,11 +17,11 @@ from typing import Any
 from hpctrain import system
 from hpctrain.errors import SpecError
 from hpctrain.files import file_size
+from hpctrain.jobspec.load_spec import load_spec
+from hpctrain.jobspec.notify import NotifyConfig, is_address
 from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
 from hpctrain.rundir import RunDir, is_event
-from hpctrain.spec.load_spec import load_spec
-from hpctrain.spec.notify import NotifyConfig, is_address
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from signal import Signals
 
 from hpctrain import system
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.run_record import read_run_record
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_transient
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import StepEvent
 from hpctrain.supervisor.policy.job_intent import (

@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Literal
 
 from hpctrain.errors import RunFailed
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.policy.job_intent import Exit
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 from hpctrain.text import format_number

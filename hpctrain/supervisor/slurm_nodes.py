@@ -17,6 +17,7 @@ from dataclasses import replace
 from hpctrain import system
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.successor import JobChanges, can_start, excluded_nodes
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import list_rank_steps, run_slurm
@@ -24,7 +25,6 @@ from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_requests import shrink_job, signal_ranks, signal_steps, update_job
 from hpctrain.slurm.node_queries import NodeRecord, query_nodes
-from hpctrain.spec.job_spec import JobSpec
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from types import FrameType
 from hpctrain import system
 from hpctrain.cluster.processes import kill_orphans
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.failures.diagnosis import FailureAnalyzer
 from hpctrain.supervisor.job_control import JobControl, known_seconds_left

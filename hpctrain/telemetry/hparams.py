@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from hpctrain.spec.redaction import REDACTED_TEXT, redact, redact_args
+from hpctrain.jobspec.redaction import REDACTED_TEXT, redact, redact_args
 
 HparamValue = str | int | float | bool | None
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.jobs.options.table import all_options
+from hpctrain.jobspec.restart_policy import END_KINDS, EndKind
 from hpctrain.slurm.pending_reasons import explain_reason
 from hpctrain.slurm.states import RUN_STATES, SLURM_STATES, RunState
-from hpctrain.spec.restart_policy import END_KINDS, EndKind
 
 #: Reasons of a job that has ended, and of Slurm's parts for BlueGene and power saving.
 UNUSED_REASONS = {

@@ -15,9 +15,9 @@ from helpers.fake_slurm import FakeSlurm
 from helpers.waiting import wait_for
 
 from hpctrain.cli.main import cli
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.load_spec import load_spec
 
 pytestmark = pytest.mark.ranks
 

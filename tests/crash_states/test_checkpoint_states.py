@@ -23,8 +23,8 @@ from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from hpctrain.cli.main import cli
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.submit.submit import _write
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
 
 SCRIPT = SCRIPTS / "save_every_step.py"
 #: The last save deletes the first checkpoint.

@@ -19,8 +19,8 @@ from helpers.waiting import wait_for
 
 from hpctrain.files import make_folder, read_json, try_lock
 from hpctrain.jobs.runs.run_log_reader import describe_event
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.workers.stager import StagePlan
 
 sys.path.append(str(REPOSITORY / "benchmarks"))

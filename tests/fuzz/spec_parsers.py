@@ -21,8 +21,8 @@ from hpctrain.jobs.options import (
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.site.site_check import JobRequest
 from hpctrain.jobs.submit import dependency, render
-from hpctrain.spec import container, launcher, load_spec, notify, restart_policy
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.jobspec import container, launcher, load_spec, notify, restart_policy
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.sweeps import search_space
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.telemetry import hparams

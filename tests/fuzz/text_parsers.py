@@ -7,8 +7,8 @@ import json
 from fuzzing import Parser, write_file
 
 from hpctrain import files, text
+from hpctrain.jobspec import redaction
 from hpctrain.records import crash_output
-from hpctrain.spec import redaction
 from hpctrain.supervisor import job_control
 from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.failures.failure_files import RankFailure

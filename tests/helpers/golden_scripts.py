@@ -13,10 +13,10 @@ from typing import Any
 import hpctrain
 from helpers import REPOSITORY
 from hpctrain.jobs.submit.render import render
-from hpctrain.spec.container import Container
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.spec.shell_setup import ShellSetup
+from hpctrain.jobspec.container import Container
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.launcher import TorchrunConfig
+from hpctrain.jobspec.shell_setup import ShellSetup
 
 FOLDER = REPOSITORY / "tests" / "jobs" / "golden"
 

@@ -13,15 +13,15 @@ from helpers.fake_slurm import FakeSlurm
 
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.validation import check_spec
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.validation import check_spec
 
 _SUPERVISOR = """#!{python}
 import json, os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = {path!r}
 from hpctrain.rundir import RunDir
-from hpctrain.spec.load_spec import load_spec
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.supervisor.acquire_run import run_of_this_job
 from hpctrain.supervisor.job_control import LocalJobControl

@@ -21,7 +21,7 @@ _LAUNCHER = """#!{python}
 import json, os, queue, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from hpctrain.spec.load_spec import load_spec
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
 
 if sys.argv[1] == "-m":

@@ -14,9 +14,9 @@ from helpers.waiting import wait_for
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.load_spec import load_spec
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.telemetry.sampling import nvml
 

@@ -15,8 +15,8 @@ from helpers.waiting import wait_for
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.runtime.snapshot_imports import describe_missing_copy
-from hpctrain.spec.load_spec import load_spec
 
 #: They start many processes, so `make test-fast` leaves them out.
 pytestmark = pytest.mark.slow

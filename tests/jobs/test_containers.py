@@ -17,7 +17,7 @@ from hpctrain.errors import RunFailed, SpecError
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
-from hpctrain.spec.container import Container
+from hpctrain.jobspec.container import Container
 from hpctrain.supervisor.launch.task_command import containerize
 
 pytestmark = pytest.mark.ranks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpctrain import sandbox
 from hpctrain.jobs.submit.render import render
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.jobspec.job_spec import JobSpec
 
 #: All characters that a line of a script can contain; control characters are refused.
 texts = st.text(

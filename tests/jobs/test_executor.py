@@ -21,9 +21,9 @@ from hpctrain.jobs.backends.local import LocalBackend
 from hpctrain.jobs.executor import Job, JobFailed
 from hpctrain.jobs.executor import job as job_module
 from hpctrain.jobs.runs.run import find_run
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.load_spec import load_spec
 
 #: They start many processes or trainings, so `make test-fast` leaves them out.
 pytestmark = pytest.mark.slow

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.load_spec import load_spec
-from hpctrain.spec.restart_policy import parse_rule_changes
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.load_spec import load_spec
+from hpctrain.jobspec.restart_policy import parse_rule_changes
 
 # Everything that a process can receive: all characters but NUL and lone surrogates.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"))

@@ -35,7 +35,7 @@ def test_run_completes_and_reports_its_status(prepared):
 
 
 def test_arguments_arrive_unchanged(prepared, tmp_path):
-    from hpctrain.spec.load_spec import load_spec
+    from hpctrain.jobspec.load_spec import load_spec
 
     folder = tmp_path / "run $(touch pwned) ' \" ; #SBATCH"
     script = tmp_path / "my $(touch pwned)\n.py"

@@ -15,8 +15,8 @@ import hpctrain
 from hpctrain.errors import SpecError
 from hpctrain.jobs.submit.render import render
 from hpctrain.jobs.submit.submit import submit_prepared
-from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.spec.shell_setup import ShellSetup
+from hpctrain.jobspec.launcher import TorchrunConfig
+from hpctrain.jobspec.shell_setup import ShellSetup
 
 HOSTILE = [
     "a b",

@@ -22,9 +22,9 @@ from hpctrain import Executor
 from hpctrain.errors import SpecError
 from hpctrain.jobs.executor.executor import to_options
 from hpctrain.jobs.runs.run import find_run
+from hpctrain.jobspec.load_spec import load_spec
+from hpctrain.jobspec.restart_policy import parse_rule_changes
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.load_spec import load_spec
-from hpctrain.spec.restart_policy import parse_rule_changes
 
 #: They start many processes or trainings, so `make test-fast` leaves them out.
 pytestmark = pytest.mark.slow

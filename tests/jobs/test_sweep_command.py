@@ -15,8 +15,8 @@ from helpers.commands import environment
 from hpctrain.cli.main import cli
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
-from hpctrain.spec.load_spec import load_spec
 from hpctrain.sweeps.sweep_record import SweepRecord, read_sweep
 
 

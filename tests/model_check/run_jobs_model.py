@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpctrain.jobspec.restart_policy import EndKind, RestartPolicy
 from hpctrain.records.lease import (
     EXPIRY_S,
     KEPT_LEASES,
@@ -38,7 +39,6 @@ from hpctrain.records.lease import (
 from hpctrain.records.run_record import RunRecord, summarize_events
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.restart_policy import EndKind, RestartPolicy
 from hpctrain.supervisor.acquire_run import recorded_end, recorded_successor
 from hpctrain.supervisor.policy.decide import Action, AttemptEnd, RunSituation, decide
 from hpctrain.supervisor.policy.job_intent import (

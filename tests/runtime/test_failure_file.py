@@ -11,9 +11,9 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
+from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.failure_file import failure_record, no_death_handler
-from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.failure_files import RankFailure, classify
 
 #: The message of Lightning's SaveConfigCallback.

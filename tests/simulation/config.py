@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.notify import NotifyConfig
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.notify import NotifyConfig
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import EXIT_CONTINUE
+from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, LeaseHolder
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir, event_record
-from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor.job_control import prepare_job_end
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor import acquire_run
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, register_job
 from hpctrain.supervisor.policy.job_intent import Continue, Exit

@@ -10,8 +10,8 @@ import pytest
 from helpers.waiting import slowness
 
 from hpctrain.errors import SchedulerError
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,

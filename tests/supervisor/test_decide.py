@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from helpers import REPOSITORY
 
-from hpctrain.spec.restart_policy import (
+from hpctrain.jobspec.restart_policy import (
     DEFAULT_RULES,
     END_KINDS,
     RESTART_ACTIONS,

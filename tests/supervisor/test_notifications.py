@@ -25,9 +25,9 @@ from helpers.waiting import slowness, wait_for
 
 from hpctrain.cluster.processes import processes
 from hpctrain.errors import SpecError
+from hpctrain.jobspec.notify import NotifyConfig
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import RunDir
-from hpctrain.spec.notify import NotifyConfig
 from hpctrain.supervisor import notifications
 from hpctrain.supervisor.notifications import (
     Notifier,

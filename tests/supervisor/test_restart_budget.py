@@ -7,7 +7,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.spec.restart_policy import DEFAULT_RULES, EndKind, RestartPolicy
+from hpctrain.jobspec.restart_policy import DEFAULT_RULES, EndKind, RestartPolicy
 from hpctrain.supervisor.policy.decide import (
     CRASHES_PER_FAILURE,
     Action,

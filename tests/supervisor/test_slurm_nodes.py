@@ -7,11 +7,11 @@ import socket
 import pytest
 
 from hpctrain.errors import SchedulerError
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import config, node_queries
 from hpctrain.slurm.node_queries import NodeRecord, parse_nodes
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor import slurm_nodes
 from hpctrain.supervisor.slurm_nodes import SlurmNodes, node_trouble
 

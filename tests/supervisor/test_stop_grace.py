@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from helpers.commands import environment
 
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import STOP_GRACE_VARIABLE
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.main import stop_grace_env
 
 

@@ -12,10 +12,10 @@ from typing import ClassVar
 import pytest
 
 from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.launcher import TorchrunConfig
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.launcher import TorchrunConfig
 from hpctrain.supervisor import requeuer
 from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, StepEnded, TaskExit
 from hpctrain.supervisor.main import main

@@ -10,8 +10,8 @@ import pytest
 from helpers.commands import run_command
 from helpers.run_histories import started_run
 
+from hpctrain.jobspec.redaction import REDACTED_TEXT
 from hpctrain.rundir import RunDir
-from hpctrain.spec.redaction import REDACTED_TEXT
 from hpctrain.telemetry.hparams import collect_hparams, merge_hparams, parse_hparams, plain_hparams
 from hpctrain.telemetry.report.run_results import read_results
 

@@ -10,7 +10,7 @@ from test_report_page import facts_of
 
 from hpctrain.cli.report import json_report
 from hpctrain.cli.resubmit_command import resubmit_command
-from hpctrain.spec.redaction import redact, redact_args
+from hpctrain.jobspec.redaction import redact, redact_args
 from hpctrain.telemetry.report.pages import render_run_page
 
 SPEC = {

@@ -111,15 +111,6 @@ def test_combination_trains_or_is_refused_with_the_reason(strategy, feature):
             ), name
 
 
-def test_tests_named_in_the_documentation_exist():
-    text = (REPOSITORY / "docs" / "strategies.md").read_text()
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
-    assert len(named) > 20
-    for file, name in named:
-        path = REPOSITORY / (file if "/" in file else f"tests/training/{file}")
-        assert f"def {name}(" in path.read_text(), f"{file}::{name}"
-
-
 def test_documentation_has_the_same_table():
     text = (REPOSITORY / "docs" / "strategies.md").read_text()
     lines = re.search(r"\n(\| feature .*?)\n\n", text, re.DOTALL)[1].splitlines()

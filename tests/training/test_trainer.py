@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import SCRIPTS
-from helpers.commands import environment, run_command
+from helpers.commands import environment
 from helpers.fork_server import run_forked
 from helpers.waiting import wait_for
 from train_small import dataset
@@ -111,33 +110,6 @@ def test_sigterm_without_a_supervisor_saves_and_the_run_resumes_bitwise(tmp_path
 def test_log_every_limits_the_logged_steps(tmp_path):
     train(tmp_path, "7", "log_every=3", "validate_every=null")
     assert list(losses(tmp_path)) == [3, 4, 6, 7]  # 4 and 7 have a checkpoint
-
-
-@pytest.mark.extended
-@pytest.mark.ranks
-def test_progress_is_a_bar_on_a_terminal_and_plain_lines_in_a_log(tmp_path):
-    plain = run_command([sys.executable, SMALL, "6"]).stdout
-    assert re.search(r"^step 6/6  loss \d", plain, re.MULTILINE)
-    assert "\x1b" not in plain
-    parent, child = pty.openpty()
-    env = environment({"TERM": "xterm", "COLUMNS": "100"})
-    with subprocess.Popen([sys.executable, str(SMALL), "6"], env=env, stdout=child, stderr=child) as process:
-        os.close(child)
-        output = b""
-        while block := _read(parent):
-            output += block
-        assert process.wait(120) == 0
-    os.close(parent)
-    assert "training" in output.decode()
-    assert "6/6" in output.decode()
-    assert "━" in output.decode()
-
-
-def _read(fd: int) -> bytes:
-    try:
-        return os.read(fd, 4096)
-    except OSError:  # the other side is closed
-        return b""
 
 
 class Tiny(hpctrain.Module):

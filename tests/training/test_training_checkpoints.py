@@ -11,13 +11,12 @@ import time
 
 import pytest
 import torch
-from helpers import REPOSITORY
 from helpers.waiting import slowness, wait_for
 
 import hpctrain
 from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.interval import InterruptionHistory, checkpoint_interval_s, optimal_interval_s
+from hpctrain.checkpoint.interval import InterruptionHistory, optimal_interval_s
 from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tier.tier_copier import TierCopier
@@ -262,17 +261,6 @@ def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
     best = optimal_interval_s(save_s, mtbf_s)
     least = min(overhead(best * factor / 100) for factor in range(20, 500))
     assert overhead(best) <= least * 1.001
-
-
-def test_documented_interval_examples_are_correct():
-    page = (REPOSITORY / "docs" / "checkpoints.md").read_text()
-    row = r"\| (\d+) \| ([\d.]+) s \| (none|(\d+) days, (\d+) interruptions) \| (\d+) s \|"
-    rows = re.findall(row, page)
-    assert len(rows) == 4
-    for nodes, save_s, _, days, count, said_s in rows:
-        history = InterruptionHistory(int(count or 0), int(nodes) * int(days or 0) * DAY)
-        mtbf_s = history.node_mtbf_s(DAY) / int(nodes)
-        assert round(checkpoint_interval_s(float(save_s), 0.0, mtbf_s)) == int(said_s)
 
 
 def attempt(begin, end, *, nodes=2, saved=None, state=None):

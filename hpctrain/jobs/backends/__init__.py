@@ -7,7 +7,7 @@ from typing import Literal
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import Backend
-from hpctrain.spec.job_spec import BackendName
+from hpctrain.jobspec.job_spec import BackendName
 
 
 def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from hpctrain.errors import SchedulerError
+from hpctrain.jobspec.job_spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import BackendName, JobSpec
 
 if TYPE_CHECKING:
     from hpctrain.records.run_record import JobRecord

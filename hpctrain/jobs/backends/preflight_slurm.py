@@ -11,13 +11,13 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult
 from hpctrain.jobs.site.mounts import path_notes
 from hpctrain.jobs.site.site_check import JobRequest, check_request, explain_refusal, waits_for_nodes
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm.command import SlurmCall, is_transient, run_slurm
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.parsing import parse_timestamp
 from hpctrain.slurm.site_facts import Partition, Site
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.text import join_or, pluralize
 
 #: Time limit in seconds: Slurm simulates the queue to predict a start. A long queue yields no forecast.

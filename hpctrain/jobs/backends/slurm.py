@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult, SubmissionUnconfirmed
+from hpctrain.jobspec.directives import all_directives
+from hpctrain.jobspec.job_spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_answer_lost, is_transient, run_all
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
 from hpctrain.slurm.job_requests import cancel_jobs, signal_ranks, submit_job, update_job
-from hpctrain.spec.directives import all_directives
-from hpctrain.spec.job_spec import BackendName, JobSpec
 
 if TYPE_CHECKING:
     from hpctrain.records.run_record import JobRecord

@@ -30,10 +30,10 @@ from hpctrain.jobs.doctor.slurm_checks import (
 )
 from hpctrain.jobs.options.option_parser import SITE_KEY
 from hpctrain.jobs.site.mounts import nodes_are_this_machine
+from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
-from hpctrain.spec.job_spec import GpuRequestStyle
 
 _SLURM_LIMIT_S = 20.0
 

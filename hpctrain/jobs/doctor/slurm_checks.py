@@ -13,10 +13,10 @@ from functools import partial
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.doctor.probe import Finding
 from hpctrain.jobs.site.site_check import is_preemptible
+from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.command import run_slurm, run_slurm_parallel
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.site_facts import Partition, Site, SiteConventions
-from hpctrain.spec.job_spec import GpuRequestStyle
 
 _LIMIT_S = 20.0
 #: A shorter grace time may be insufficient to write a checkpoint.

@@ -21,11 +21,11 @@ from hpctrain.files import read_json, read_regular
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.load_spec import load_spec
 from hpctrain.text import format_ranks
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import NO, YES, Option, OptionSource, OptionValue
 from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
-from hpctrain.spec.directives import SHORT_NAMES
+from hpctrain.jobspec.directives import SHORT_NAMES
 from hpctrain.text import suggest
 
 #: Keys of the sections of a file: named sets of options, rules of the site, search space of a sweep.
@@ -25,6 +25,7 @@ _REPLACEMENTS = {
     "Logs are in the run folder. Choose that folder with --run-dir": "error output",
     "Pass the script as an argument to hpctrain submit": "wrap",
     "Ranks have no standard input. Pass arguments to the script instead": "input",
+    "Put --on directly after the command: hpctrain submit --on CLUSTER": "on",
     "Slurm chooses the GPUs. Use --gpus-per-node": "gpu-ids",
     "The supervisor already handles lost nodes": "no-kill",
     "Use --backend local": "standalone",

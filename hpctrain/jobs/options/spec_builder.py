@@ -11,15 +11,15 @@ from typing import Any, cast
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.table import SubmitOptions, is_template_path
+from hpctrain.jobspec.container import Container, split_list_values
+from hpctrain.jobspec.job_spec import BackendName, JobSpec
+from hpctrain.jobspec.launcher import ProgramKind, TorchrunConfig
+from hpctrain.jobspec.notify import NOTIFICATION_KINDS, NotifyConfig
+from hpctrain.jobspec.restart_policy import parse_rule_changes
+from hpctrain.jobspec.shell_setup import ShellSetup, is_conda_prefix
+from hpctrain.jobspec.validation import CONTROL_CHARACTER, check_spec
 from hpctrain.rundir import ARCHIVE_SUFFIX
 from hpctrain.slurm.duration import parse_duration
-from hpctrain.spec.container import Container, split_list_values
-from hpctrain.spec.job_spec import BackendName, JobSpec
-from hpctrain.spec.launcher import ProgramKind, TorchrunConfig
-from hpctrain.spec.notify import NOTIFICATION_KINDS, NotifyConfig
-from hpctrain.spec.restart_policy import parse_rule_changes
-from hpctrain.spec.shell_setup import ShellSetup, is_conda_prefix
-from hpctrain.spec.validation import CONTROL_CHARACTER, check_spec
 from hpctrain.text import is_count, pluralize
 
 #: Default parent of run folders, relative to the folder of the submission.
@@ -134,7 +134,7 @@ def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
 
 def _checked(option: str, value: Any) -> Any:
     """Return the value of an option; None for `never`."""
-    if value == "never":
+    if value == "never" and option in _LEAST:
         return None
     if option in _LEAST and value < _LEAST[option]:
         flag = option.replace("_", "-")

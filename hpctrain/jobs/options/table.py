@@ -11,9 +11,9 @@ from functools import cache
 from typing import Literal, TypedDict
 
 from hpctrain.jobs.options.option import Option, OptionInfo, OptionType
-from hpctrain.spec.container import Container, is_image_file
-from hpctrain.spec.directives import SHORT_NAMES
-from hpctrain.spec.job_spec import (
+from hpctrain.jobspec.container import Container, is_image_file
+from hpctrain.jobspec.directives import SHORT_NAMES
+from hpctrain.jobspec.job_spec import (
     DEFAULT_SNAPSHOT_LIMIT_MB,
     DEFAULT_STOP_BEFORE_LIMIT_S,
     CpuBindingMode,
@@ -23,9 +23,9 @@ from hpctrain.spec.job_spec import (
     NodeCheckMode,
     ResumeMode,
 )
-from hpctrain.spec.launcher import LauncherName, RendezvousBackend, TorchrunConfig
-from hpctrain.spec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
-from hpctrain.spec.shell_setup import is_conda_prefix
+from hpctrain.jobspec.launcher import LauncherName, RendezvousBackend, TorchrunConfig
+from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
+from hpctrain.jobspec.shell_setup import is_conda_prefix
 
 _Path = str | os.PathLike[str]
 

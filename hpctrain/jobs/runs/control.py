@@ -12,11 +12,11 @@ from hpctrain.jobs.backends import open_backend
 from hpctrain.jobs.backends.base import Backend
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.runs.status_poller import StatusPoller
+from hpctrain.jobspec.job_spec import BackendName
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import JobRecord, read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.job_spec import BackendName
-from hpctrain.spec.load_spec import load_spec
 
 _Answer = TypeVar("_Answer")
 

@@ -13,11 +13,11 @@ from hpctrain.jobs.runs.rank_logs import RankLogReader
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import RunDir, is_event, is_new_submission
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.load_spec import load_spec
 from hpctrain.telemetry.startup_parts import StartupDurations, describe_staging
 
 _POLL_S = 0.2

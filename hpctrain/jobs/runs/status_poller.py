@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends import open_backend
 from hpctrain.jobs.runs.run_status import RunStatus, derive_status, summarize_array, unreadable
+from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.records.successor import is_continued_by_other_job
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import JobStateView, RunState
-from hpctrain.spec.job_spec import BackendName
 
 #: Seconds between queries: queries load the shared scheduler; checks of the local lock do not.
 _POLL_S: dict[BackendName, float] = {"slurm": 2.0, "local": 0.2}

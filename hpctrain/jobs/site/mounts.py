@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.errors import SchedulerError
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm.site_facts import RunQuery
-from hpctrain.spec.job_spec import JobSpec
 
 _MOUNTS = Path("/proc/self/mounts")
 

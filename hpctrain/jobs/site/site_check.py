@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobspec.directives import all_directives
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env
 from hpctrain.slurm.pending_reasons import suggest_remedy
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
-from hpctrain.spec.directives import all_directives
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.text import join_or, pluralize, suggest
 
 _QOS_FLAGS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", "format=Name,Flags")

@@ -16,8 +16,8 @@ from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
 from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository, OutsideRepository
+from hpctrain.jobspec.job_spec import CodeRef
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import CodeRef
 from hpctrain.text import format_size
 
 #: Minimum bytes counted per file: copying a hundred thousand files takes long, regardless of their size.

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.options.table import SubmitOptions
-from hpctrain.slurm.command import run_slurm
-from hpctrain.spec.container import (
+from hpctrain.jobspec.container import (
     APPTAINER_PROGRAMS,
     Container,
     ContainerRuntime,
@@ -18,7 +17,8 @@ from hpctrain.spec.container import (
     required_runtime,
     split_list_values,
 )
-from hpctrain.spec.job_spec import BackendName
+from hpctrain.jobspec.job_spec import BackendName
+from hpctrain.slurm.command import run_slurm
 
 
 def build_container(

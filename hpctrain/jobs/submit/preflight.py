@@ -19,12 +19,12 @@ from hpctrain.jobs.options.option import DEFAULT_SOURCE
 from hpctrain.jobs.options.resolved_options import PREVIOUS_SOURCE, ResolvedOptions
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.render import render
+from hpctrain.jobspec.directives import directives_after_start
+from hpctrain.jobspec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
+from hpctrain.jobspec.launcher import RANK_LAUNCHERS
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.spec.directives import directives_after_start
-from hpctrain.spec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
-from hpctrain.spec.launcher import RANK_LAUNCHERS
-from hpctrain.spec.load_spec import load_spec
 
 if TYPE_CHECKING:
     from hpctrain.jobs.submit.code_snapshot import CodeSnapshot

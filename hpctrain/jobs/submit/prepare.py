@@ -15,8 +15,8 @@ from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, resolve_option
 from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec, node_shape
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.submit.preflight import CHECKS, Check, PreparedSubmission
+from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.slurm.site_facts import NodeGroup, Partition, Site
-from hpctrain.spec.launcher import ProgramKind
 
 #: Types of a script's arguments; the script receives strings.
 _ARGUMENTS = (str, int, float, os.PathLike)

@@ -17,11 +17,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_parser import find_replacement
-from hpctrain.spec.directives import SHORT_NAMES, all_directives, directive_lines
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.redaction import redact_args
-from hpctrain.spec.shell_setup import ShellSetup
-from hpctrain.spec.step_options import program_words, srun_options
+from hpctrain.jobspec.directives import SHORT_NAMES, all_directives, directive_lines
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.redaction import redact_args
+from hpctrain.jobspec.shell_setup import ShellSetup
+from hpctrain.jobspec.step_options import program_words, srun_options
 from hpctrain.text import suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"

@@ -18,11 +18,11 @@ from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.submit.preflight import PreparedSubmission, loaded_modules
 from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.launcher import ProgramKind
+from hpctrain.jobspec.validation import check_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import STOPPED_EARLY, RunDir
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.launcher import ProgramKind
-from hpctrain.spec.validation import check_spec
 
 if TYPE_CHECKING:
     from hpctrain.sweeps.sweep_record import SweepRecord

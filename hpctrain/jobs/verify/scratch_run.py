@@ -22,6 +22,10 @@ from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.render import render
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.jobs.verify.training_record import ReplayedPart, TrainingRecord, VerificationPlan
+from hpctrain.jobspec.directives import directives_after_start
+from hpctrain.jobspec.job_spec import BackendName, CodeRef, JobSpec
+from hpctrain.jobspec.load_spec import load_spec
+from hpctrain.jobspec.notify import NotifyConfig
 from hpctrain.rundir import (
     MICRO_BATCH_VARIABLE,
     VERIFY_STEPS_VARIABLE,
@@ -30,10 +34,6 @@ from hpctrain.rundir import (
     list_checkpoint_steps,
 )
 from hpctrain.slurm.states import RunState
-from hpctrain.spec.directives import directives_after_start
-from hpctrain.spec.job_spec import BackendName, CodeRef, JobSpec
-from hpctrain.spec.load_spec import load_spec
-from hpctrain.spec.notify import NotifyConfig
 
 #: Files of a checkpoint with these names are large; all others are copied.
 _LARGE = ".distcp"

@@ -14,8 +14,8 @@ from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.errors import CheckpointError, SpecError
 from hpctrain.jobs.verify.scratch_run import ScratchRun
 from hpctrain.jobs.verify.training_record import TrainingRecord, VerificationPlan, plan_verification
+from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.rundir import RunDir
-from hpctrain.spec.job_spec import BackendName
 from hpctrain.text import format_size, pluralize
 
 if TYPE_CHECKING:

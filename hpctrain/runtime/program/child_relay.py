@@ -24,6 +24,7 @@ from pathlib import Path
 
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
+from hpctrain.jobspec.launcher import RANK_LAUNCHERS
 from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.program.heartbeat import heartbeat_message, on_message
@@ -35,7 +36,6 @@ from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
 from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal
 from hpctrain.runtime.supervisor_connection import Connection, Message, start_heartbeat
-from hpctrain.spec.launcher import RANK_LAUNCHERS
 
 #: The folder with the hook that Python runs at its start.
 _HOOK_FOLDER = Path(__file__).with_name("startup_hook")

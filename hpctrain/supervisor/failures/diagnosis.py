@@ -13,11 +13,11 @@ from typing import Any
 from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.crash_output import describe_unfinished
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event, is_metrics, is_new_submission
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.failures.failure_files import (
     Corruption,
     RankFailure,

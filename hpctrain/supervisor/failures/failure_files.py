@@ -13,6 +13,8 @@ from typing import Any
 from hpctrain import system
 from hpctrain.errors import DataWorkerKilled, DiskFull, RendezvousError
 from hpctrain.files import read_json
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.crash_output import (
     UNFINISHED,
     UNFINISHED_ADVICE,
@@ -22,8 +24,6 @@ from hpctrain.records.crash_output import (
 )
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_metrics
-from hpctrain.spec.job_spec import JobSpec
-from hpctrain.spec.restart_policy import EndKind
 from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
 from hpctrain.text import signal_name
 

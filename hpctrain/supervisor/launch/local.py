@@ -14,8 +14,8 @@ from hpctrain.cluster import compress_hostlist
 from hpctrain.cluster.amd_gpus import HIP_VARIABLES, list_amd_gpus
 from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, gpu_variables, visible_devices
 from hpctrain.cluster.env_defaults import apply_env_defaults
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
 from hpctrain.supervisor.launch.task_command import (
     containerize,

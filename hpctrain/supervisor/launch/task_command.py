@@ -17,9 +17,9 @@ from pathlib import Path
 
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SpecError
+from hpctrain.jobspec.container import APPTAINER_PROGRAMS
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ENV_PREFIX, GPUS_PER_TASK_VARIABLE, LIFELINE_VARIABLE
-from hpctrain.spec.container import APPTAINER_PROGRAMS
-from hpctrain.spec.job_spec import JobSpec
 
 #: Folder of the package in the container; its parent folder is not mounted, because it contains the host's
 #: PyTorch.

@@ -1,6 +1,6 @@
 """Decide the next action after an attempt, as a pure function of the history of the run.
 
-The rules for each kind of end are the rows of `hpctrain.spec.restart_policy` and of docs/restart-policy.md.
+The rules are the rows of `hpctrain.jobspec.restart_policy` and of docs/restart-policy.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hpctrain.cluster import compress_hostlist
-from hpctrain.spec.restart_policy import END_KINDS, EndKind, RestartPolicy
+from hpctrain.jobspec.restart_policy import END_KINDS, EndKind, RestartPolicy
 from hpctrain.supervisor.policy.history import History, shows_no_progress
 from hpctrain.supervisor.policy.job_intent import JobIntent
 from hpctrain.text import pluralize

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.rundir import is_new_submission
-from hpctrain.spec.restart_policy import EndKind
 
 #: Longer attempts may have made progress: scripts may save without a record.
 SHORT_ATTEMPT_S = 300.0

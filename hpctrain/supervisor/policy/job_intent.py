@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from hpctrain.spec.job_spec import ResumeMode
+from hpctrain.jobspec.job_spec import ResumeMode
 
 
 class JobDisposition(Enum):

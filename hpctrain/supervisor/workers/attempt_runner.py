@@ -16,6 +16,7 @@ from hpctrain.checkpoint.interval import longest_save_s
 from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.files import file_size
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
@@ -32,7 +33,6 @@ from hpctrain.rundir import (
     is_event,
     is_metrics,
 )
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.job_control import (
     EARLY_SIGNAL_TOLERANCE_S,
     JobControl,

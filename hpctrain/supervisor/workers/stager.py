@@ -19,6 +19,7 @@ from hpctrain import system
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import StagingError
 from hpctrain.files import REMOVE_COMMAND, read_json
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     RUN_DIR_VARIABLE,
@@ -27,7 +28,6 @@ from hpctrain.rundir import (
     STAGED_ENVIRONMENT,
     RunDir,
 )
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.job_step import HangDetected, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import module_command
 from hpctrain.supervisor.node_steps import clean_nodes

@@ -14,8 +14,8 @@ from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
-from hpctrain.spec.job_spec import JobSpec
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.jobspec.redaction import redact_environment, redact_spec
 from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
-from hpctrain.spec.redaction import redact_environment, redact_spec
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.spec.job_spec import JobSpec
 
 #: Short names of sbatch's options, except those that `hpctrain submit` uses differently.
 SHORT_NAMES = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hpctrain.errors import SpecError
-from hpctrain.spec.directives import SHORT_NAMES
-from hpctrain.spec.job_spec import JobSpec
+from hpctrain.jobspec.directives import SHORT_NAMES
+from hpctrain.jobspec.job_spec import JobSpec
 
 
 def srun_options(spec: JobSpec, num_nodes: int) -> list[str]:

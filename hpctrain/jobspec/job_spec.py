@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from hpctrain.jobspec.container import Container
+from hpctrain.jobspec.launcher import ProgramKind, TorchrunConfig
+from hpctrain.jobspec.notify import NotifyConfig
+from hpctrain.jobspec.restart_policy import RestartPolicy
+from hpctrain.jobspec.shell_setup import ShellSetup
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.spec.container import Container
-from hpctrain.spec.launcher import ProgramKind, TorchrunConfig
-from hpctrain.spec.notify import NotifyConfig
-from hpctrain.spec.restart_policy import RestartPolicy
-from hpctrain.spec.shell_setup import ShellSetup
 
 BackendName = Literal["slurm", "local"]
 GpuRequestStyle = Literal["gres", "gpus-per-node"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from hpctrain.errors import SpecError
-from hpctrain.spec.redaction import strip_url_paths
+from hpctrain.jobspec.redaction import strip_url_paths
 
 #: Events that can cause a notification.
 NOTIFICATION_KINDS = ("finish", "failure", "stall")

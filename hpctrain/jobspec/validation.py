@@ -6,9 +6,8 @@ import re
 from typing import get_args
 
 from hpctrain.errors import SpecError
-from hpctrain.slurm.job_array import JobArray
-from hpctrain.spec.container import VARIABLE_NAME
-from hpctrain.spec.job_spec import (
+from hpctrain.jobspec.container import VARIABLE_NAME
+from hpctrain.jobspec.job_spec import (
     BackendName,
     CpuBindingMode,
     GpuRequestStyle,
@@ -17,9 +16,10 @@ from hpctrain.spec.job_spec import (
     NodeCheckMode,
     ResumeMode,
 )
-from hpctrain.spec.launcher import ProgramKind
-from hpctrain.spec.restart_policy import RestartPolicy
-from hpctrain.spec.step_options import check_srun_args
+from hpctrain.jobspec.launcher import ProgramKind
+from hpctrain.jobspec.restart_policy import RestartPolicy
+from hpctrain.jobspec.step_options import check_srun_args
+from hpctrain.slurm.job_array import JobArray
 
 _CHOICES = {
     "backend": BackendName,

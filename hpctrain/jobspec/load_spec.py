@@ -9,12 +9,12 @@ from typing import Any
 
 from hpctrain.errors import SpecError
 from hpctrain.files import parse_yaml, read_regular
-from hpctrain.spec.container import Container
-from hpctrain.spec.job_spec import CodeRef, JobSpec
-from hpctrain.spec.launcher import TorchrunConfig
-from hpctrain.spec.notify import NotifyConfig
-from hpctrain.spec.shell_setup import ShellSetup
-from hpctrain.spec.validation import check_spec
+from hpctrain.jobspec.container import Container
+from hpctrain.jobspec.job_spec import CodeRef, JobSpec
+from hpctrain.jobspec.launcher import TorchrunConfig
+from hpctrain.jobspec.notify import NotifyConfig
+from hpctrain.jobspec.shell_setup import ShellSetup
+from hpctrain.jobspec.validation import check_spec
 
 #: Fields that are mappings in the file.
 _SECTIONS: dict[str, Callable[..., Any]] = {
