@@ -19,8 +19,6 @@ _HEAD = """\
 """
 
 _SBATCH = """
-# ---- Options of sbatch
-
 # Every other option of sbatch, with underscores. For example:
 #partition: gpu
 #account: physics

@@ -381,7 +381,7 @@ _OPTIONS: Mapping[str, Mapping[str, OptionInfo]] = {
         "sbatch": OptionInfo(
             "Option to pass to sbatch. The options of sbatch below need no --sbatch.",
             "KEY[=VALUE]",
-            example="{partition: gpu, hint: nomultithread}",
+            example="hint: nomultithread",
         )
     },
     "Configuration files": {

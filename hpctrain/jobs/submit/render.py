@@ -94,6 +94,8 @@ def _render(spec: JobSpec, *, launch: str | None) -> str:
             template=name if os.sep in name else f"slurm_templates/{path.name}",
             version=__version__,
         )
+    except SpecError:
+        raise
     except jinja2.TemplateSyntaxError as error:
         reason = str(error.message).rstrip(".")
         raise SpecError(
