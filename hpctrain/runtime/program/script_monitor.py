@@ -28,6 +28,8 @@ _MAX_SAMPLE_S = 10.0
 _IDLE_SHARE = 0.02
 #: Seconds between two checks of CPU time and output.
 _CHECK_EVERY_S = 1.0
+#: Place of the nice value in the fields of /proc/PID/stat after the name (man 5 proc).
+_NICE = 16
 
 #: Modules in which a rank waits for other ranks, or for a device that waits.
 _EXCHANGE = (
@@ -137,13 +139,19 @@ def _is_asleep(thread: int | None) -> bool:
 
 
 def _cpu_seconds(pid: int | None) -> float:
-    """Return the CPU time of this process, or of `pid`, and of all its descendants."""
+    """Return the CPU time of this process, or of `pid`, and of its descendants.
+
+    Descendants with a lower priority are background work: on a busy node, telemetry takes minutes to start.
+    """
     total = time.process_time() if pid is None else 0.0
+    own_nice = os.nice(0)
     pending = child_pids(os.getpid()) if pid is None else [pid]
     while pending:
         pid = pending.pop()
         with suppress(OSError, IndexError):
             fields = stat_fields(pid)
+            if int(fields[_NICE]) > own_nice:
+                continue
             # utime, stime, and those of children that were waited for, in clock ticks (man 5 proc).
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
             pending += child_pids(pid)
