@@ -13,6 +13,7 @@ import sys
 import pytest
 from helpers.commands import environment
 from helpers.processes import assert_no_process_left
+from helpers.run_histories import RunHistory
 from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
@@ -260,3 +261,24 @@ def test_failure_shows_cause_with_user_frames_and_one_line_per_victim(hpctrain, 
     assert errors[0] == "attempt 0: rank 1 on local-0: KeyError: 'smoothing'"
     assert not any("torch/" in line for line in errors[: errors.index("KeyError: 'smoothing'")])
     assert [line.startswith("also rank 0: RuntimeError") for line in errors][-1]
+
+
+def test_failures_before_the_last_submission_are_found_by_attempt(hpctrain, tmp_path):
+    history = RunHistory().after(0, "submitted", job_id="1", backend="local").after(1, "started", nodes=1)
+    history.after(1, "failure", rank=0, cause="rank 0: ValueError: first")
+    history.after(1, "finished", state="FAILED", exit_code=4, cause="rank 0: ValueError: first")
+    history.after(9, "submitted", job_id="2", backend="local").after(1, "started", nodes=1)
+    history.after(1, "finished", state="COMPLETED", exit_code=0)
+    run = RunDir(tmp_path / "r")
+    run.path.mkdir()
+    run.spec.write_text(json.dumps({"script": "train.py"}))  # which is YAML
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in history.events))
+
+    none = hpctrain("logs", "r", "--errors")
+    assert none.stdout == ""
+    assert "no recorded failures since the last submission. For the failures of attempt 0" in none.stderr
+    for options in ([], ["-f"]):
+        result = hpctrain("logs", "r", "--errors", "--attempt", "0", *options)
+        assert result.stdout.splitlines()[0] == "attempt 0: rank 0: ValueError: first"
+        none = hpctrain("logs", "r", "--errors", "--attempt", "1", *options)
+        assert none.stdout == ""

@@ -240,3 +240,9 @@ def test_defaults_of_the_partition_are_named(environ, tmp_path):
     notes = prepare(environ, tmp_path).notes
     assert "Without --time, the job has no time limit (default of partition preemptible)." in notes
     assert not any("Without --time" in note for note in prepare(environ, tmp_path, time="5").notes)
+
+
+def test_plain_names_options_without_effect(environ, tmp_path):
+    notes = "\n".join(prepare(environ, tmp_path, template="plain", hang_timeout=60).notes)
+    assert "--hang-timeout has no effect: hpctrain does not run in the job (--template plain)." in notes
+    assert "Slurm requeues the job only after a preemption" in notes

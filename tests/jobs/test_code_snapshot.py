@@ -285,3 +285,8 @@ def test_ignored_file_is_named_when_it_is_not_found(tmp_path):
             f"--no-code-snapshot, or open {name} in the working directory or by its path {source}/{name}"
         )
     assert others == ["", ""]
+
+
+def test_missing_git_is_noted(prepared, repo, tmp_path):
+    submission = prepared(script=repo / "train.py", environ=environment({"PATH": str(tmp_path)}))
+    assert "the code is not copied (git not found on PATH)" in submission.notes[-1]

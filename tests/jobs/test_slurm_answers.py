@@ -109,3 +109,10 @@ def test_training_does_not_start_beside_a_broken_slurm(fake_slurm, trouble):
     fake_slurm.answer("sinfo", stderr=f"slurm_load_partitions: {trouble}\n", code=1)
     with pytest.raises(SchedulerError, match=f"Slurm is set up on this machine but .*{trouble}"):
         choose_backend("auto", fake_slurm.environ)
+
+
+@pytest.mark.slow
+def test_busy_controller_is_awaited(fake_slurm):
+    sinfo = fake_slurm.folder / "sinfo"
+    sinfo.write_text(sinfo.read_text().replace("\n", "\nsleep 7\n", 1))
+    assert choose_backend("auto", fake_slurm.environ)[0].name == "slurm"

@@ -23,10 +23,15 @@ SAVE_CONFIG = (
 
 
 class Tensors(Dataset):
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
     def __len__(self) -> int:
         return 1000
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
         return torch.full((10,), index)
 
 
@@ -104,3 +109,11 @@ def test_refused_output_of_an_earlier_attempt_is_explained(error, attempt, advis
     message = failure_record(error, {ATTEMPT_VARIABLE: attempt})["message"]
     assert message.startswith(str(error))
     assert ("output may be that of an earlier attempt" in message) == advises
+
+
+@pytest.mark.slow
+def test_error_of_the_data_set_is_kept():
+    record = record_of(DataLoader(Tensors(ConnectionResetError("reset by peer")), num_workers=1))
+    assert record["error"] == "ConnectionResetError"
+    # The data set lost the connection to a server, not to another rank.
+    assert kind_of(record) is EndKind.PYTHON

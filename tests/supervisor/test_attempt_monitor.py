@@ -183,3 +183,11 @@ def test_ranks_are_killed_in_time_for_a_requeue(monkeypatch):
     assert (outcome, step.killed) == (AttemptOutcome.STOPPED, True)
     assert len(queries) == 1, "with many ranks, a query for each would delay the requeue"
     assert time.monotonic() - start < 40 * slowness()
+
+
+def test_pause_of_the_job_extends_the_time_to_stop(monkeypatch):
+    monkeypatch.setattr(attempt_monitor, "STOP_GRACE_S", 30.0)
+    stops = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
+    outcome, step, _ = replay(monkeypatch, [SignalReceived(signal.SIGUSR2), 5.0, 3600.0, 8.0, *stops])
+    assert outcome is AttemptOutcome.STOPPED
+    assert not step.killed
