@@ -8,6 +8,8 @@ import sys
 import pytest
 from helpers.commands import environment, run_command
 
+from hpctrain.cluster import Ranks
+from hpctrain.cluster.device_plan import own_gpu_variables
 from hpctrain.errors import SpecError
 from hpctrain.jobs.submit.prepare import prepare_submission
 
@@ -108,3 +110,22 @@ def test_shape_of_a_node(tmp_path, options, shape, message):
         return
     spec = prepare()
     assert (spec.gpus_per_node, spec.ntasks_per_node) == shape
+
+
+def test_gpus_of_the_other_ranks_are_hidden():
+    def rank(local_rank: int, local_world_size: int) -> Ranks:
+        sizes = {"world_size": local_world_size, "local_world_size": local_world_size}
+        places = {"rank": local_rank, "local_rank": local_rank, "node_rank": 0, "num_nodes": 1}
+        return Ranks(**places, **sizes, master_addr="n1", master_port=1, environment="slurm")
+
+    def visible(ranks: Ranks, environ: dict[str, str], num_gpus: int) -> str | None:
+        return own_gpu_variables(ranks, environ, num_gpus).get("CUDA_VISIBLE_DEVICES")
+
+    four = {"HPCTRAIN_GPUS_PER_TASK": "4", "SLURM_GPUS_ON_NODE": "8"}
+    listed = four | {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0"}
+    assert visible(rank(1, 2), four, 8) == "4,5,6,7"
+    assert visible(rank(1, 2), listed, 8) == "3,2,1,0"
+    assert visible(rank(1, 2), four | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4) == "0,1,2,3", "bound by Slurm"
+    assert visible(rank(0, 1), four | {"HPCTRAIN_GPUS_PER_TASK": "8"}, 8) == "0,1,2,3,4,5,6,7"
+    assert visible(rank(0, 2), {}, 8) is None
+    assert visible(rank(0, 2), four, 0) is None

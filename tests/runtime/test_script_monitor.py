@@ -1,5 +1,3 @@
-"""Progress of a rank, as seen from outside its code."""
-
 from __future__ import annotations
 
 import os
@@ -17,10 +15,8 @@ def test_background_work_of_a_rank_is_no_progress():
     """On a busy node, telemetry takes minutes to start, during which a sleeping rank would seem busy."""
 
     def seconds(nice: int) -> float:
-        command = [sys.executable, "-c", BUSY, str(nice)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        with subprocess.Popen([sys.executable, "-c", BUSY, str(nice)], stdout=subprocess.PIPE) as child:
             try:
-                assert child.stdout is not None
                 child.stdout.readline()
                 begin, used = _cpu_seconds(None), os.times()
                 stat = f"/proc/{child.pid}/stat"
