@@ -48,7 +48,7 @@ _SUPPORTED = {
         for end in ("start", "end")
     ),
 }
-#: What to use instead of hooks that hpctrain does not call.
+#: Replacements for hooks that hpctrain does not call.
 _REPLACEMENTS = {
     "backward": "manual optimization",
     "configure_callbacks": "the Trainer setting callbacks",

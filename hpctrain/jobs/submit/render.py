@@ -77,7 +77,8 @@ def _render(spec: JobSpec, *, launch: str | None) -> str:
     path = _find_template(name)
     environment = _jinja_environment(name, path.parent)
     try:
-        _check_blocks(environment, path.name)
+        if os.sep in name:
+            _check_blocks(environment, path.name)
         template = environment.get_template(path.name)
         if launch is not None:
             template = environment.from_string(
