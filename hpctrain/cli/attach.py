@@ -29,12 +29,12 @@ def command(run: str, runs_dir: Path, rank: int, program: tuple[str, ...]) -> No
     Variables that would connect a process to the run are not set.
     """
     # Imported here because these packages are slow to import.
-    from hpctrain.jobs.runs.run import require_running
+    from hpctrain.jobs.runs.run import require_running_ranks
     from hpctrain.jobspec.load_spec import load_spec
     from hpctrain.supervisor.launch.task_command import containerize, module_command
 
     opened = open_run(run, runs_dir)
-    status, started = require_running(opened, [rank], option="--rank", done="attached to")
+    status, started = require_running_ranks(opened, [rank], option="--rank", done="attached to")
     spec = load_spec(opened.dir.spec)
     program = program or ("bash" if spec.container else os.environ.get("SHELL", "bash"),)
     command = module_command(spec, "program.attach")

@@ -15,7 +15,7 @@ from typing import Any
 from hpctrain.cluster.signal_processes import signal_ranks
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.runs import control
-from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.records.run_record import read_run_record
 from hpctrain.slurm.command import CHAOS_STEP, run_slurm
@@ -169,14 +169,7 @@ def check_disturbable(run: Run) -> RunStatus:
             f"Run {run.run_id} belongs to user {owner}, but you are user {os.geteuid()}. "
             "Faults can only be injected into your own runs."
         )
-    if tasks := run.dir.tasks():
-        raise SpecError(
-            f"Run {run.run_id} is a job array. Specify a task, such as {run.run_id}/task-{tasks[0]}."
-        )
-    status = run.status()
-    if status.state is not RunState.RUNNING:
-        raise SpecError(f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be disturbed.")
-    return status
+    return require_running(run, done="disturbed")
 
 
 def _signal_on_host(

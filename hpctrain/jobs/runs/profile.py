@@ -11,7 +11,7 @@ from typing import Any
 
 from hpctrain.errors import RunFailed, SpecError, WaitTimeout
 from hpctrain.files import read_json, write_atomic
-from hpctrain.jobs.runs.run import Run, require_running
+from hpctrain.jobs.runs.run import Run, require_running_ranks
 from hpctrain.text import format_ranks, pluralize
 
 _POLL_S = 0.2
@@ -31,7 +31,7 @@ class ProfileRequest:
 
     @classmethod
     def submit(cls, run: Run, ranks: Sequence[int], num_steps: int) -> ProfileRequest:
-        status, _ = require_running(run, ranks, option="--ranks", done="profiled")
+        status, _ = require_running_ranks(run, ranks, option="--ranks", done="profiled")
         if run.dir.profile_request.exists():
             raise SpecError(
                 f"Another profile of run {run.run_id} is pending ({run.dir.profile_request}). Wait until "

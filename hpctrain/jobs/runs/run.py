@@ -171,23 +171,29 @@ def check_completed(status: RunStatus) -> RunStatus:
     raise RunFailed(f"Run {status.run_id} failed: {status.cause}. Log: {status.log}")
 
 
-def require_running(
-    run: Run, ranks: Sequence[int], *, option: str, done: str
-) -> tuple[RunStatus, dict[str, Any]]:
-    """Return the status of a run with these `ranks`, and the newest start of its ranks."""
+def require_running(run: Run, *, done: str) -> RunStatus:
+    """Return the status of a single run that is running, although its ranks may not have started."""
     from hpctrain.slurm.states import RunState
 
     if tasks := run.tasks():
         raise SpecError(f"Run {run.run_id} is a job array. Specify a task, such as {tasks[0].run_id}.")
     status = run.status()
+    if status.state is not RunState.RUNNING:
+        raise SpecError(f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be {done}.")
+    return status
+
+
+def require_running_ranks(
+    run: Run, ranks: Sequence[int], *, option: str, done: str
+) -> tuple[RunStatus, dict[str, Any]]:
+    """Return the status of a running run with these `ranks`, and the newest start of its ranks."""
+    status = require_running(run, done=done)
     started = [event for event in run.dir.read_events() if event["kind"] == "started"]
-    if status.state is RunState.RUNNING and not started:
+    if not started:
         raise SpecError(
             f"The ranks of run {run.run_id} have not started yet, so they cannot be {done}. Try again in a "
             "few seconds."
         )
-    if status.state is not RunState.RUNNING:
-        raise SpecError(f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be {done}.")
     world_size = int(started[-1]["world_size"])
     if missing := [rank for rank in ranks if rank >= world_size]:
         raise SpecError(
