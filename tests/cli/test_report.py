@@ -12,10 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from helpers.waiting import wait_for
 
 from hpctrain.cli import submit
+from hpctrain.cli.main import cli
 from hpctrain.cli.resubmit_command import resubmit_command
 from hpctrain.files import is_locked
 from hpctrain.jobs.options.option_parser import option_names
@@ -136,7 +138,9 @@ def kill_run(run: RunDir) -> None:
 
 def spec_of(argv: Sequence[str], folder: Path) -> dict[str, Any]:
     """Return the `spec.yaml` that `submit` would write, without the run's name."""
-    params = submit.command.make_context("submit", list(argv)).params
+    # click keeps the help option of a command's first context, which the group defines.
+    group = click.Context(cli, help_option_names=["-h", "--help"])
+    params = submit.command.make_context("submit", list(argv), parent=group).params
     options = {name: value for name, value in params.items() if name in option_names()}
     settings = resolve_options(options, source=COMMAND_LINE_SOURCE, assignments=(), environ={}, cwd=folder)
     spec = build_spec(
