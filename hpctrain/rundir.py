@@ -224,6 +224,8 @@ class RunDir:
     """The specification of the job."""
     job_script = _FixedPath("job.sbatch")
     """The job script as submitted to the scheduler."""
+    batch_script = _FixedPath("adopted.sbatch")
+    """A copy of the user's batch script, which the supervisor runs."""
     sweep = _FixedPath("sweep.json")
     """The record of a sweep, in the folder of its job array."""
     git_ignore = _FixedPath(".gitignore")

@@ -21,7 +21,8 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE
 from hpctrain.jobs.submit.preflight import check_backend, check_environment, check_program, check_template
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobs.submit.render import directive_options, render_setup
+from hpctrain.jobs.submit.render import render_setup
+from hpctrain.jobspec.batch_header import parse_batch_header
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
@@ -128,7 +129,8 @@ def _become_shell(spec: JobSpec, argv: Sequence[str], script: str) -> None:
     os.chdir(spec.workdir)
     if spec.backend == "local":
         become(inner, apply_env_defaults({**strip_job_env(os.environ), **variables}, defaults))
-    directives = dict(option for line in script.splitlines() for option in directive_options(line))
+    header = parse_batch_header(script, "the batch script")
+    directives = {name: value for name, value, _ in header.directives}
     options = [
         f"--{name}={value}" if value else f"--{name}"
         for name, value in directives.items()

@@ -28,6 +28,7 @@ from hpctrain.cli.common import (
     short_path,
 )
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.options.batch_options import BatchScript
 from hpctrain.jobs.options.option import Option
 from hpctrain.jobs.options.option_parser import find_replacement, option_names
 from hpctrain.jobs.options.resolved_options import (
@@ -36,10 +37,10 @@ from hpctrain.jobs.options.resolved_options import (
     previous_values,
     resolve_options,
 )
-from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
+from hpctrain.jobs.options.table import BATCH_OPTIONS, all_options, sbatch_options, sbatch_type
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobspec.directives import SHORT_NAMES
+from hpctrain.jobspec.batch_header import SHORT_NAMES
 from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
@@ -73,7 +74,13 @@ class SubmitCommand(click.Command):
                 before, _, _ = self.make_parser(ctx).parse_args(args[: args.index("--")])
                 ctx.meta[_IS_COMMAND] = not isinstance(before.get("script"), str)
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+            given = [param for param in self.params if ctx.params.get(str(param.name)) is not None]
+            if (param := next((param for param in given if param.name in BATCH_OPTIONS), None)) and (
+                batch_script(ctx) is None
+            ):
+                raise click.NoSuchOption(param.opts[-1], ctx=ctx)
+            return rest
         except click.NoSuchOption as error:
             name = error.option_name
             hint = f"{find_replacement(name) or ''}."
@@ -108,8 +115,15 @@ class _SbatchOption(click.Option):
 
 
 def describe_sbatch_options() -> str:
-    names = (", ".join(param.opts) for param in command.params if isinstance(param, _SbatchOption))
-    return f"Passed to sbatch unchanged, as sbatch(1) describes them: {', '.join(names)}."
+    params = [param for param in command.params if isinstance(param, _SbatchOption)]
+    names, of_batch = (
+        [", ".join(param.opts) for param in params if (param.name in BATCH_OPTIONS) is is_of_batch]
+        for is_of_batch in (False, True)
+    )
+    return (
+        f"Passed to sbatch unchanged, as sbatch(1) describes them: {', '.join(names)}. Only with a batch "
+        f"script: {', '.join(of_batch)}."
+    )
 
 
 def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -123,7 +137,7 @@ def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str)
 def _sbatch_option(name: str, long_name: str) -> _SbatchOption:
     short_names = [f"-{short}" for short, long in SHORT_NAMES.items() if long == long_name]
     names = [name, *short_names, f"--{long_name}"]
-    if not sbatch_type(name).flag:
+    if name != "requeue" and not sbatch_type(name).flag:
         return _SbatchOption(names, callback=_optional_value)
     return _SbatchOption([name, *short_names, f"--{long_name}/--no-{long_name}"], default=None)
 
@@ -223,7 +237,8 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 def command(ctx: click.Context, /, **params: Any) -> None:
     """Submit SCRIPT as a run. ARGS are passed to it unchanged.
 
-    To submit a module or any other command:
+    A batch script keeps its #SBATCH lines, and starts the ranks itself. To submit a module or any other
+    command:
 
     \b
         hpctrain submit [OPTIONS] -m package.module [ARGS]
@@ -234,7 +249,10 @@ def command(ctx: click.Context, /, **params: Any) -> None:
         other = "--json a JSON document" if as_json else "--show-config a table"
         raise click.UsageError(f"--dry-run prints a batch script and {other}. Use only one of these options.")
     if params["show_config"]:
-        _print_option_sources(resolve_options(_asked(ctx), **_sources(ctx)), as_json=as_json)
+        batch = batch_script(ctx)
+        header = None if batch is None else batch.options
+        settings = resolve_options(_asked(ctx), header=header, **_sources(ctx))
+        _print_option_sources(settings, as_json=as_json)
         return
     submission, notes = prepare(ctx, params["args"])
     _print_lines(notes)
@@ -275,6 +293,13 @@ def prepare(
     """Prepare the submission of a command's options, and return it with its notes."""
     script, is_command = ctx.params["script"], ctx.meta.get(_IS_COMMAND)
     kind: ProgramKind = "module" if ctx.params["as_module"] else "command" if is_command else "script"
+    notes = []
+    batch = BatchScript.read(Path.cwd() / script) if is_command and not args else None
+    if batch is not None and batch.header.directives:
+        notes.append(
+            f"Every rank runs {script}, and its #SBATCH lines have no effect. To run it once as a batch "
+            f"script, use: {program_name()} submit {shlex.quote(script)}"
+        )
     submission = prepare_submission(
         script,
         args,
@@ -285,14 +310,26 @@ def prepare(
         **_sources(ctx, *assignments),
     )
     return submission, [
+        *notes,
         *submission.notes,
         *([] if _PREVIOUS in ctx.meta else _misplaced_options(script, args)),
     ]
 
 
+def batch_script(ctx: click.Context) -> BatchScript | None:
+    """Return the batch script that the command line submits; None if it submits another program."""
+    script = ctx.params.get("script")
+    is_script = isinstance(script, str) and not (ctx.params.get("as_module") or ctx.meta.get(_IS_COMMAND))
+    return BatchScript.read(Path.cwd() / str(script)) if is_script else None
+
+
 def _asked(ctx: click.Context) -> Any:
     """Return the values of the command line, by the names of the fields of SubmitOptions."""
-    return {name: value for name, value in ctx.params.items() if name in option_names()}
+    return {
+        name: value
+        for name, value in ctx.params.items()
+        if name in option_names() or (name in BATCH_OPTIONS and value is not None)
+    }
 
 
 def _sources(ctx: click.Context, *assignments: str) -> Any:
@@ -339,7 +376,7 @@ def _source_rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
             source = setting.source
             rows.append(
                 {
-                    "option": short_key if short_key in sbatch_options() else key,
+                    "option": short_key if short_key in (*sbatch_options(), *BATCH_OPTIONS) else key,
                     "value": setting.value,
                     "default": default,
                     "source": source.words or "file",
@@ -428,7 +465,7 @@ def resubmission(
                 "it, or use `hpctrain submit` for a new run."
             )
     with command.make_context("submit", [*earlier_options, *call], parent=ctx.parent) as earlier:
-        values_of_run: Any = {name: value for name, value in earlier.params.items() if name in option_names()}
+        values_of_run = _asked(earlier)
         repeated = previous_values(values_of_run, earlier.params["assignments"])
     arguments = [*options, f"--run-dir={run.path.absolute()}", *call]
     context = command.make_context("submit", arguments, parent=ctx.parent)
@@ -439,5 +476,6 @@ def resubmission(
 _params = [_click_option(option) for option in all_options().values() if option.about.on_command_line]
 # The options of sbatch belong to the section of --sbatch.
 _end = next(i for i, param in enumerate(_params, 1) if param.name == "sbatch")
-_params[_end:_end] = [_sbatch_option(*names) for names in sbatch_options().items()]
+_sbatch_names = {**sbatch_options(), **{name: name.replace("_", "-") for name in BATCH_OPTIONS}}
+_params[_end:_end] = [_sbatch_option(*names) for names in _sbatch_names.items()]
 command.params[:0] = _params

@@ -6,26 +6,18 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain.jobspec.batch_header import HET_BORDER, has_value
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
-
-#: Short names of sbatch's options, except those that `hpctrain submit` uses differently.
-SHORT_NAMES = {
-    "A": "account", "a": "array", "b": "begin", "C": "constraint", "c": "cpus-per-task", "D": "chdir",
-    "d": "dependency", "e": "error", "G": "gpus", "H": "hold", "i": "input", "J": "job-name", "L": "licenses",
-    "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time", "W": "wait",
-    "w": "nodelist", "x": "exclude",
-}  # fmt: skip
-
-# Words at which sbatch splits the components of a heterogeneous job, anywhere in an #SBATCH line.
-_HET_BORDER = re.compile(r"(pack|het)(?=job)", re.IGNORECASE)
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,@%+=~^*-]*", re.ASCII)
 
 
 def all_directives(spec: JobSpec) -> dict[str, str]:
     """Return all options of the job by long name, in script order. A flag has an empty value."""
+    if spec.program == "batch":
+        return _batch_directives(spec)
     directives = {"job-name": spec.name}
     if spec.array is not None:
         directives["array"] = spec.array
@@ -54,6 +46,24 @@ def all_directives(spec: JobSpec) -> dict[str, str]:
     return directives | {key: value for key, value in spec.directives.items() if key not in directives}
 
 
+def _batch_directives(spec: JobSpec) -> dict[str, str]:
+    """Return the user's options of a batch script unchanged, and the defaults of the others."""
+    # Slurm replaces the symbols that begin with %.
+    folder = spec.workdir.replace("%", "%%")
+    defaults = {
+        "job-name": spec.name,
+        "chdir": spec.run_dir,
+        "output": f"{folder}/slurm-{'%j' if spec.array is None else '%A_%a'}.out",
+        "open-mode": "append",
+        "requeue": "expedite" if spec.expedite_requeue else "",
+        # Only the supervisor receives the signal.
+        "signal": f"B:USR2@{spec.stop_before_limit_s}",
+    }
+    if "no-requeue" in spec.directives:
+        del defaults["requeue"]
+    return {**({} if spec.array is None else {"array": spec.array}), **defaults, **spec.directives}
+
+
 def _gpus(spec: JobSpec) -> dict[str, str]:
     """Return the request for GPUs, merged with the request for other generic resources of a node."""
     gpus = f"{spec.gpu_type}:{spec.gpus_per_node}" if spec.gpu_type else str(spec.gpus_per_node)
@@ -70,10 +80,12 @@ def directives_after_start(directives: Mapping[str, str]) -> dict[str, str]:
     return lasting
 
 
-def directive_lines(directives: Mapping[str, str]) -> list[str]:
-    """Format the directives as `#SBATCH` lines of a batch script."""
+def directive_lines(directives: Mapping[str, str], origins: Mapping[str, str] | None = None) -> list[str]:
+    """Format the directives as `#SBATCH` lines of a batch script, with comments on their origins."""
+    comments = {key: f"  # {origin}" for key, origin in (origins or {}).items()}
     return [
-        f"#SBATCH --{key}={quote_directive(value)}" if value else f"#SBATCH --{key}"
+        f"#SBATCH --{key}{f'={quote_directive(value)}' if value or has_value(key) else ''}"
+        f"{comments.get(key, '')}"
         for key, value in directives.items()
     ]
 
@@ -91,7 +103,7 @@ def quote_directive(value: str) -> str:
     character, also inside quotes, but not a space outside quotes; an unquoted # starts a comment; newlines
     are not supported. Nothing is expanded.
     """
-    if _PLAIN.fullmatch(value) and not _HET_BORDER.search(value):
+    if _PLAIN.fullmatch(value) and not HET_BORDER.search(value):
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + _HET_BORDER.sub(r"\1\\", escaped) + '"'
+    return '"' + HET_BORDER.sub(r"\1\\", escaped) + '"'

@@ -9,8 +9,8 @@ from typing import Literal
 from hpctrain.errors import SpecError
 
 #: `script` is the path of a Python file, `module` a module's name as for `python -m`, `command` any other
-#: command on the PATH of the ranks.
-ProgramKind = Literal["script", "module", "command"]
+#: command on the PATH of the ranks, `batch` the path of a batch script, which starts the ranks itself.
+ProgramKind = Literal["script", "module", "command", "batch"]
 #: Commands that start ranks as child processes.
 RANK_LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})
 

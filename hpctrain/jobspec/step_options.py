@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.errors import SpecError
-from hpctrain.jobspec.directives import SHORT_NAMES
+from hpctrain.jobspec.batch_header import SHORT_NAMES
 from hpctrain.jobspec.job_spec import JobSpec
 
 
@@ -46,6 +46,8 @@ def program_words(spec: JobSpec) -> list[str]:
             return [spec.script, *spec.args]
         case "module":
             return [python, "-m", spec.script, *spec.args]
+        case "batch":
+            return [spec.script, *spec.args]
         case "script":
             return [python, spec.script, *spec.args]
 

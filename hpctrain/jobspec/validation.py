@@ -80,7 +80,8 @@ def check_spec(spec: JobSpec) -> None:
     _check_shape(spec)
     _check_time(spec)
     gres = spec.directives.get("gres", "")
-    if any(resource.partition(":")[0] == "gpu" for resource in gres.split(",")):
+    is_gpu = any(resource.partition(":")[0] == "gpu" for resource in gres.split(","))
+    if is_gpu and spec.program != "batch":
         raise SpecError(
             f"--gres {gres} requests GPUs. Use --gpus-per-node for GPUs, and --gres for other resources."
         )
@@ -239,7 +240,7 @@ def _process_texts(spec: JobSpec) -> list[tuple[str, str]]:
         "target of --notify": spec.notify.targets,
     }
     return [
-        ("path of the script" if spec.program == "script" else spec.program, spec.script),
+        ("path of the script" if spec.program in ("script", "batch") else spec.program, spec.script),
         ("path of the working directory", spec.workdir),
         *((description, text) for description, values in texts.items() for text in values),
         *((f"source of {name} (--stage)", source) for name, source in spec.stage.items()),

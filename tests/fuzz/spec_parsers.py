@@ -21,7 +21,7 @@ from hpctrain.jobs.options import (
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.site.site_check import JobRequest
 from hpctrain.jobs.submit import dependency, render
-from hpctrain.jobspec import container, launcher, load_spec, notify, restart_policy
+from hpctrain.jobspec import batch_header, container, launcher, load_spec, notify, restart_policy
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.sweeps import search_space
 from hpctrain.sweeps.stopping_rules import StoppingRule
@@ -164,8 +164,10 @@ PARSERS = [
         lambda text: dependency.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}, "runs"),
     ),
     Parser(
-        render.directive_options,
+        batch_header.parse_batch_header,
         ["#SBATCH -N2 --time=1:00 -p gpu # x", '#SBATCH --comment="a b"'],
+        (SpecError,),
+        lambda text: batch_header.parse_batch_header(text, "t"),
         most_bytes=1 << 14,
     ),
     Parser(

@@ -52,12 +52,13 @@ def preflight_slurm(
         *notes,
         *path_notes(spec, ask),
     ]
-    cost = estimate_cost(request, partitions, site)
+    # Only Slurm can tell the size of a batch script's job.
+    cost = () if spec.program == "batch" else (estimate_cost(request, partitions, site),)
     # Slurm 22.05 also predicts starts in partitions that are down.
     if partitions and all(partition.state == "DOWN" for partition in partitions):
         names = join_or(partition.name for partition in partitions)
         notes.append(f"Partition {names} is down. The job will wait until the partition is up again.")
-        return PreflightResult(tuple(notes), lambda: (cost,))
+        return PreflightResult(tuple(notes), lambda: cost)
     test = SlurmCall(["sbatch", "--test-only"], request.variables, text=script, timeout_s=_FORECAST_TIMEOUT_S)
 
     @cache
@@ -77,7 +78,7 @@ def preflight_slurm(
             return ""
         return explain_refusal(error, request, site)
 
-    return PreflightResult(tuple(notes), lambda: (expected_start(request, *judge()), cost), refusal)
+    return PreflightResult(tuple(notes), lambda: (expected_start(request, *judge()), *cost), refusal)
 
 
 def expected_start(request: JobRequest, output: str, error: str = "") -> str:

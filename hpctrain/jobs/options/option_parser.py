@@ -8,7 +8,7 @@ from functools import cache
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import NO, YES, Option, OptionSource, OptionValue
 from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
-from hpctrain.jobspec.directives import SHORT_NAMES
+from hpctrain.jobspec.batch_header import SHORT_NAMES
 from hpctrain.text import suggest
 
 #: Keys of the sections of a file: named sets of options, rules of the site, search space of a sweep.

@@ -19,7 +19,7 @@ from hpctrain.jobs.options.option_parser import (
     option_names,
     parse_option,
 )
-from hpctrain.jobs.options.table import SubmitOptions, all_options, sbatch_type
+from hpctrain.jobs.options.table import BATCH_OPTIONS, SubmitOptions, all_options, sbatch_type
 from hpctrain.slurm.environment import SBATCH_VARIABLES, strip_job_env
 from hpctrain.text import suggest
 
@@ -92,37 +92,48 @@ def resolve_options(
     source: OptionSource = PYTHON_SOURCE,
     assignments: Sequence[str] = (),
     previous: Sequence[OptionValue] | None = None,
+    header: Sequence[OptionValue] | None = None,
     cwd: Path,
     environ: Mapping[str, str],
 ) -> ResolvedOptions:
-    """Merge the options of all files with those of this submission."""
+    """Merge the options of all files with those of this submission, and those of a batch script."""
     overriding = [
-        *_from_caller(options_given, source),
+        *_from_caller(options_given, source, of_batch=header is not None),
         *chain.from_iterable(map(_from_assignment, assignments)),
     ]
     chosen = {setting.key: setting.value for setting in overriding if setting.key in ("config", "profile")}
     standing = _read(_config_search_path(cwd, environ), environ)
     named = _read([cwd / chosen["config"]] if "config" in chosen else [], environ)
     settled: dict[str, OptionValue] = {}
-    if previous is None:
-        settled.update((setting.key, setting) for setting in _from_variables(environ))
-    for setting in (*_from_files(standing, named, chosen.get("profile"), previous), *overriding):
+    variables = [] if previous is not None else list(_from_variables(environ))
+    files = list(_from_files(standing, named, chosen.get("profile"), previous))
+    # As for sbatch, variables override the options in a batch script.
+    weaker = (
+        [*variables, *files]
+        if header is None
+        else [*files, *(header if previous is None else ()), *variables]
+    )
+    for setting in (*weaker, *overriding):
+        if setting.key in _MEMORY:
+            # sbatch accepts only one of these.
+            for key in _MEMORY:
+                if key in settled and settled[key].source[:2] != setting.source[:2]:
+                    del settled[key]
         if setting.value is None:
             for key in [key for key in settled if f"{key}.".startswith(f"{setting.key}.")]:
                 del settled[key]
         else:
+            # Of options that exclude each other, sbatch uses the last.
+            settled.pop(setting.key, None)
             settled[setting.key] = setting
-    memory = [settled[key] for key in _MEMORY if key in settled]
-    if not all(setting.source.is_variable for setting in memory):
-        # sbatch accepts only one of these.
-        for setting in memory:
-            if setting.source.is_variable:
-                del settled[setting.key]
     return ResolvedOptions({**_defaults(), **settled}, (*standing, *named))
 
 
 def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
-    return [*_from_caller(options, PREVIOUS_SOURCE), *chain.from_iterable(map(_from_assignment, assignments))]
+    return [
+        *_from_caller(options, PREVIOUS_SOURCE, of_batch=True),
+        *chain.from_iterable(map(_from_assignment, assignments)),
+    ]
 
 
 def _config_search_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
@@ -195,8 +206,15 @@ def _from_files(
             yield from file.profiles.get(profile or "", ())
 
 
-def _from_caller(options: SubmitOptions, source: OptionSource) -> Iterator[OptionValue]:
+def _from_caller(
+    options: SubmitOptions, source: OptionSource, *, of_batch: bool = False
+) -> Iterator[OptionValue]:
     for name, value in cast(Mapping[str, Any], options).items():
+        if of_batch and name in BATCH_OPTIONS:
+            if value is not None:
+                key = "no-requeue" if value is False else name.replace("_", "-")
+                yield OptionValue(f"sbatch.{key}", "" if isinstance(value, bool) else str(value), source)
+            continue
         if name not in option_names():
             hint = find_replacement(name)
             raise SpecError(

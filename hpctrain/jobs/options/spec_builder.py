@@ -66,7 +66,7 @@ def build_spec(
 
     `script` and `options` are those of `prepare_submission` and `ResolvedOptions.options`.
     """
-    path = os.path.normpath(cwd / script) if program == "script" else os.fspath(script)
+    path = os.path.normpath(cwd / script) if program in ("script", "batch") else os.fspath(script)
     name = options.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
     gpu_type, gpus_per_node, ntasks_per_node = node_shape(options)
     time_limit_s = None if (limit := options.get("time")) is None else parse_duration(str(limit))
@@ -123,6 +123,8 @@ def build_spec(
 
 def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
     """Return the name of the program, such as `train` for `python -m pkg.train`."""
+    if program == "batch":
+        return Path(path).name
     if program == "module":
         return path.rpartition(".")[2]
     if program == "command" and Path(path).name.startswith("python"):

@@ -11,8 +11,8 @@ from functools import cache
 from typing import Literal, TypedDict
 
 from hpctrain.jobs.options.option import Option, OptionInfo, OptionType
+from hpctrain.jobspec.batch_header import SHORT_NAMES
 from hpctrain.jobspec.container import Container, is_image_file
-from hpctrain.jobspec.directives import SHORT_NAMES
 from hpctrain.jobspec.job_spec import (
     DEFAULT_SNAPSHOT_LIMIT_MB,
     DEFAULT_STOP_BEFORE_LIMIT_S,
@@ -115,6 +115,24 @@ class SbatchOptions(TypedDict, total=False):
     wait_all_nodes: int | str
     wckey: int | str
     x11: bool | str
+
+
+#: Options of sbatch for a batch script only. For other programs, hpctrain sets them.
+BATCH_OPTIONS = (
+    *(
+        "chdir",
+        "cpus_per_gpu",
+        "error",
+        "export",
+        "export_file",
+        "gpus",
+        "gpus_per_socket",
+        "input",
+        "no_kill",
+    ),
+    *("nodefile", "ntasks", "ntasks_per_core", "ntasks_per_gpu", "ntasks_per_socket", "oom_kill_step"),
+    *("open_mode", "output", "requeue", "signal"),
+)
 
 
 class SubmitOptions(SbatchOptions, total=False):

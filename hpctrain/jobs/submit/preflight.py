@@ -27,6 +27,7 @@ from hpctrain.rundir import RunDir, is_new_submission
 from hpctrain.slurm.duration import format_time_limit
 
 if TYPE_CHECKING:
+    from hpctrain.jobs.options.batch_options import BatchScript
     from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
 
 _SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
@@ -38,6 +39,19 @@ _EARLY_S = 60.0
 _OF_SUPERVISOR = (
     *("node_check", "max_failures", "restart_policy", "standby_workers", "hang_timeout", "cpu_binding"),
     *("independent_ranks", "resume_mode", "code_snapshot", "code_snapshot_limit", "stop_before_limit"),
+)
+#: Options for ranks that hpctrain starts.
+_OF_RANKS = (
+    *(
+        "spare_nodes",
+        "node_check",
+        "scale_up_after",
+        "gpu_request_style",
+        "standby_workers",
+        "mpi",
+        "srun_arg",
+    ),
+    *("cpu_binding", "code_snapshot", "container_image", "stage", "stage_environment", "launcher"),
 )
 _OF_SLURM = ("spare_nodes", "scale_up_after", "gpu_request_style", "resume_mode", "mpi", "srun_arg")
 _WITHOUT_SUPERVISOR = (
@@ -60,6 +74,10 @@ class PreparedSubmission:
     """A folder of the working tree to copy, if the script is elsewhere."""
     notes: tuple[str, ...] = ()
     """Notes for the user, one line each."""
+    batch: BatchScript | None = None
+    """The user's batch script, if the job runs one."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Origins of the directives of a batch script."""
     script: str = ""
     """The batch script, exactly as it will be submitted; set by `check_template`."""
     snapshot: CodeSnapshot | None = None
@@ -96,6 +114,8 @@ def check_options(job: PreparedSubmission) -> list[str]:
                 "--launcher torchrun."
             )
     reasons: dict[str, str] = {}
+    if spec.program == "batch":
+        reasons |= dict.fromkeys(_OF_RANKS, "the batch script starts the ranks itself")
     if not spec.supervised:
         reasons |= dict.fromkeys(_OF_SUPERVISOR, "hpctrain does not run in the job (--template plain)")
     if spec.backend == "local":
@@ -133,6 +153,8 @@ def check_program(job: PreparedSubmission) -> Iterator[str]:
     spec, name = job.spec, os.path.basename(job.spec.script)
     if spec.program == "script":
         _check_script(Path(spec.script))
+    elif spec.program == "batch":
+        return
     elif spec.container is None and not _changes_search_path(spec):
         _check_module_or_command(spec, job.environ)
     if spec.program != "command" or name not in RANK_LAUNCHERS or spec.ntasks_per_node == 1:
@@ -361,7 +383,7 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
 def check_code(job: PreparedSubmission) -> Iterable[str]:
     """Choose the code to copy; check its size, and that git can list the files."""
     options = job.settings.options
-    if not options.get("code_snapshot", True) or not job.spec.supervised:
+    if not options.get("code_snapshot", True) or not job.spec.supervised or job.batch is not None:
         return ()
     # Imported only if needed, because this import is slow.
     from hpctrain.jobs.submit.code_snapshot import plan_snapshot
@@ -378,7 +400,7 @@ def check_template(job: PreparedSubmission) -> list[str]:
     site = job.backend.site(job.settings.habits)
     if site is not None and site.slurm is not None and site.habits.requeue and site.slurm.expedites_requeues:
         job.spec = replace(job.spec, expedite_requeue=True)
-    job.script = render(job.spec)
+    job.script = render(job.spec, job.origins)
     return [] if job.spec.supervised else [_WITHOUT_SUPERVISOR]
 
 

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends import choose_backend
+from hpctrain.jobs.options.batch_options import BatchScript, build_batch_spec
 from hpctrain.jobs.options.option import OptionSource, OptionValue
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, resolve_options
 from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, build_spec, node_shape
@@ -62,8 +63,15 @@ def prepare_submission(
             f"The arguments of the script are {args!r}, but must be a list of strings, numbers and "
             "paths, such as ['--steps', 100]."
         )
+    batch = BatchScript.read(cwd / script) if program == "script" else None
     settings = resolve_options(
-        options, source=source, assignments=assignments, previous=previous, cwd=cwd, environ=environ
+        options,
+        source=source,
+        assignments=assignments,
+        previous=previous,
+        header=None if batch is None else batch.options,
+        cwd=cwd,
+        environ=environ,
     )
     try:
         backend, notes = choose_backend(settings.options.get("backend", "auto"), environ, dry_run=dry_run)
@@ -73,30 +81,30 @@ def prepare_submission(
         if backend.name == "slurm":
             notes += [
                 *_resolve_runs(chosen, cwd, environ),
-                *_apply_srun_variables(chosen, environ),
-                *_choose_cpus(chosen, partial(backend.site, settings.habits)),
             ]
+            if batch is None:
+                notes += _apply_srun_variables(chosen, environ)
+                notes += _choose_cpus(chosen, partial(backend.site, settings.habits))
         container = None
-        if "container_image" in chosen:
+        if "container_image" in chosen and batch is None:
             from hpctrain.jobs.submit.container_builder import build_container
 
             runtimes = settings.habits.containers
             container = build_container(
                 chosen, backend=backend.name, runtimes=runtimes, cwd=cwd, environ=environ
             )
-        spec = build_spec(
-            script,
-            args,
-            chosen,
-            backend=backend.name,
-            cwd=cwd,
-            python=python,
-            container=container,
-            program=program,
-        )
+        shape: dict[str, Any] = {"backend": backend.name, "cwd": cwd, "python": python}
+        origins: Mapping[str, str] = {}
+        if batch is None:
+            spec = build_spec(script, args, chosen, container=container, program=program, **shape)
+        else:
+            spec, origins = build_batch_spec(script, args, chosen, settings.values, **shape)
+            notes += batch.notes
         if code is None and program != "script":
             code = cwd
-        submission = PreparedSubmission(spec, settings, backend, environ, code, tuple(notes))
+        submission = PreparedSubmission(
+            spec, settings, backend, environ, code, tuple(notes), batch=batch, origins=origins
+        )
         for check in checks:
             submission.notes += tuple(check(submission) or ())
         return submission

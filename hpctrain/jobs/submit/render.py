@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -17,7 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_parser import find_replacement
-from hpctrain.jobspec.directives import SHORT_NAMES, all_directives, directive_lines
+from hpctrain.jobspec.batch_header import parse_batch_header
+from hpctrain.jobspec.directives import all_directives, directive_lines
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.redaction import redact_args
 from hpctrain.jobspec.shell_setup import ShellSetup
@@ -27,7 +28,6 @@ from hpctrain.text import suggest
 TEMPLATE_SUFFIX = ".sbatch.j2"
 #: Maximum length of the command in the comments of a script.
 _MAX_CHARACTERS = 2_000
-_DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(\S.*)$", re.MULTILINE)
 _NOT_PLAIN = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
 #: Exceptions that an invalid expression in a template may raise.
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -43,9 +43,9 @@ def built_in_templates() -> list[str]:
     return sorted(path.name.removesuffix(TEMPLATE_SUFFIX) for path in template_folder().glob("*.j2"))
 
 
-def render(spec: JobSpec) -> str:
-    """Return the batch script of the job."""
-    text = _render(spec, launch=None)
+def render(spec: JobSpec, origins: Mapping[str, str] | None = None) -> str:
+    """Return the batch script of the job, with the origins of its directives in comments."""
+    text = _render(spec, launch=None, origins=origins)
     if spec.template is not None and os.sep in spec.template:
         _check_preparations(spec.shell, text, spec.template)
         _check_script(text, directive_lines(all_directives(spec)), spec.template, supervised=spec.supervised)
@@ -66,12 +66,14 @@ def render_setup(spec: JobSpec) -> str:
 def template_of(spec: JobSpec) -> str:
     if spec.template is not None:
         return spec.template
+    if spec.program == "batch":
+        return "batch"
     if spec.torchrun is not None:
         return "torchrun"
     return "ddp" if spec.gpus_per_node else "cpu"
 
 
-def _render(spec: JobSpec, *, launch: str | None) -> str:
+def _render(spec: JobSpec, *, launch: str | None, origins: Mapping[str, str] | None = None) -> str:
     """Return the script, without checking it; `launch` replaces the block that starts the supervisor."""
     name = template_of(spec)
     path = _find_template(name)
@@ -88,7 +90,7 @@ def _render(spec: JobSpec, *, launch: str | None) -> str:
             )
         return template.render(
             spec=spec,
-            directives=directive_lines(all_directives(spec)),
+            directives=directive_lines(all_directives(spec), origins),
             summary=describe_job(spec),
             step=[shlex.quote(option) for option in srun_options(spec, spec.nodes)],
             program=shlex.join(program_words(spec)),
@@ -213,6 +215,9 @@ def describe_job(spec: JobSpec) -> list[str]:
 
 def _explain_step(spec: JobSpec) -> Iterator[str]:
     arguments = redact_args(program_words(spec))
+    if spec.program == "batch":
+        yield f"Each attempt runs a copy of: {' '.join(map(_quote, arguments))}"
+        return
     if spec.torchrun is not None:
         program = ["--no-python", *arguments] if spec.program == "command" else arguments[1:]
         agents = [f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.ntasks_per_node}"]
@@ -266,40 +271,22 @@ def _check_script(text: str, lines: Sequence[str], template: str, *, supervised:
             f"The template {template!r} (--template) does not start the supervisor, so no rank would "
             "run. Extend a built-in template. If you replace its block 'launch', call super() in that block."
         )
-    options = dict(option for line in lines for option in directive_options(line))
-    for line in text.splitlines():
-        if line in lines:
+    script_lines = text.split("\n")
+    directives = parse_batch_header(
+        text, f"the script from the template {template!r} (--template)"
+    ).directives
+    options = {name: value for name, value, number in directives if script_lines[number - 1] in lines}
+    for name, value, number in directives:
+        if (line := script_lines[number - 1]) in lines:
             continue
-        for name, value in directive_options(line):
-            if name in options and options[name] != value:
-                raise SpecError(
-                    f"The template {template!r} (--template) contains {line.strip()!r}, but the job is "
-                    f"submitted with --{name}={options[name]}. Remove that line, and pass the option "
-                    "to hpctrain submit."
-                )
-            if name not in options and (hint := find_replacement(name)):
-                raise SpecError(
-                    f"The template {template!r} (--template) contains {line.strip()!r}, but a template "
-                    f"cannot set --{name}. {hint}."
-                )
-
-
-def directive_options(line: str) -> Iterator[tuple[str, str]]:
-    """Yield long names and values of the options in a directive line; nothing for other lines."""
-    if (match := _DIRECTIVE.match(line)) is None:
-        return
-    try:
-        tokens = shlex.split(match[1], comments=True)
-    except ValueError:
-        return
-    while tokens:
-        token = tokens.pop(0)
-        if token.startswith("--"):
-            name, equals, value = token[2:].partition("=")
-        elif token.startswith("-") and token[1:2] in SHORT_NAMES:
-            name, equals, value = SHORT_NAMES[token[1]], token[2:], token[2:].removeprefix("=")
-        else:
-            continue
-        if not equals and tokens and not tokens[0].startswith("-"):
-            value = tokens.pop(0)
-        yield name, value
+        if name in options and options[name] != value:
+            raise SpecError(
+                f"The template {template!r} (--template) contains {line.strip()!r}, but the job is "
+                f"submitted with --{name}={options[name]}. Remove that line, and pass the option "
+                "to hpctrain submit."
+            )
+        if name not in options and (hint := find_replacement(name)):
+            raise SpecError(
+                f"The template {template!r} (--template) contains {line.strip()!r}, but a template "
+                f"cannot set --{name}. {hint}."
+            )

@@ -58,6 +58,9 @@ def submit_prepared(
             function_of = dict(zip((job.run_dir for job in tasks or [spec]), functions, strict=False))
             for job in (*tasks, spec):
                 _write(job, submission.script if job is spec else None, function_of.get(job.run_dir))
+            if submission.batch is not None:
+                text = submission.batch.text.encode(errors="surrogateescape")
+                replace_files({folder.batch_script: text}, private=True)
             write_atomic(folder.git_ignore, "*\n", durable=False)
             job_id = submission.backend.submit(spec, folder, lock)
             modules = loaded_modules(submission.environ)
@@ -226,6 +229,7 @@ def _rollback(folder: RunDir) -> None:
     for path in (
         folder.spec,
         folder.job_script,
+        folder.batch_script,
         folder.slurm_log,
         folder.lock,
         folder.git_ignore,

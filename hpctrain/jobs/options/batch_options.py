@@ -1,0 +1,148 @@
+"""Turn the header of an adopted batch script into options, and the options back into its directives."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
+from hpctrain.jobs.options.spec_builder import build_spec
+from hpctrain.jobs.options.table import SubmitOptions
+from hpctrain.jobspec.batch_header import BatchHeader, parse_batch_header, shell_of
+from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.validation import check_spec
+from hpctrain.slurm.duration import parse_duration
+
+#: hpctrain's names of the options that sbatch also has.
+_KEYS = {
+    "job-name": "name",
+    **{
+        name.replace("_", "-"): name
+        for name in [
+            "array",
+            "cpus_per_task",
+            "gpus_per_node",
+            "gpus_per_task",
+            "nodes",
+            "ntasks_per_node",
+            "time",
+        ]
+    },
+}
+#: Options of the command sbatch, not of the job.
+_OF_COMMAND = ("help", "ignore-pbs", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait")
+#: Options whose values are paths, relative to the working directory of the job or to that of sbatch.
+_JOB_PATHS, _PATHS = ("output", "error", "input"), {"nodefile", "export-file"}
+_SIGNAL = re.compile(r"(?:[RB]+:)?\w+(?:@(\d+))?", re.ASCII | re.IGNORECASE)
+#: Seconds before the time limit at which sbatch sends the signal of --signal.
+_SIGNAL_LEAD_S = 60
+
+
+@dataclass(frozen=True)
+class BatchScript:
+    """A batch script of the user that is submitted as it is."""
+
+    path: Path
+    text: str
+    header: BatchHeader
+
+    @classmethod
+    def read(cls, path: Path) -> BatchScript | None:
+        """Read a script whose `#!` line names a shell; None for any other file."""
+        try:
+            text = path.read_text(errors="surrogateescape")
+        except OSError:
+            return None
+        if not shell_of(text.partition("\n")[0]):
+            return None
+        if "\r\n" in text:
+            raise SpecError(f"{path} has DOS line breaks, which sbatch refuses. Remove them: dos2unix {path}")
+        return cls(path, text, parse_batch_header(text, path.name))
+
+    @property
+    def options(self) -> list[OptionValue]:
+        """Return the options of the header in the order of its lines."""
+        values = []
+        for name, value, line in self.header.directives:
+            if name in ("clusters", "wrap"):
+                raise SpecError(f"Line {line} of {self.path.name} has --{name}, which hpctrain cannot adopt.")
+            if name not in _OF_COMMAND:
+                key = _KEYS.get(name, f"sbatch.{name}")
+                values.append(OptionValue(key, value, OptionSource("", self.path, line)))
+        return values
+
+    @property
+    def notes(self) -> list[str]:
+        """Return notes for the user."""
+        if not self.header.ignored:
+            return []
+        lines = ", ".join(map(str, self.header.ignored))
+        return [
+            f"{self.path.name} has #SBATCH lines after its first command, which sbatch ignores: line {lines}."
+        ]
+
+
+def _directives(values: Mapping[str, OptionValue]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the options of sbatch by long name, and their origins."""
+    names = {key: name for name, key in _KEYS.items()}
+    chosen = {
+        names.get(key) or key.removeprefix("sbatch."): setting
+        for key, setting in values.items()
+        if (key in names or key.startswith("sbatch.")) and setting.source != DEFAULT_SOURCE
+    }
+    directives = {name: str(setting.value) for name, setting in chosen.items()}
+    origins = {
+        name: source.words or f"{os.path.basename(source.path or '')}:{source.line}"
+        for name, (_, _, source) in chosen.items()
+    }
+    return directives, origins
+
+
+def build_batch_spec(
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    options: SubmitOptions,
+    values: Mapping[str, OptionValue],
+    *,
+    cwd: Path,
+    **shape: Any,
+) -> tuple[JobSpec, dict[str, str]]:
+    """Return the specification of a batch script, and the origins of its directives.
+
+    `options` are the values without their sources, after changes of the submission.
+    """
+    directives, origins = _directives(values)
+    if "dependency" in directives:  # resolved
+        directives |= {"dependency": options.get("sbatch", {})["dependency"]}
+    workdir = os.path.normpath(cwd / directives.pop("chdir", ""))
+    origins.pop("chdir", None)
+    for option in _JOB_PATHS:
+        if (path := directives.get(option)) and not os.path.isabs(path):
+            directives[option] = os.path.join(workdir.replace("%", "%%"), path)
+    for option in _PATHS & directives.keys():
+        directives[option] = os.path.normpath(cwd / directives[option])
+    own: dict[str, Any] = {
+        name: value for name, value in options.items() if name not in (*_KEYS.values(), "sbatch")
+    }
+    if "job-name" in directives:
+        own["name"] = directives.pop("job-name")
+    nodes = re.match(r"[1-9]\d{0,8}", directives.get("nodes", ""))
+    fields: dict[str, Any] = {"workdir": workdir, "array": directives.pop("array", None), "min_nodes": 0}
+    fields["nodes"] = int(nodes[0]) if nodes else 1
+    with suppress(SpecError):  # reported by sbatch
+        fields["time_limit_s"] = parse_duration(directives.get("time", "unlimited"))
+    if "stop_before_limit" not in own:
+        match = _SIGNAL.fullmatch(directives.get("signal", ""))
+        lead_s = int((match and match[1]) or _SIGNAL_LEAD_S) if match else 0
+        fields["stop_before_limit_s"] = int(min(lead_s, (fields.get("time_limit_s") or 65536) - 1))
+    own["sbatch"] = directives
+    spec = build_spec(script, args, cast(SubmitOptions, own), cwd=cwd, program="batch", **shape)
+    spec = replace(spec, **fields)
+    check_spec(spec)
+    return spec, origins
