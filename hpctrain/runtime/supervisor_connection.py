@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -87,8 +87,10 @@ class Connection:
 class SupervisorConnection(Connection):
     """A connection to the supervisor at ADDRESS:PORT:SECRET, with an authentication code in each line."""
 
-    def __init__(self, supervisor: str, ranks: Ranks, attempt: int) -> None:
-        """Connect, and introduce this rank."""
+    def __init__(
+        self, supervisor: str, ranks: Ranks, attempt: int, group: Mapping[str, object] | None = None
+    ) -> None:
+        """Connect, and introduce this rank, in a process group of a batch script with the group's facts."""
         address, port, secret = supervisor.rsplit(":", 2)
         super().__init__(socket.create_connection((address, int(port)), timeout=_CONNECT_LIMIT_S))
         try:
@@ -100,7 +102,7 @@ class SupervisorConnection(Connection):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             self._up, self._down = sign_connection(secret.encode(), server_nonce, nonce)
             self.heartbeat_interval_s = max(_BEAT_INTERVAL_S, ranks.world_size / _RANKS_PER_BEAT_S)
-            introduction = self._up.seal({"attempt": attempt, "rank": ranks.rank})
+            introduction = self._up.seal({"attempt": attempt, "rank": ranks.rank, **(group or {})})
             self._socket.sendall(nonce + b"\n" + introduction)
         except BaseException:
             self._socket.close()

@@ -172,6 +172,11 @@ def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[
     ]
 
 
+def list_steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
+    """Return the steps of a job that srun has started."""
+    return [step for step, _ in _named_steps([job_id], environ) if is_count(step.rpartition(".")[2])]
+
+
 def find_step(job_id: str, name: str, environ: Mapping[str, str]) -> str | None:
     return next((step for step, called in _named_steps([job_id], environ) if called == name), None)
 

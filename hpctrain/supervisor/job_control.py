@@ -57,6 +57,10 @@ class SlurmJobControl:
         self.nodes = SlurmNodes(run, spec, environ)
         self.successors = SlurmSuccessors(run, spec, environ)
         self._run, self._environ = run, strip_job_env(environ)
+        if spec.program == "batch":
+            # Slurm signals the supervisor in place of the batch script.
+            numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+            self.on_signal = {number: number for number in numbers}
         self._restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
         self._log_begin = file_size(run.slurm_log)
 

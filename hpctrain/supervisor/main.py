@@ -27,6 +27,7 @@ from hpctrain.supervisor.buffered_storage import (
     describe_disk_error,
 )
 from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
+from hpctrain.supervisor.launch.batch import BatchLauncher, link_output, spec_of_allocation
 from hpctrain.supervisor.launch.job_step import Launcher
 from hpctrain.supervisor.launch.local import LocalLauncher
 from hpctrain.supervisor.launch.srun import SrunLauncher
@@ -93,6 +94,9 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         plan = StagePlan.create(spec, environ)
         launch: Callable[[JobSpec, Mapping[str, str]], Launcher]
         launch = LocalLauncher if spec.backend == "local" else SrunLauncher
+        if spec.program == "batch":
+            link_output(run.slurm_log, 2)
+            launch, spec = BatchLauncher, spec_of_allocation(spec, environ)
         staging = None if plan is None else (plan, launch(plan.host_spec, environ))
         launcher = launch(plan.ranks_spec, {**environ, **plan.variables}) if plan else launch(spec, environ)
         if spec.backend == "local":

@@ -50,7 +50,9 @@ def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) ->
 def _ranks_never_met(run: RunDir, spec: JobSpec, result: AttemptResult | None) -> str | None:
     if result is None or result.world_size == 1 or result.has_process_group or spec.independent_ranks:
         return None
-    if spec.torchrun is not None:  # With agents, the ranks use the store of an agent.
+    if (
+        spec.torchrun is not None or spec.program == "batch"
+    ):  # With agents, the ranks use the store of an agent.
         return None
     with suppress(OSError):  # Programs without optimizer steps of torch have other ways to meet, such as MPI.
         if next(read_last_records(run.metrics, is_metrics), None) is None:

@@ -49,9 +49,11 @@ def _forward_signals(child: int) -> list[int]:
     signals: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        signals.append(number)
+        if number in (signal.SIGTERM, signal.SIGINT):
+            signals.append(number)
         os.kill(child, number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # Slurm sends user signals to this process only for an adopted batch script.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         system.handle_signal(number, forward)
     return signals

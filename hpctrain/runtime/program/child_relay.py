@@ -21,28 +21,45 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
-from hpctrain.cluster import Ranks
+from hpctrain.cluster import Ranks, detect
+from hpctrain.cluster.detection import detect_local
 from hpctrain.errors import UserError
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
-from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import (
+    ATTEMPT_VARIABLE,
+    CHILD_VARIABLE,
+    RUN_DIR_VARIABLE,
+    SUPERVISOR_ADDRESS_VARIABLE,
+    RunDir,
+)
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.program.heartbeat import heartbeat_message, on_message
 from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
+from hpctrain.runtime.sidecar import NodeSampler
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
-from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal
-from hpctrain.runtime.supervisor_connection import Connection, Message, start_heartbeat
+from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal, is_exiting
+from hpctrain.runtime.supervisor_connection import (
+    Connection,
+    Message,
+    SupervisorConnection,
+    start_heartbeat,
+)
 
 #: The folder with the hook that Python runs at its start.
 _HOOK_FOLDER = Path(__file__).with_name("startup_hook")
 #: struct ucred of unix(7): pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
 #: Variables that a launcher inside of the command, such as torchrun, sets for each of its processes.
-_LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
+_LAUNCH_VARIABLES = (
+    *("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    *("SLURM_STEP_ID", "SLURM_PROCID"),
+)
 
 
 def observe_process() -> None:
@@ -57,31 +74,75 @@ def observe_process() -> None:
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
     if command.get("launch") == launch and command["pid"] != os.getpid():
         return
+    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    address = os.environ.get(SUPERVISOR_ADDRESS_VARIABLE)
+    connect: Callable[[], Connection]
+    if address is not None:  # of a batch script
+        ranks = _detect_ranks()
+        connect = partial(SupervisorConnection, address, ranks, attempt, _group_facts(ranks))
+    else:
+        ranks, connect = Ranks(**command["ranks"]), partial(connect_to_worker, command["socket"])
     try:
-        connect_to_worker(command["socket"]).close()
+        connect().close()
     except OSError:  # Another job has inherited the variables.
         return
     os.environ[CHILD_VARIABLE] = json.dumps({**command, "launch": launch, "pid": os.getpid()})
-    ranks = Ranks(**command["ranks"])
-    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
-    is_rank = launch[1:] == [str(ranks.rank), str(ranks.world_size)]
+    is_rank = address is not None or launch[1:3] == [str(ranks.rank), str(ranks.world_size)]
     if is_rank and threading.current_thread() is threading.main_thread():
         faulthandler.register(signal.SIGQUIT)
         if all(signal.getsignal(number) is signal.SIG_DFL for number in STOP_SIGNALS):
             agreed_stop.is_enabled = True
             start_signal_recorder()
             exit_on_stop_signal()
-    group_check = ProcessGroupCheck(os.environ)
-    install_step_hook(partial(_after_step, group_check, run, attempt, ranks), is_restart=attempt > 0)
+    after_step = exit_after_step
+    if address is None:
+        after_step = partial(_after_step, ProcessGroupCheck(os.environ), run, attempt, ranks)
+    else:
+        _record_exceptions(run, attempt, ranks)
+        NodeSampler(run, ranks, os.environ)
+    install_step_hook(after_step, is_restart=attempt > 0)
     start_heartbeat(
-        partial(connect_to_worker, command["socket"]),
+        connect,
         partial(heartbeat_message, dict(os.environ)),
         partial(on_message, run, attempt, ranks),
     )
-    step_log = StepLog(run, attempt) if launch[1] == "0" else None
+    is_main = ranks.is_main if address is not None else launch[1] == "0"
+    step_log = StepLog(run, attempt) if is_main else None
     if step_log is not None:
         step_log.write_at_exit()
     ScriptMonitor(step_log=step_log).start()
+
+
+def _detect_ranks() -> Ranks:
+    try:
+        return detect(os.environ)
+    except UserError:  # The script may know its ranks in another way.
+        return detect_local(os.environ)
+
+
+def _group_facts(ranks: Ranks) -> dict[str, object]:
+    """Return the name of the process group, equal on all ranks, its size, and the node of this rank."""
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    name = f"{ranks.rendezvous_id} {ranks.master_addr}:{ranks.master_port}"
+    if ranks.environment == "local":
+        name = f"{host}:{os.getpid()}"
+    return {"group": name, "world_size": ranks.world_size, "host": host}
+
+
+def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks) -> None:
+    """Write a failure file if an exception ends this process."""
+    report = sys.excepthook
+    environ = {**ranks.torch_variables(), **os.environ, "RANK": str(ranks.rank)}
+
+    def report_and_record(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        report(kind, error, trace)
+        if not is_exiting():
+            log = run.rank_log(attempt, 0)
+            write_failure(run.failure(attempt, ranks.rank), failure_record(error, environ), log, environ)
+
+    sys.excepthook = report_and_record
 
 
 def _after_step(group_check: ProcessGroupCheck, run: RunDir, attempt: int, ranks: Ranks) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
-from hpctrain.runtime.stopping.stop_signals import handles_stop_signals
+from hpctrain.runtime.stopping.stop_signals import handles_stop_signals, raise_stop_signal
 from hpctrain.runtime.supervisor_connection import Connection, Message
 from hpctrain.telemetry.sampling.nvml import GpuReader
 from hpctrain.telemetry.startup_parts import startup_times
@@ -77,6 +78,8 @@ def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, 
         # A script with its own signal handlers decides when to exit.
         step = agreed_stop.prepare() if handles_stop_signals() else None
         connection.send({"can_stop_after": step})
+    elif "stop_signal" in message:
+        raise_stop_signal(signal.Signals[message["stop_signal"]])
     elif "stop_after" in message:
         agreed_stop.stop_after(message["stop_after"])
     elif "profile" in message:

@@ -26,7 +26,7 @@ from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
-from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals, pending_stop_signal
 from hpctrain.runtime.unfinished_training import has_started
 from hpctrain.text import format_duration
 
@@ -160,6 +160,12 @@ def exit_after_step() -> None:
     """Exit and request a continuation if all ranks stop after the step that this rank has completed."""
     if agreed_stop.after_step():
         _exit(agreed_stop.signal or signal.SIGTERM, activity.step)
+
+
+def raise_stop_signal(number: signal.Signals) -> None:
+    """Send a stop signal to the main thread, unless Slurm has sent one already."""
+    if pending_stop_signal() is None:
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
 def _repeat_after_timeout(number: signal.Signals) -> None:

@@ -35,6 +35,7 @@ from hpctrain.supervisor.job_control import (
 from hpctrain.supervisor.launch.job_step import TaskResult
 from hpctrain.supervisor.policy.decide import AttemptEnd, describe_nodes
 from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S, History
+from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.workers.attempt_monitor import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 
@@ -55,6 +56,8 @@ class FailureAnalyzer:
 
     def analyze(self, result: AttemptResult, hosts: list[str]) -> AttemptEnd:
         attempt = result.attempt
+        if self.spec.program == "batch" and (result.monitor.is_stopping or self._is_requeued()):
+            return self._diagnose_stop(result)
         early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
             case AttemptOutcome.DONE if not early_exits:
@@ -78,6 +81,13 @@ class FailureAnalyzer:
                 return replace(failure, lost=self._find_lost(hosts))
             case AttemptOutcome.DONE | AttemptOutcome.FAILED:
                 return self._analyze_failure(result, hosts, early_exits)
+
+    def _is_requeued(self) -> bool:
+        """Return true if the script has requeued its job itself."""
+        try:
+            return self.job_control.disposition() is JobDisposition.REQUEUED
+        except SchedulerError:
+            return False
 
     def record_supervisor_death(self, attempt: int) -> AttemptEnd:
         cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)

@@ -122,8 +122,8 @@ def collect_failures(
             host, log_path = hosts[rank // spec.ntasks_per_node], str(run.rank_log(attempt, rank))
             failure = RankFailure(rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, time_s)
             failures[rank] = _write(run, attempt, failure)
-    if spec.torchrun is not None and failures:
-        # An agent fails because its ranks fail.
+    if (spec.torchrun is not None or spec.program == "batch") and failures:
+        # An agent or a batch script fails because its ranks fail.
         return list(failures.values())
     ranks_per_process = spec.ntasks_per_node // spec.processes_per_node
     for task in exits:

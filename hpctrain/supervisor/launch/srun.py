@@ -62,7 +62,7 @@ class SrunLauncher:
         granted = expand_hostlist(environ["SLURM_JOB_NODELIST"])
         self.hosts, self.spares = granted[: spec.nodes], granted[spec.nodes :]
         self._num_granted = len(granted)
-        self.address = _address_of_this_host(granted)
+        self.address = address_of_this_host(granted)
         self._spec = spec
         self._job_id = own_job_id(environ)
         self._environ = {name: value for name, value in environ.items() if name not in _JOB_SHAPE}
@@ -179,7 +179,7 @@ def parse_task_report(line: str) -> list[TaskExit]:
     return [TaskExit(rank, None, number) if number else TaskExit(rank, 1) for rank in ranks]
 
 
-def _address_of_this_host(hosts: list[str]) -> str:
+def address_of_this_host(hosts: list[str]) -> str:
     """Return the address on the route to another node; this host's name may resolve to a loopback address."""
     for host in hosts[1:_MAX_ROUTE_PROBES]:
         with contextlib.suppress(OSError):

@@ -17,9 +17,11 @@ from pathlib import Path
 
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SpecError
+from hpctrain.files import open_regular
+from hpctrain.jobspec.batch_header import shell_of
 from hpctrain.jobspec.container import APPTAINER_PROGRAMS
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.rundir import ENV_PREFIX, GPUS_PER_TASK_VARIABLE, LIFELINE_VARIABLE
+from hpctrain.rundir import ENV_PREFIX, GPUS_PER_TASK_VARIABLE, LIFELINE_VARIABLE, RunDir
 
 #: Folder of the package in the container; its parent folder is not mounted, because it contains the host's
 #: PyTorch.
@@ -41,6 +43,11 @@ _TASK_VARIABLES = (
 
 def worker_command(spec: JobSpec, num_nodes: int) -> list[str]:
     """Return the command of each process of a step: a rank, or the agent that starts the ranks of a node."""
+    if spec.program == "batch":
+        run = RunDir(Path(spec.run_dir))
+        path = (run.array or run).batch_script
+        with open_regular(path) as file:
+            return [*shell_of(file.readline().decode(errors="replace")), str(path), *spec.args]
     program = json.dumps([spec.program, spec.entry, *spec.args])
     if spec.torchrun is None:
         return [*module_command(spec, "worker"), program]

@@ -156,6 +156,9 @@ class AttemptMonitor:
                     return
                 self._signal_ranks(step, forward)
                 grace = CANCEL_GRACE_S if cancels else STOP_GRACE_S
+                if self.job_control.nodes is not None:
+                    # Of an adopted batch script: the job may have more time, or end soon anyway.
+                    grace = min(grace, max(CANCEL_GRACE_S / 2, self._left_to_requeue_s()))
                 self._limit(grace, f"the ranks to stop after {number.name}")
 
     def _begin_stop(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import selectors
 import socket
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -53,6 +53,9 @@ class RankConnection:
 class HeartbeatHandler(Protocol):
     """Receiver of the ranks' messages. All calls are made by one thread."""
 
+    def on_join(self, attempt: int, introduction: Mapping[str, Any]) -> int:
+        """Return a number, in place of its rank, for a process of a group with its own ranks."""
+
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None: ...
 
     def on_disconnect(self, attempt: int, rank: int) -> None: ...
@@ -89,11 +92,15 @@ class HeartbeatServer:
     def variables(self) -> dict[str, str]:
         return {SUPERVISOR_ADDRESS_VARIABLE: f"{self._address}:{self._port}:{self._secret}"}
 
-    def send(self, attempt: int, message: Mapping[str, Any]) -> int:
-        """Send a message to all connected ranks of an attempt; returns the number of ranks reached."""
+    def send(self, attempt: int, message: Mapping[str, Any], ranks: Container[int] | None = None) -> int:
+        """Send a message to connected ranks of an attempt, by default all; returns the number reached."""
         num_reached = 0
         with self._lock:
-            receivers = [rank for (of, _), rank in self._connections.items() if of == attempt]
+            receivers = [
+                connection
+                for (of, rank), connection in self._connections.items()
+                if of == attempt and (ranks is None or rank in ranks)
+            ]
             for rank_connection in receivers:
                 assert rank_connection.down is not None
                 data = rank_connection.down.seal(message)
@@ -206,7 +213,9 @@ class HeartbeatServer:
         if rank_connection.is_proven:
             self._handler.on_message(rank_connection.attempt, rank_connection.rank, message)
             return
-        rank_connection.attempt, rank_connection.rank = int(message["attempt"]), int(message["rank"])
+        attempt = int(message["attempt"])
+        rank = self._handler.on_join(attempt, message) if "group" in message else int(message["rank"])
+        rank_connection.attempt, rank_connection.rank = attempt, rank
         del self._unproven[rank_connection]
         with self._lock:
             self._connections[rank_connection.attempt, rank_connection.rank] = rank_connection

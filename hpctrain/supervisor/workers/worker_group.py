@@ -12,14 +12,16 @@ from typing import Any, Self
 
 from hpctrain import system
 from hpctrain.authentication import new_secret
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, Unauthenticated
 from hpctrain.files import read_json, write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
+from hpctrain.supervisor.launch.batch import BatchStep
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
+from hpctrain.supervisor.workers.observed_groups import ObservedGroups
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 from hpctrain.telemetry.startup_parts import PartDuration, StartupDurations, StartupPart, durations_s
 from hpctrain.text import pluralize
@@ -44,8 +46,8 @@ class WorkerGroup:
         self._limits = PhaseLimits(spec.hang_timeout_s, _read_phase_durations(run))
         self._lock = system.Lock()
         self._attempt = -1
-        self._monitor: RankMonitor | None = None
-        self._startup: StartupRecord
+        self._monitor: RankMonitor | ObservedGroups | None = None
+        self._startup: StartupRecord | None = None
         self._standby: StandbyWorkers | None = None
         self._standby_variables: Callable[[int], Mapping[str, str]]
         self._imported_at: float | None = None
@@ -89,18 +91,22 @@ class WorkerGroup:
         if step is None:
             command = worker_command(spec, len(hosts))
             step = self._launcher.start(command, {**environ, **self._server.variables, **new_secret()}, emit)
-        monitor = RankMonitor(
-            self._run,
-            attempt,
-            step,
-            partial(self._server.send, attempt),
-            emit,
-            self._limits,
-            host_of,
-            world_size,
-        )
+        send = partial(self._server.send, attempt)
+        monitor: RankMonitor | ObservedGroups
+
+        def new_monitor(
+            send: Callable[[Mapping[str, Any]], int], host_of: Callable[[int], str], world_size: int
+        ) -> RankMonitor:
+            return RankMonitor(self._run, attempt, step, send, emit, self._limits, host_of, world_size)
+
+        if isinstance(step, BatchStep):
+            monitor = ObservedGroups(send, new_monitor)
+            step.stop_ranks = monitor.stop
+        else:
+            monitor = new_monitor(send, host_of, world_size)
         with self._lock:
-            self._attempt, self._monitor, self._startup = attempt, monitor, startup
+            self._attempt, self._monitor = attempt, monitor
+            self._startup = None if isinstance(monitor, ObservedGroups) else startup
             self._standby_variables = variables
             self._imported_at, self._standby_started = None, False
         return step
@@ -115,12 +121,20 @@ class WorkerGroup:
             record = json.dumps(self._limits.max_duration_s) + "\n"
             write_atomic(self._run.phase_durations, record, durable=False)
 
+    def on_join(self, attempt: int, introduction: Mapping[str, Any]) -> int:
+        with self._lock:
+            monitor = self._monitor if attempt == self._attempt else None
+        if not isinstance(monitor, ObservedGroups):
+            raise Unauthenticated(f"it belongs to attempt {attempt}, which has ended")
+        return monitor.join(introduction)
+
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
         with self._lock:
             monitor, startup = (self._monitor if attempt == self._attempt else None), self._startup
             standby = self._standby if self._standby and self._standby.attempt == attempt else None
         if monitor is not None:
-            startup.on_message(rank, message)
+            if startup is not None:
+                startup.on_message(rank, message)
             monitor.on_message(rank, message)
         elif standby is not None:
             standby.on_message(rank, message)
@@ -134,7 +148,9 @@ class WorkerGroup:
     def on_tick(self) -> None:
         with self._lock:
             monitor = self._monitor
-        if monitor is not None:
+        if isinstance(monitor, ObservedGroups):
+            monitor.on_tick()
+        elif monitor is not None:
             monitor.on_tick()
             self._start_standby_when_due(monitor)
 
@@ -153,7 +169,9 @@ class WorkerGroup:
                 with suppress(OSError):
                     path.unlink()
 
-    def _send_profile_request(self, read: Any, attempt: int, monitor: RankMonitor | None) -> None:
+    def _send_profile_request(
+        self, read: Any, attempt: int, monitor: RankMonitor | ObservedGroups | None
+    ) -> None:
         ranks = [int(rank) for rank in read["ranks"]]
         request = {"number": int(read["number"]), "ranks": ranks, "steps": int(read["steps"])}
         if monitor is not None and monitor.are_connected(ranks):

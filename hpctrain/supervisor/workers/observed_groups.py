@@ -1,0 +1,99 @@
+"""Monitor the process groups that an adopted batch script starts, each like the ranks of an attempt."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpctrain.records.rank_phase import RankPhase
+from hpctrain.supervisor.workers.rank_monitor import RankMonitor
+
+#: Sends a message to the members with these keys.
+Send = Callable[[Mapping[str, Any], Iterable[int]], int]
+
+
+@dataclass
+class _Group:
+    monitor: RankMonitor
+    hosts: dict[int, str]
+    """Host of each rank."""
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Rank of each member."""
+    trains: bool = False
+
+
+class ObservedGroups:
+    """Replaces the `RankMonitor` of an attempt. Members have keys, because several groups have a rank 0."""
+
+    modules: list[str] | None = None
+    changed: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        send: Send,
+        new_monitor: Callable[[Callable[[Mapping[str, Any]], int], Callable[[int], str], int], RankMonitor],
+    ) -> None:
+        self._send, self._new_monitor = send, new_monitor
+        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[int, _Group] = {}
+        self._num_members = 0
+        self._stop_signal: signal.Signals | None = None
+        self._asked: set[int] = set()
+        self.has_process_group = False
+
+    def join(self, introduction: Mapping[str, Any]) -> int:
+        """Add a process to its group, and return its key."""
+        name, rank, host = str(introduction["group"]), int(introduction["rank"]), str(introduction["host"])
+        group = self._groups.get(name)
+        if group is None or not group.ranks:
+            hosts: dict[int, str] = {}
+            members: dict[int, int] = {}
+            monitor = self._new_monitor(
+                lambda message: self._send(message, list(members)),
+                lambda rank: hosts.get(rank, "an unknown host"),
+                int(introduction["world_size"]),
+            )
+            group = self._groups[name] = _Group(monitor, hosts, members)
+        key, self._num_members = self._num_members, self._num_members + 1
+        for stale in [member for member, its_rank in group.ranks.items() if its_rank == rank]:
+            del group.ranks[stale], self._group_of[stale]
+        group.ranks[key], group.hosts[rank], self._group_of[key] = rank, host, group
+        return key
+
+    def on_message(self, key: int, message: Mapping[str, Any]) -> None:
+        if (group := self._group_of.get(key)) is None:
+            return
+        group.trains |= len(group.ranks) > 1 or bool(message.get("step"))
+        group.trains |= message.get("phase") == RankPhase.JOIN
+        group.monitor.on_message(group.ranks[key], message)
+        self.has_process_group |= group.monitor.has_process_group
+        if self._stop_signal is not None and key not in self._asked:
+            self._ask_to_stop([key], self._stop_signal)
+
+    def on_disconnect(self, key: int) -> None:
+        if (group := self._group_of.pop(key, None)) is not None:
+            group.monitor.on_disconnect(group.ranks.pop(key))
+
+    def on_tick(self) -> None:
+        for group in list(self._groups.values()):
+            # A process that imports torch without training, such as a server, may be idle.
+            if group.ranks and group.trains:
+                group.monitor.on_tick()
+
+    def are_connected(self, ranks: list[int]) -> bool:
+        return any(group.monitor.are_connected(ranks) for group in list(self._groups.values()) if group.ranks)
+
+    def stop(self, number: signal.Signals) -> None:
+        """Ask all members to stop, and those that join later."""
+        self._stop_signal = number
+        self._ask_to_stop(list(self._group_of), number)
+
+    def close(self) -> None:
+        for group in list(self._groups.values()):
+            group.monitor.close()
+
+    def _ask_to_stop(self, keys: list[int], number: signal.Signals) -> None:
+        self._asked.update(keys)
+        self._send({"stop_signal": number.name}, keys)
