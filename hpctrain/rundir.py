@@ -120,6 +120,8 @@ STOP_GRACE_VARIABLE = "HPCTRAIN_STOP_GRACE"
 REQUEUE_GRACE_KEY = "requeue"
 #: Mean time between two interruptions of a node, in seconds, as estimated by the site.
 NODE_MTBF_VARIABLE = "HPCTRAIN_NODE_MTBF_S"
+#: Pattern of the files that a script without the `Trainer` saves as checkpoints.
+CHECKPOINTS_VARIABLE = "HPCTRAIN_CHECKPOINTS"
 #: The job array task that a rank belongs to.
 ARRAY_TASK_VARIABLE = "HPCTRAIN_ARRAY_TASK_ID"
 #: The copy of the code that a rank runs, and the working tree that was copied.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
-from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
+from hpctrain.jobs.options.table import BATCH_OPTIONS, all_options, sbatch_options, sbatch_type
 from hpctrain.jobspec.directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
@@ -81,6 +81,10 @@ def _values(spec: Mapping[str, Any]) -> dict[str, Any]:
         _mapping(spec.get(name)) for name in ("shell", "torchrun", "container", "notify", "code")
     )
     is_limited = is_finite(limit_s)
+    if spec.get("program") == "batch":
+        # Its directives contain the whole request.
+        nodes, least, gpus, tasks, limit_s, is_limited = 1, 1, None, None, None, False
+        lead_s = default_stop_before_limit_s(None)
     return {
         "nodes": f"{least}:{nodes}" if least and least != nodes else str(nodes),
         "gpus_per_node": f"{gpu_type}:{gpus}" if gpus and gpu_type else gpus,
@@ -124,7 +128,10 @@ def _values(spec: Mapping[str, Any]) -> dict[str, Any]:
 def _directive(name: str, value: str) -> str:
     # On the command line, a flag of sbatch has no value.
     kind = sbatch_type(name)
-    is_named = name.replace("-", "_") in sbatch_options() or name == "time"
+    if name in ("requeue", "no-requeue") and not value:
+        return f"--{name}"
+    key = name.replace("-", "_")
+    is_named = key in (*sbatch_options(), *BATCH_OPTIONS) or (key in all_options() and key != "sbatch")
     is_flag = is_named and ((kind.flag and not value) or (not kind.flag and value))
     option = f"--{name}" if is_flag else f"--sbatch={name}"
     return f"{option}={value}" if value else option

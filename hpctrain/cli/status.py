@@ -106,6 +106,8 @@ def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
 
     if status.checkpoint:
         return short_path(status.checkpoint)
+    if status.attempt is not None and (run.array or run).batch_script.exists():
+        return "none: a restart starts over, unless --checkpoints names the files that the script saves"
     if status.attempt and starts_over(run):
         return (
             f"none in {short_path(run.checkpoints)}; restarts start over, unless the script saves elsewhere"

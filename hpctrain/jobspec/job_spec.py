@@ -106,6 +106,8 @@ class JobSpec:
     """Minimum seconds without a step after which a run counts as hung; None disables the check."""
     mpi: MpiPlugin = "none"
     srun_args: tuple[str, ...] = ()
+    checkpoints: str | None = None
+    """Pattern of the checkpoints of a script without the `Trainer`, besides those in the run folder."""
     cpu_binding: CpuBindingMode = "auto"
     independent_ranks: bool = False
     directives: dict[str, str] = field(default_factory=dict)

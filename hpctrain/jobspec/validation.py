@@ -233,7 +233,7 @@ def _process_texts(spec: JobSpec) -> list[tuple[str, str]]:
     texts = {
         "argument": spec.args,
         "line of --setup": spec.shell.setup,
-        "line of --teardown": spec.shell.teardown,
+        "line of teardown": spec.shell.teardown,
         "value of --srun-arg": spec.srun_args,
         "image": [spec.container.image] if spec.container else [],
         "mount": spec.container.mounts if spec.container else [],

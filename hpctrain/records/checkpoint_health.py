@@ -31,11 +31,11 @@ def save_problem(run: RunDir) -> str | None:
     return f"no checkpoint since step {newest}{since}: {cause}"
 
 
-def starts_over(run: RunDir) -> bool:
+def starts_over(run: RunDir, pattern: str | None = None) -> bool:
     """True if the next attempt of a started run has no checkpoint to resume from."""
     if run.function.exists() or next(committed_steps(run.checkpoints), None) is not None:
         return False
-    if newest_script_checkpoint(run.checkpoints) is not None:
+    if newest_script_checkpoint(run.checkpoints, pattern) is not None:
         return False
     is_started = False
     for event in run.read_events():

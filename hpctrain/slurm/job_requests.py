@@ -62,6 +62,12 @@ def signal_steps(steps: Sequence[str], number: signal.Signals, environ: Mapping[
     run_slurm(command, environ, timeout_s=_SIGNAL_LIMIT_S)
 
 
+def signal_batch(job_ids: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
+    """Send a signal to the batch scripts of running jobs only."""
+    command = ["scancel", "--batch", f"--signal={number.name.removeprefix('SIG')}", *job_ids]
+    run_slurm(command, environ, timeout_s=_SIGNAL_LIMIT_S)
+
+
 def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
     """Send a signal to the ranks of running jobs."""
     # To steps: while other tasks of an array are pending, Slurm 22.05 reports an error for a signal to a job

@@ -105,7 +105,7 @@ def test_template_blocks_can_be_replaced_individually(make_spec, tmp_path):
         (ShellSetup(conda="torch"), "omits torch (--conda)"),
         (ShellSetup(venv="/v"), "omits /v/bin/activate (--venv)"),
         (ShellSetup(setup=("ulimit -c 0",)), "omits ulimit -c 0 (--setup)"),
-        (ShellSetup(teardown=("rm -r /x",)), "omits rm -r /x (--teardown)"),
+        (ShellSetup(teardown=("rm -r /x",)), "omits rm -r /x (teardown)"),
     ],
 )
 def test_template_without_requested_setup_is_refused(make_spec, tmp_path, shell, message):

@@ -15,7 +15,7 @@ from hpctrain.jobspec.job_spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_answer_lost, is_transient, run_all
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
-from hpctrain.slurm.job_requests import cancel_jobs, signal_ranks, submit_job, update_job
+from hpctrain.slurm.job_requests import cancel_jobs, signal_batch, signal_ranks, submit_job, update_job
 
 if TYPE_CHECKING:
     from hpctrain.records.run_record import JobRecord
@@ -120,9 +120,16 @@ class SlurmBackend:
 
     def requeue(self, jobs: Sequence[JobRecord]) -> None:
         # The ranks save and exit; the supervisor detects that and requests the requeue.
-        signal_ranks([job.job_id for job in jobs], signal.SIGTERM, self._outer)
+        if ranks := [job.job_id for job in jobs if not _runs_batch_script(job)]:
+            signal_ranks(ranks, signal.SIGTERM, self._outer)
+        if scripts := [job.job_id for job in jobs if _runs_batch_script(job)]:
+            signal_batch(scripts, signal.SIGTERM, self._outer)
 
     def release_hold(self, jobs: Sequence[JobRecord]) -> None:
         from hpctrain.jobs.backends.slurm_status import REQUEUE_DELAY_S
 
         update_job([job.job_id for job in jobs], self._outer, StartTime=f"now+{REQUEUE_DELAY_S}")
+
+
+def _runs_batch_script(job: JobRecord) -> bool:
+    return (job.run.array or job.run).batch_script.exists()

@@ -142,6 +142,8 @@ def build_batch_spec(
         lead_s = int((match and match[1]) or _SIGNAL_LEAD_S) if match else 0
         fields["stop_before_limit_s"] = int(min(lead_s, (fields.get("time_limit_s") or 65536) - 1))
     own["sbatch"] = directives
+    if "checkpoints" in own:
+        own["checkpoints"] = os.path.join(workdir, own["checkpoints"])
     spec = build_spec(script, args, cast(SubmitOptions, own), cwd=cwd, program="batch", **shape)
     spec = replace(spec, **fields)
     check_spec(spec)

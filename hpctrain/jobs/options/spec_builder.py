@@ -103,6 +103,7 @@ def build_spec(
         time_limit_s=time_limit_s,
         restart_policy=parse_rule_changes(cast(Mapping[str, str], options.get("restart_policy", {}))),
         srun_args=tuple(options.get("srun_arg", ())),
+        checkpoints=None if (glob := options.get("checkpoints")) is None else os.path.join(cwd, glob),
         directives=directives,
         template=template,
         supervised=not is_plain_template(template),

@@ -156,6 +156,7 @@ class SubmitOptions(SbatchOptions, total=False):
     env: Mapping[str, str]
     max_failures: int
     restart_policy: Mapping[str, Mapping[str, str]]
+    checkpoints: _Path
     standby_workers: int | Literal["never"]
     hang_timeout: int | Literal["never"]
     mpi: MpiPlugin
@@ -259,6 +260,12 @@ _OPTIONS: Mapping[str, Mapping[str, OptionInfo]] = {
             "Override a limit of the restart policy, such as oom.retries=3.",
             "KIND.FIELD=N",
             example="oom: {retries: 0}",
+        ),
+        "checkpoints": OptionInfo(
+            "Files that the script saves as checkpoints, such as 'out/*.pt', if not in the run folder. New "
+            "ones count as progress.",
+            "GLOB",
+            example="out/*.pt",
         ),
         "standby_workers": OptionInfo(
             "After SECONDS of training, start standby workers, which make restarts fast and use about 250 MB "
@@ -416,12 +423,12 @@ _WITHOUT_FLAG = frozenset(
     {
         *("node_check", "scale_up_after", "gpu_request_style", "cpu_binding", "code_snapshot_limit"),
         *("container_runtime", "container_env", "container_python", "rdzv_backend", "rdzv_endpoint"),
-        *("notify_on", "notify_stall_after"),
+        *("notify_on", "notify_stall_after", "teardown"),
     }
 )
 #: Predicates for values that are paths; in a file, they are relative to its folder.
 _IS_PATH: dict[str, Callable[[str], bool]] = {
-    **dict.fromkeys(("run_dir", "runs_dir", "venv", "container_mounts", "stage"), bool),
+    **dict.fromkeys(("run_dir", "runs_dir", "venv", "checkpoints", "container_mounts", "stage"), bool),
     "template": is_template_path,
     "conda": is_conda_prefix,
     "container_image": is_image_file,

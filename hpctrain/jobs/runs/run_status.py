@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
-from hpctrain.files import warn_once
+from hpctrain.errors import SpecError
+from hpctrain.files import read_regular, warn_once
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.checkpoint_health import save_problem
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.records.run_record import RunRecord, last_activity, read_run_record
@@ -216,5 +219,13 @@ def _is_loss(value: object) -> bool:
 def _newest_checkpoint(run: RunDir) -> str | None:
     if (step := next(committed_steps(run.checkpoints), None)) is not None:
         return str(run.checkpoint(step))
-    newest = newest_script_checkpoint(run.checkpoints)
+    newest = newest_script_checkpoint(run.checkpoints, _checkpoint_pattern(run))
     return None if newest is None else str(newest[0])
+
+
+def _checkpoint_pattern(run: RunDir) -> str | None:
+    with suppress(OSError, SpecError):
+        # Parsing YAML is slow.
+        if b"\ncheckpoints: null\n" not in read_regular(run.spec):
+            return load_spec(run.spec).checkpoints
+    return None

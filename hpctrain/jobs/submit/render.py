@@ -191,7 +191,7 @@ def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
         "--conda": [shlex.quote(shell.conda)] if shell.conda else [],
         "--venv": [shlex.quote(f"{shell.venv}/bin/activate")] if shell.venv else [],
         "--setup": shell.setup,
-        "--teardown": shell.teardown,
+        "teardown": shell.teardown,
     }
     for option, lines in requested.items():
         if missing := [line for line in lines if line not in text]:

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.errors import EXIT_CONTINUE
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, CHECKPOINTS_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals, pending_stop_signal
@@ -276,9 +276,10 @@ def _lost(run: RunDir | None) -> str:
     unused = "This script does not use hpctrain's Trainer, so hpctrain has not saved the state."
     if run is None:
         return unused
-    if (checkpoint := newest_script_checkpoint(run.checkpoints)) is None:
+    pattern = os.environ.get(CHECKPOINTS_VARIABLE)
+    if (checkpoint := newest_script_checkpoint(run.checkpoints, pattern)) is None:
         return (
-            f"{unused} {run.checkpoints} contains no checkpoint written by the script, so work that the "
+            f"{unused} {pattern or run.checkpoints} contains no checkpoint written by the script, so work that the "
             "script has not saved elsewhere is lost."
         )
     path, saved_at = checkpoint

@@ -22,6 +22,7 @@ from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
+    CHECKPOINTS_VARIABLE,
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
     CPU_BINDING_VARIABLE,
@@ -87,7 +88,7 @@ class AttemptRunner:
         ends_at = self._ends_at(lead)
         new_monitor = partial(AttemptMonitor, self.events, self.job_control, ends_at, lead)
         hosts, started_at = self.launcher.hosts, system.time()
-        script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints)
+        script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints, self.spec.checkpoints)
         with RendezvousStore(self.launcher.address, hosted=self.spec.torchrun is not None) as rendezvous:
             self._record_start(attempt)
             log_offset = file_size(self.run.slurm_log)
@@ -106,7 +107,8 @@ class AttemptRunner:
                 if outcome is not AttemptOutcome.DONE:
                     return result(outcome, monitor)
             variables = partial(self._variables, lead=lead)
-            monitor = new_monitor("rank" if self.spec.torchrun is None else "agent")
+            name = "rank" if self.spec.torchrun is None else "agent"
+            monitor = new_monitor("batch script" if self.spec.program == "batch" else name)
             step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
             try:
                 rendezvous.serve()
@@ -122,16 +124,17 @@ class AttemptRunner:
     def _record_start(self, attempt: int) -> None:
         hosts = self.launcher.hosts
         fields = {"nodes": len(hosts), "world_size": self.world_size, "hosts": hosts}
-        if starts_over(self.run):
+        if starts_over(self.run, self.spec.checkpoints):
             fields["starts_over"] = True
             log.warning(
                 "no checkpoint in %s: attempt %d starts over, unless the script saves elsewhere",
-                self.run.checkpoints,
+                self.spec.checkpoints or self.run.checkpoints,
                 attempt,
             )
         self.run.log_event("started", attempt, **fields)
         ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
-        log.info("attempt %d: starting %s on %s", attempt, ranks, nodes)
+        program = "the batch script" if self.spec.program == "batch" else ranks
+        log.info("attempt %d: starting %s on %s", attempt, program, nodes)
 
     def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
         """True if a plugin has already recorded the checkpoint in this attempt."""
@@ -162,6 +165,8 @@ class AttemptRunner:
         variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
         for name, grace in self.grace_variables.items():
             variables[name] = _TIME_LIMIT_GRACE.sub(rf"\g<1>{lead:g}", grace)
+        if spec.checkpoints is not None:
+            variables[CHECKPOINTS_VARIABLE] = spec.checkpoints
         if spec.code is not None:
             variables |= {CODE_VARIABLE: spec.code.copy, CODE_SOURCE_VARIABLE: spec.code.source}
         history = History.from_events(self.run.read_events())
