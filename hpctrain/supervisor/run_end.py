@@ -11,7 +11,8 @@ from typing import Literal
 from hpctrain.errors import RunFailed
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
+from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.schema import StepRecord
 from hpctrain.supervisor.policy.job_intent import Exit
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 from hpctrain.text import format_number
@@ -53,7 +54,7 @@ def _ranks_never_met(run: RunDir, spec: JobSpec, result: AttemptResult | None) -
     if spec.torchrun is not None:  # With agents, the ranks use the store of an agent.
         return None
     with suppress(OSError):  # Programs without optimizer steps of torch have other ways to meet, such as MPI.
-        if next(read_last_records(run.metrics, is_metrics), None) is None:
+        if next(read_last_records(run.metrics, StepRecord), None) is None:
             return None
     return (
         f"No rank created a process group, so each of the {result.world_size} ranks ran alone. If the ranks "
@@ -64,10 +65,10 @@ def _ranks_never_met(run: RunDir, spec: JobSpec, result: AttemptResult | None) -
 def _loss_not_finite(run: RunDir) -> str | None:
     # An unreadable file is no reason to fail a completed run.
     with suppress(OSError):
-        for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
+        for record in islice(read_last_records(run.metrics, StepRecord), _RECORDS_SEARCHED):
             with suppress(KeyError, TypeError, ValueError, OverflowError):
-                loss = float(record["loss"])
+                loss = float(record.metrics["loss"])
                 if math.isfinite(loss):
                     return None
-                return f"The last loss is {format_number(loss)} (step {record.get('step')})."
+                return f"The last loss is {format_number(loss)} (step {record.step})."
     return None

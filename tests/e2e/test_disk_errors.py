@@ -47,7 +47,7 @@ def submit(disk: Path, last_step: int, actions: dict[int, str], *more_options: s
 
 
 def failures(run: RunDir) -> list[str]:
-    return [event["cause"] for event in run.read_events() if event["kind"] == "failure"]
+    return [event["cause"] for event in read_json_lines(run.events) if event["kind"] == "failure"]
 
 
 def assert_complete(run: RunDir, last_step: int) -> None:
@@ -164,6 +164,6 @@ def test_wait_for_space_that_times_out_names_the_resume_command(small_disk):
 def test_stop_waits_for_space_within_its_grace_period(small_disk):
     run = RunDir(small_disk / "run")
     train(run, 60, {10: "fill", 12: "stop"}, HPCTRAIN_STOP_GRACE="SIGTERM=60")
-    (stop,) = [event for event in run.read_events() if event["kind"] == "signal"]
+    (stop,) = [event for event in read_json_lines(run.events) if event["kind"] == "signal"]
     assert stop["saved"] is True
     assert list_checkpoints(run, verify=True)[0][-1].step == stop["step"]

@@ -81,7 +81,9 @@ def test_exception_is_raised_once_with_rank_host_and_log(executor):
     error = job.exception()
     assert isinstance(error, FailedJobError)
     assert isinstance(error, RunFailed)
-    host = next(event["hosts"][1] for event in job.run.dir.read_events() if event["kind"] == "started")
+    host = next(
+        event["hosts"][1] for event in read_json_lines(job.run.dir.events) if event["kind"] == "started"
+    )
     assert (error.rank, error.host, error.log) == (3, host, str(job.run.dir.rank_log(0, 3)))
     assert f"rank 3 on {host}: ValueError: no such thing. Log: {error.log}\n" in str(error)
     assert "executor_functions.py" in str(error)

@@ -13,6 +13,7 @@ from helpers import REPOSITORY
 from helpers.commands import run_command
 from helpers.waiting import wait_for
 
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
 MODULE = """
@@ -120,7 +121,7 @@ def test_ranks_without_training_are_not_said_to_have_run_alone(workdir):
     run, code, printed = submit(workdir, "--", "sh", "-c", "echo hi")
     assert code == 0
     assert "process group" not in printed
-    (finished,) = (event for event in run.read_events() if event["kind"] == "finished")
+    (finished,) = (event for event in read_json_lines(run.events) if event["kind"] == "finished")
     assert "note" not in finished
 
 
@@ -145,7 +146,7 @@ def test_nonzero_exit_code_of_a_program_is_a_failure(workdir):
 def test_sleeping_rank_of_a_plain_script_is_reported_and_the_run_restarted(workdir, program, step):
     run, code, printed = submit(workdir, "--hang-timeout=2", *program, "sleep", step)
     assert code == 0, printed
-    causes = [event["cause"] for event in run.read_events() if event["kind"] == "failure"]
+    causes = [event["cause"] for event in read_json_lines(run.events) if event["kind"] == "failure"]
     assert len(causes) == 1
     assert re.match(r"hung: .*; rank 1 on .*pause_here \(train.py:", causes[0], re.DOTALL)
     assert "in pause_here" in run.stacks(0, 1).read_text()
@@ -210,7 +211,7 @@ def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir):
     assert message in run.rank_log(0, 0).read_text()
     resumed = (first[-1] - 1) // 10 * 10  # Steps are saved after the optimizer.
     assert recorded_steps(run, 1, 0) == list(range(resumed + 1, resumed + 31))
-    assert [event["step"] for event in run.read_events() if event["kind"] == "resumed"] == [resumed]
+    assert [event["step"] for event in read_json_lines(run.events) if event["kind"] == "resumed"] == [resumed]
     metrics = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["step"] for line in metrics if line["attempt"] == 0][-1] == first[-1]
     assert {line["attempt"] for line in metrics} <= {0, 1}
@@ -238,7 +239,7 @@ def test_ranks_that_train_alone_fail_the_run_unless_they_are_independent(workdir
     run, code, printed = submit(workdir, *options, "train.py", "SGD", "alone")
     assert (code == 0) == bool(options), printed
     if not options:
-        (failure,) = (event for event in run.read_events() if event["kind"] == "failure")
+        (failure,) = (event for event in read_json_lines(run.events) if event["kind"] == "failure")
         assert failure["class"] == "user-error"
         assert "completed 20 optimizer steps without a process group, so each rank trains alone" in printed
         assert "use the variable LOCAL_RANK instead" in printed
@@ -278,7 +279,7 @@ def test_straggler_of_a_plain_script_is_reported(workdir):
     (workdir / "train.py").write_text(SLOW)
     run, code, printed = submit(workdir, "--", "sh", "train.sh")
     assert code == 0, printed
-    (straggler,) = (event for event in run.read_events() if event["kind"] == "straggler")
+    (straggler,) = (event for event in read_json_lines(run.events) if event["kind"] == "straggler")
     assert (straggler["rank"], straggler["part"], straggler["ratio"] > 2) == (1, "data", True)
 
 
@@ -299,7 +300,7 @@ def test_rewritten_checkpoint_resets_the_count_of_crashes(workdir):
     (workdir / "train.py").write_text(KILLED)
     run, code, printed = submit(workdir, "--ntasks-per-node=1", "train.py")
     assert code == 0, printed
-    saved = [event["path"] for event in run.read_events() if event["kind"] == "checkpoint"]
+    saved = [event["path"] for event in read_json_lines(run.events) if event["kind"] == "checkpoint"]
     assert saved == [str(run.checkpoints / "last.ckpt")] * 5
 
 
@@ -307,7 +308,7 @@ def test_command_that_fails_after_a_stop_signal_is_continued(workdir):
     command = 'test "$HPCTRAIN_ATTEMPT" = 1 || { kill -TERM $PPID; sleep 1; exit 1; }'
     run, code, printed = submit(workdir, "--ntasks-per-node=1", "--", "sh", "-c", command)
     assert code == 0, printed
-    assert not any(event["kind"] == "failure" for event in run.read_events())
+    assert not any(event["kind"] == "failure" for event in read_json_lines(run.events))
     assert run.attempts() == [0, 1]
 
 
@@ -316,7 +317,7 @@ def test_long_evaluation_after_should_stop_is_not_a_hang(workdir):
     (workdir / "evaluate.py").write_text(EVALUATION)
     run, code, printed = submit(workdir, "--hang-timeout=2", "evaluate.py")
     assert code == 0, printed
-    assert [event for event in run.read_events() if event["kind"] == "failure"] == []
+    assert [event for event in read_json_lines(run.events) if event["kind"] == "failure"] == []
 
 
 @pytest.mark.extended
@@ -332,7 +333,7 @@ def test_script_that_always_fails_and_saves_nothing_ends(workdir, failure, cause
     assert code != 0
     assert cause in printed
     assert run.attempts() == [0, 1]
-    assert not any(event["kind"] == "resumed" for event in run.read_events())
+    assert not any(event["kind"] == "resumed" for event in read_json_lines(run.events))
     # Each attempt counts its steps from 1.
     steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
     assert max(steps) <= 15

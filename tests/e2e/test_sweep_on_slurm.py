@@ -14,6 +14,7 @@ from helpers.commands import environment, run_command
 from helpers.training_runs import train_on_forked_ranks
 from helpers.waiting import wait_for
 
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(460)]
@@ -42,7 +43,7 @@ def results(trial: RunDir) -> dict[int, dict[str, float]]:
 
 
 def kinds(trial: RunDir) -> list[str]:
-    return [event["kind"] for event in trial.read_events()]
+    return [event["kind"] for event in read_json_lines(trial.events)]
 
 
 def preempt_trial(slurm: Any, sweep: RunDir, spared: set[str]) -> str:
@@ -56,7 +57,7 @@ def preempt_trial(slurm: Any, sweep: RunDir, spared: set[str]) -> str:
         return None
 
     trial = wait_for(training, 200, "a trial to train")
-    node = next(event["hosts"][0] for event in trial.read_events() if event["kind"] == "started")
+    node = next(event["hosts"][0] for event in read_json_lines(trial.events) if event["kind"] == "started")
     urgent = ["sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null"]
     run_command([*urgent, "--wrap=sleep 1"], slurm.env)
     wait_for(lambda: "requeue" in kinds(trial), 60, f"the requeue of {trial}")

@@ -11,9 +11,10 @@ from typing import NoReturn
 
 from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir, event_record, is_metrics
+from hpctrain.rundir import RunDir, event_record
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import has_started
+from hpctrain.schema import StepRecord
 
 #: Maximum wait for a write of another thread, which must not delay the exit of the rank.
 _WRITE_LIMIT_S = 1.0
@@ -90,11 +91,11 @@ class StepLog:
         """Return the number of steps before this attempt, and record this number if a state was loaded."""
         restored = activity.restored_steps
         for event in self._run.read_events():
-            if event["kind"] == "resumed" and event["attempt"] == self._attempt:
-                return restored or int(event["step"])  # recorded by a plugin
+            if event.kind == "resumed" and event.attempt == self._attempt:
+                return restored or event.step or 0  # recorded by a plugin
         if restored is None:
-            newest = next(iter(read_last_records(self._run.metrics, is_metrics)), {})
-            restored = int(newest.get("step", 0))
+            newest = next(read_last_records(self._run.metrics, StepRecord), None)
+            restored = newest.step if newest is not None else 0
         if restored:
             BufferedLineWriter(self._run.events, _print).append(
                 event_record("resumed", self._attempt, step=restored)
