@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hpctrain.cluster import Ranks, compress_hostlist, expand_hostlist
 from hpctrain.cluster.device_plan import gpus_per_task, plan_device
@@ -18,11 +18,9 @@ from hpctrain.text import is_count
 SYSFS = Path("/sys")
 
 
-@dataclass(frozen=True)
-class CpuBinding:
+class CpuBinding(NamedTuple):
     cpus: frozenset[int]
     message: str
-    """For the log of the rank."""
 
 
 def bind_cpus(ranks: Ranks, environ: Mapping[str, str]) -> CpuBinding | None:

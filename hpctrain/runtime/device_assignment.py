@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,13 +29,6 @@ _READ_LIMIT_S = 5.0
 _MAX_PAUSE_S = 0.1
 
 
-@dataclass(frozen=True)
-class DeviceAssignment:
-    device: torch.device
-    gpus_are_shared: bool
-    """True if two ranks of the job use the same GPU, which NCCL does not support."""
-
-
 def choose_device(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool = True) -> torch.device:
     """Select the device of this rank without communication; the CPU if not `use_gpus`."""
     return _select_gpu(_plan(ranks, environ, len(visible_uuids(environ)) if use_gpus else 0))
@@ -43,8 +36,8 @@ def choose_device(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool = 
 
 def assign_device(
     ranks: Ranks, environ: Mapping[str, str], store: Store, *, use_gpus: bool = True, problem: str = ""
-) -> DeviceAssignment:
-    """Wait for all ranks, and select a device that no other rank uses. All ranks must call this.
+) -> tuple[torch.device, bool]:
+    """Collective. Return the device of this rank, and true if ranks share a GPU, which NCCL does not support.
 
     Every rank sends rank 0 its placement, its visible GPUs and its preferred GPU. Rank 0 checks for
     contradictions, and answers all. A `problem` of rank 0 ends all ranks.
@@ -57,7 +50,11 @@ def assign_device(
         try:
             if problem:
                 raise RendezvousError(problem)
-            _answer(_decide(_gather_placements(ranks, store), environ), store)
+            placements = _gather_placements(ranks, store)
+            check_unique_placement(placements)
+            assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
+            indexes = [assignment.indexes.get(placement.rank) for placement in placements]
+            _answer({"indexes": indexes, "shared": assignment.shared}, store)
         except HpctrainError as error:
             _answer({"error": str(error), "missing": isinstance(error, RendezvousError)}, store)
     try:
@@ -70,19 +67,12 @@ def assign_device(
     if "error" in answer:
         _wait_until_read(ranks, store)
         raise (RendezvousError if answer["missing"] else HpctrainError)(answer["error"])
-    return DeviceAssignment(_select_gpu(answer["indexes"][ranks.rank]), answer["shared"])
+    return _select_gpu(answer["indexes"][ranks.rank]), answer["shared"]
 
 
 def _answer(answer: Mapping[str, Any], store: Store) -> None:
     """Answer all ranks; an earlier answer, which is an error, is kept."""
     store.compare_set(_ANSWER_KEY, "", json.dumps(answer))
-
-
-def _decide(placements: list[RankPlacement], environ: Mapping[str, str]) -> dict[str, Any]:
-    check_unique_placement(placements)
-    assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
-    indexes = [assignment.indexes.get(placement.rank) for placement in placements]
-    return {"indexes": indexes, "shared": assignment.shared}
 
 
 def _parse_entry(key: str, text: bytes) -> dict[str, Any]:
@@ -140,9 +130,8 @@ def _publish_placement(placement: RankPlacement, store: Store) -> str | None:
 def _gather_placements(ranks: Ranks, store: Store) -> list[RankPlacement]:
     """Wait for the placements of all ranks. Return an empty list if another process has sent an answer."""
     keys = [_placement_key(rank) for rank in range(ranks.world_size)]
-    begun = time.monotonic()
+    begun, pause_s = time.monotonic(), 0.002
     remind_at, deadline = begun + REMIND_AFTER_S, begun + _timeout_s(store)
-    pause_s = 0.002
     # torch warns about each wait that times out, so rank 0 polls.
     while not store.check(keys):
         if store.check([_ANSWER_KEY]):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def connect_store(ranks: Ranks, environ: Mapping[str, str], timeout_s: float) ->
 
 def _connect(address: str, ranks: Ranks, listener: int | None, limit_s: float) -> TCPStore:
     """Connect in a thread, because torch has no time limit for a program that accepts and does not answer."""
-    results: queue.SimpleQueue[TCPStore | RuntimeError | OSError] = queue.SimpleQueue()
+    connected: Future[TCPStore] = Future()
 
     def connect() -> None:
         try:
@@ -70,19 +70,15 @@ def _connect(address: str, ranks: Ranks, listener: int | None, limit_s: float) -
                 wait_for_workers=False,
                 master_listen_fd=listener,
             )
+            connected.set_result(store)
         except (RuntimeError, OSError) as error:
-            results.put(error)
-        else:
-            results.put(store)
+            connected.set_exception(error)
 
     threading.Thread(target=connect, name="hpctrain-store", daemon=True).start()
     try:
-        result = results.get(timeout=limit_s + 1.0)
-    except queue.Empty:
+        return connected.result(limit_s + 1.0)
+    except TimeoutError:
         raise TimeoutError("the program at this port does not answer") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def remind(ranks: Ranks, awaited: str) -> None:

@@ -1,8 +1,7 @@
 """Import modules in advance in a standby worker, and wait for the start message.
 
-A standby worker is started like any other worker, imports the same modules as its predecessors, and then
-waits. Early imports are equivalent unless the script changes environment variables before its own imports. In
-this case, the rank reports the variables, and no standby workers are started.
+Early imports are equivalent unless the script changes environment variables before its own imports. In this
+case, the rank reports the variables, and no standby workers are started.
 """
 
 from __future__ import annotations

@@ -27,14 +27,12 @@ from hpctrain.errors import UserError
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
 from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record, write_failure
-from hpctrain.runtime.program.heartbeat import heartbeat_message, on_message
-from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
-from hpctrain.runtime.program.script_monitor import ScriptMonitor
+from hpctrain.runtime.program.heartbeat import on_heartbeat_sent
+from hpctrain.runtime.program.process_observer import ProcessObserver
 from hpctrain.runtime.program.step_hook import install_step_hook
-from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
-from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal
+from hpctrain.runtime.stopping.stop_signals import exit_on_stop_signal
 from hpctrain.runtime.supervisor_connection import Connection, Message, start_heartbeat
 
 #: The folder with the hook that Python runs at its start.
@@ -71,29 +69,21 @@ def observe_process() -> None:
             agreed_stop.is_enabled = True
             start_signal_recorder()
             exit_on_stop_signal()
-    group_check = ProcessGroupCheck(os.environ)
-    install_step_hook(partial(_after_step, group_check, run, attempt, ranks), is_restart=attempt > 0)
-    start_heartbeat(
-        partial(connect_to_worker, command["socket"]),
-        partial(heartbeat_message, dict(os.environ)),
-        partial(on_message, run, attempt, ranks),
-    )
-    step_log = StepLog(run, attempt) if launch[1] == "0" else None
-    if step_log is not None:
-        step_log.write_at_exit()
-    ScriptMonitor(step_log=step_log).start()
+    observer = ProcessObserver(run, attempt, ranks, os.environ, records_steps=launch[1] == "0")
+    install_step_hook(partial(_after_step, observer), is_restart=attempt > 0)
+    observer.start(partial(connect_to_worker, command["socket"]))
 
 
-def _after_step(group_check: ProcessGroupCheck, run: RunDir, attempt: int, ranks: Ranks) -> None:
+def _after_step(observer: ProcessObserver) -> None:
     """Check the process after an optimizer step. An error of the user becomes the failure of the rank."""
     try:
-        group_check.after_step()
+        observer.after_step()
     except UserError as error:
-        log = run.rank_log(attempt, ranks.rank)
-        environ = {**os.environ, "RANK": str(ranks.rank)}
-        write_failure(run.failure(attempt, ranks.rank), failure_record(error, environ), log, environ)
+        run, attempt, rank = observer.run, observer.attempt, observer.ranks.rank
+        environ = {**os.environ, "RANK": str(rank)}
+        record = failure_record(error, environ)
+        write_failure(run.failure(attempt, rank), record, run.rank_log(attempt, rank), environ)
         raise
-    exit_after_step()
 
 
 def connect_to_worker(name: str) -> Connection:
@@ -112,14 +102,10 @@ def _is_own_process(connected: socket.socket) -> bool:
 
 
 class ChildRelay:
-    def __init__(
-        self,
-        ranks: Ranks,
-        heartbeat_message: Callable[[], Message],
-        on_message: Callable[[Connection, Message], None],
-    ) -> None:
-        """Start to listen. The functions are those of the worker itself."""
-        self._ranks, self._own_heartbeat, self._handle = ranks, heartbeat_message, on_message
+    """Reports one process of a command to the supervisor, or the worker itself while there is none."""
+
+    def __init__(self, worker: ProcessObserver) -> None:
+        self._worker = worker
         self._changed = threading.Condition()
         #: The last heartbeat of each connected process; empty before the first.
         self._children: dict[Connection, Message] = {}
@@ -133,23 +119,24 @@ class ChildRelay:
 
     @property
     def variables(self) -> dict[str, str]:
-        ranks = {name: value for name, value in vars(self._ranks).items() if name != "sources"}
+        ranks = {name: value for name, value in vars(self._worker.ranks).items() if name != "sources"}
         paths = [str(_HOOK_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = json.dumps({"socket": self._name, "ranks": ranks})
         return {CHILD_VARIABLE: command, "PYTHONPATH": os.pathsep.join(paths)}
 
+    def start(self, connect: Callable[[], Connection]) -> None:
+        start_heartbeat(connect, self.heartbeat_message, self.on_message, on_heartbeat_sent)
+
     def heartbeat_message(self) -> Message:
-        """Return the heartbeat of the observed process, or of the worker."""
         _, heartbeat = self._observed()
         # Standby workers must not import the modules of the command.
-        return {**heartbeat, "modules": []} if heartbeat else self._own_heartbeat()
+        return {**heartbeat, "modules": []} if heartbeat else self._worker.heartbeat_message()
 
     def on_message(self, connection: Connection, message: Message) -> None:
-        """Pass a message of the supervisor to the observed process, or handle it in the worker."""
         self._supervisor = connection
         child, _ = self._observed()
         if child is None:
-            self._handle(connection, message)
+            self._worker.on_message(connection, message)
         else:
             with suppress(OSError):
                 child.send(message)

@@ -18,10 +18,9 @@ from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.program.process_group_check import has_process_group
 from hpctrain.runtime.program.script_monitor import find_rendezvous, outer_frames, waits_for_ranks
 from hpctrain.runtime.program.step_profiler import step_profiler
-from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.rank_activity import activity, has_process_group
 from hpctrain.runtime.standby import changed_variables, select_slow_modules
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.stop_signals import handles_stop_signals

@@ -74,7 +74,7 @@ class Program:
 
 
 class CommandFailed(SystemExit):
-    """A command exited with a code other than 0. Its output contains the reason."""
+    """A command exited with a code other than 0."""
 
 
 def _parse_python_command(program: Program) -> Program:
