@@ -8,10 +8,12 @@ are one JSON word, because srun interprets some words, such as a single `:`.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -27,7 +29,7 @@ from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import gpus_per_task, own_gpu_variables
 from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
 from hpctrain.cluster.processes import kill_orphans, title_writer
-from hpctrain.errors import EXIT_CONTINUE, DiskFull
+from hpctrain.errors import EXIT_CONTINUE, DiskFull, Unauthenticated
 from hpctrain.files import make_folder, own_file
 from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import (
@@ -41,14 +43,12 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.program.child_relay import ChildRelay
 from hpctrain.runtime.program.heartbeat import wait_until_group_is_reported
-from hpctrain.runtime.program.process_observer import ProcessObserver
+from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.sidecar import Sidecar, start_node_sampler
 from hpctrain.runtime.snapshot_imports import redirect_imports
-from hpctrain.runtime.standby import wait_for_start
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import (
     is_failure_part_of_stop,
@@ -112,8 +112,8 @@ def main(argv: list[str]) -> NoReturn:
             relay = ChildRelay(observer)
         (relay or observer).start(connect)
     # After the heartbeats, because a faulty driver may not answer.
-    if (binding := bind_cpus(ranks, os.environ)) is not None:
-        print(f"hpctrain: {binding.message}", flush=True)
+    if (message := bind_cpus(ranks, os.environ)) is not None:
+        print(f"hpctrain: {message}", flush=True)
     argument: object = None
     startup_times.end(StartupPart.WORKER)
     try:
@@ -153,13 +153,57 @@ def _join_attempt(
         return ranks, b"", connect
     connection = connect()
     import_folder = _resolve_program(program_json).import_folder
-    variables, printed = wait_for_start(connection, json.loads(modules), import_folder)
+    variables, printed = _wait_for_start(connection, json.loads(modules), import_folder)
     for name in HISTORY_VARIABLES:  # they may no longer apply
         os.environ.pop(name, None)
     os.environ.update(variables)
     # The connection that is already open; a new connection if it is lost.
     connections = chain([connection], iter(connect, None))
     return _detect_ranks(source), printed, partial(next, connections)
+
+
+def _wait_for_start(
+    connection: SupervisorConnection, modules: list[str], import_folder: str
+) -> tuple[dict[str, str], bytes]:
+    """Import `modules` as for a program in `import_folder`, and wait for the start message, or exit.
+
+    Early imports are equivalent unless the script changes environment variables before its own imports. In
+    this case, the rank reports the variables, and no standby workers are started.
+
+    Returns the variables that were unknown when the process was started, and the output of the imports.
+    """
+    with tempfile.TemporaryFile() as printed:
+        launcher_fds = [os.dup(fd) for fd in (1, 2)]
+        for fd in (1, 2):
+            os.dup2(printed.fileno(), fd)
+        try:
+            _import(modules, import_folder)
+        except Exception as error:  # noqa: BLE001 (the script will raise the error again)
+            with suppress(OSError):
+                connection.send({"ready": False, "why": f"{type(error).__name__}: {error}"})
+            os._exit(0)
+        try:
+            connection.send({"ready": True})
+            while (message := connection.receive()) is None or "go" not in message:
+                pass
+        except (OSError, ValueError, Unauthenticated):
+            os._exit(0)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for fd, launcher_fd in zip((1, 2), launcher_fds, strict=True):
+            os.dup2(launcher_fd, fd)
+            os.close(launcher_fd)
+        printed.seek(0)
+        return message["go"], printed.read()
+
+
+def _import(modules: list[str], import_folder: str) -> None:
+    search_path = list(sys.path)
+    redirect_imports(os.environ)
+    sys.path.insert(0, import_folder)
+    for name in modules:
+        importlib.import_module(name)
+    sys.path[:] = search_path
 
 
 class _RankEnd:

@@ -71,17 +71,7 @@ def follow(folder, script: str, port: int, *options: str) -> str:
     (folder / "add.py").write_text(ADD)
     (folder / "env.py").write_text(SCRIPTS["env"])
     (folder / "train.py").write_text(script)
-    submit = [
-        sys.executable,
-        "-m",
-        "hpctrain",
-        "submit",
-        "--follow",
-        "--run-dir",
-        folder / "run",
-        "--backend",
-        "local",
-    ]
+    submit = [sys.executable, "-m", "hpctrain", "submit", "--backend=local", "--follow", "--run-dir=run"]
     run_command([*submit, *options, folder / "train.py", port, folder], cwd=folder, timeout=300)
     return "".join(path.read_text() for path in sorted((folder / "run/logs/attempt-000").glob("rank-*.log")))
 

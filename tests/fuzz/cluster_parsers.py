@@ -16,9 +16,8 @@ from hpctrain.cluster.environments import mpi, slurm, torchrun
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
 from hpctrain.jobs.site import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
-from hpctrain.runtime import cpu_binding, device_assignment
-from hpctrain.runtime.program.child_relay import ChildRelay
-from hpctrain.runtime.program.process_observer import ProcessObserver
+from hpctrain.runtime import cpu_binding, rendezvous
+from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
 from hpctrain.runtime.stopping import signal_recorder
 from hpctrain.runtime.supervisor_connection import Connection
 from hpctrain.telemetry.sampling import nvml
@@ -96,7 +95,7 @@ PARSERS = [
             (RendezvousError,),
             lambda text, function=function: function("seats/1", text),
         )
-        for function in (device_assignment._parse_entry, device_assignment._parse_placement)
+        for function in (rendezvous._parse_entry, rendezvous._parse_placement)
     ),
     detector(detection.detect, *LAUNCHES),
     detector(slurm.detect, "srun-cyclic", "het-job-unsorted", "array"),

@@ -13,8 +13,8 @@ from torch.distributed import HashStore
 
 from hpctrain.cluster import Ranks
 from hpctrain.errors import HpctrainError, RendezvousError
-from hpctrain.runtime import device_assignment as module
-from hpctrain.runtime.device_assignment import assign_device, choose_device, visible_uuids
+from hpctrain.runtime import rendezvous as module
+from hpctrain.runtime.rendezvous import assign_device, choose_device, visible_uuids
 
 
 def assign_all(

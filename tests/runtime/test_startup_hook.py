@@ -14,8 +14,7 @@ import pytest
 
 from hpctrain.cluster import detect
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.program.child_relay import ChildRelay
-from hpctrain.runtime.program.process_observer import ProcessObserver
+from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -21,13 +21,22 @@ from hpctrain.rundir import RunDir
 from hpctrain.runtime.program.script_monitor import find_rendezvous, outer_frames, waits_for_ranks
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity, has_process_group
-from hpctrain.runtime.standby import changed_variables, select_slow_modules
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.stop_signals import handles_stop_signals
 from hpctrain.runtime.supervisor_connection import Connection, Message
 from hpctrain.telemetry.sampling.nvml import GpuReader
 from hpctrain.telemetry.startup_parts import startup_times
 
+#: Modules with slow imports.
+_SLOW_MODULES = (
+    *("numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer"),
+    *("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers", "torchvision"),
+)
+#: Variables that PyTorch and hpctrain set themselves.
+_SET_BY_IMPORTS = frozenset(
+    {"GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING"}
+    | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+)
 #: Modules whose frames between the user's code and a wait are skipped in the reported position.
 _LIBRARIES = ("torch.", "hpctrain.", "lightning.", "pytorch_lightning.", "accelerate.")
 #: Limit of the wait for a heartbeat; more than the interval of heartbeats of a small run.
@@ -55,6 +64,16 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
         "modules": select_slow_modules(sys.modules),
         "changed": changed_variables(started_with, os.environ),
     }
+
+
+def changed_variables(before: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    names = before.keys() | environ.keys()
+    return sorted({name for name in names if before.get(name) != environ.get(name)} - _SET_BY_IMPORTS)
+
+
+def select_slow_modules(loaded: Iterable[str]) -> list[str]:
+    names = set(loaded)
+    return [name for name in _SLOW_MODULES if name in names]
 
 
 def on_heartbeat_sent(message: Message) -> None:

@@ -1,7 +1,7 @@
 """Observe a Python process of a command from its import of torch on.
 
-`child_relay` puts the folder of this file into PYTHONPATH, so each Python process of the command runs it.
-The environment of such a process may have another version of Python, and no hpctrain.
+PYTHONPATH contains the folder of this file (`process_observer.py`), so each Python process of the command runs
+it. The environment of such a process may have another version of Python, and no hpctrain.
 """
 
 import os
@@ -18,7 +18,7 @@ class _TorchWatcher:
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
         try:
             try:
-                from hpctrain.runtime.program.child_relay import observe_process
+                from hpctrain.runtime.program.process_observer import observe_process
             except ImportError:  # an environment without hpctrain, or with another version
                 return
             observe_process()

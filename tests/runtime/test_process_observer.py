@@ -8,7 +8,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.cluster import detect
 from hpctrain.rundir import CHILD_VARIABLE
-from hpctrain.runtime.program.child_relay import ChildRelay, connect_to_worker
+from hpctrain.runtime.program.process_observer import ChildRelay, connect_to_worker
 from hpctrain.runtime.supervisor_connection import Connection
 
 
