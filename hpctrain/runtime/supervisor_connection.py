@@ -136,9 +136,8 @@ def start_heartbeat(
     connect: Callable[[], Connection],
     heartbeat_message: Callable[[], Message],
     on_message: Callable[[Connection, Message], None],
-    on_sent: Callable[[Message], object] = bool,
 ) -> None:
-    """Start a thread that sends heartbeats, and passes each to `on_sent`, and receives messages."""
+    """Start a thread that sends heartbeats and receives messages."""
 
     def use(connection: Connection) -> None:
         # Otherwise, a child forked by the script would keep the connection open after the exit of this rank.
@@ -152,7 +151,6 @@ def start_heartbeat(
                 message["paused"] = pause
             # Without changes, an empty message is sent, to show that this process is alive.
             connection.send({} if message == previous else message)
-            on_sent(message)
             previous = message
             before = _times()
             received = connection.receive(connection.heartbeat_interval_s)

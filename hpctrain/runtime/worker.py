@@ -43,7 +43,6 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
-from hpctrain.runtime.program.heartbeat import wait_until_group_is_reported
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.step_hook import install_step_hook
@@ -257,7 +256,6 @@ class _RankEnd:
             # Without a traceback, `logs --errors` shows the end of the log.
             self._write_failure({**failure_record(RuntimeError(cause), os.environ), "traceback": ""})
             self.exit_now(code)
-        wait_until_group_is_reported()
         self._exit_normally(0)
 
     def exit_now(self, code: int) -> NoReturn:

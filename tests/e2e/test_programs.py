@@ -116,14 +116,6 @@ def test_missing_command_of_a_shell_ends_the_run_in_the_words_of_the_shell(workd
     assert run.attempts() == [0]
 
 
-def test_ranks_without_training_are_not_said_to_have_run_alone(workdir):
-    run, code, printed = submit(workdir, "--", "sh", "-c", "echo hi")
-    assert code == 0
-    assert "process group" not in printed
-    (finished,) = events(run, "finished")
-    assert "note" not in finished
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("program", "step"),

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
-from types import ModuleType
 
 import pytest
-from helpers.waiting import wait_for
 from torch._C import _distributed_c10d as c10d
 
 from hpctrain.cluster import detect
@@ -17,7 +14,6 @@ from hpctrain.rundir import RunDir
 from hpctrain.runtime import supervisor_connection
 from hpctrain.runtime.program import heartbeat
 from hpctrain.runtime.rank_activity import RankActivity
-from hpctrain.runtime.supervisor_connection import start_heartbeat
 
 
 class FakeConnection:
@@ -75,30 +71,6 @@ def test_stacks_of_all_threads_and_location_of_the_main_thread(tmp_path, monkeyp
     assert "(threading.py:" in first["place"]
 
 
-class SlowConnection(FakeConnection):
-    heartbeat_interval_s = 0.0
-
-    def send(self, message: dict) -> None:
-        self.sent.append(heartbeat._has_reported_group.is_set())
-
-    def receive(self, _timeout_s):
-        if len(self.sent) == 2:
-            raise OSError
-
-    def close(self) -> None:
-        pass
-
-
-def test_group_counts_as_reported_after_the_heartbeat_was_sent(monkeypatch):
-    monkeypatch.setattr(heartbeat, "_has_reported_group", threading.Event())
-    monkeypatch.setattr(supervisor_connection, "_MAX_CONNECTIONS", 1)
-    connection = SlowConnection()
-    group = {"group": True}
-    start_heartbeat(lambda: connection, lambda: group, lambda *_: None, heartbeat.on_heartbeat_sent)
-    wait_for(lambda: len(connection.sent) == 2, 30, "two heartbeats")
-    assert connection.sent == [False, True]
-
-
 def test_pause_is_distinguished_from_native_code_and_from_a_sleeping_machine(monkeypatch):
     def pause(clock_s, monotonic_s, cpu_s, gil_s=0.1):
         monkeypatch.setattr(supervisor_connection, "_times", lambda: (clock_s, monotonic_s, cpu_s, gil_s))
@@ -109,9 +81,3 @@ def test_pause_is_distinguished_from_native_code_and_from_a_sleeping_machine(mon
     assert pause(21.0, 21.0, 20.0) is None
     assert pause(1.0, 1.0, 0.0) is None
     assert pause(-3600.0, 1.0, 0.0) is None
-
-
-def test_heartbeats_continue_while_torch_is_imported(monkeypatch):
-    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert "group" not in heartbeat.heartbeat_message({})

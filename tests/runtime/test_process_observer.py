@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import ModuleType
 
 from helpers.waiting import wait_for
 
 from hpctrain.cluster import detect
 from hpctrain.rundir import CHILD_VARIABLE
 from hpctrain.runtime.program.process_observer import ChildRelay, connect_to_worker
+from hpctrain.runtime.rank_activity import has_process_group
 from hpctrain.runtime.supervisor_connection import Connection
 
 
@@ -67,3 +70,9 @@ def test_process_with_steps_is_observed_first_and_the_worker_last():
     launcher.close()
     relay.wait_until_exited(10)
     assert relay.heartbeat_message()["beats"] == 0
+
+
+def test_process_group_may_be_requested_while_torch_is_imported(monkeypatch):
+    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert not has_process_group()

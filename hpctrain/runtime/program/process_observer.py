@@ -80,7 +80,7 @@ class ProcessObserver:
     def start(self, connect: Callable[[], Connection]) -> None:
         """Sample this process, and report it through a connection."""
         ScriptMonitor(step_log=self._step_log).start()
-        start_heartbeat(connect, self.heartbeat_message, self.on_message, heartbeat.on_heartbeat_sent)
+        start_heartbeat(connect, self.heartbeat_message, self.on_message)
 
     def heartbeat_message(self) -> Message:
         return heartbeat.heartbeat_message(self._started_with)
@@ -191,7 +191,7 @@ class ChildRelay:
         return {CHILD_VARIABLE: command, "PYTHONPATH": os.pathsep.join(paths)}
 
     def start(self, connect: Callable[[], Connection]) -> None:
-        start_heartbeat(connect, self.heartbeat_message, self.on_message, heartbeat.on_heartbeat_sent)
+        start_heartbeat(connect, self.heartbeat_message, self.on_message)
 
     def heartbeat_message(self) -> Message:
         _, message = self._observed()

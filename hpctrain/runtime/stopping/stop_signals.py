@@ -297,27 +297,20 @@ class _StopConsensus:
         self._listening = capture_stop_signals()
         self._flag = self._listening.__enter__()
         ranks = detect(os.environ)
-        self._is_main, self._is_single = ranks.is_main, ranks.world_size == 1
-        self._announced = False
-        if not self._is_single:
+        self._announces, self._context = ranks.is_main, None
+        if ranks.world_size > 1:  # a single rank needs no torch
             from hpctrain.runtime.distributed_context import init_distributed
 
-            self._group = init_distributed(ranks, os.environ).cpu_group
+            self._context = init_distributed(ranks, os.environ)
 
     def any_rank_signalled(self) -> bool:
-        stop = self._flag.is_set if self._is_single else self._all_reduce_flag()
-        if stop and self._is_main and not self._announced:
-            self._announced = True
+        stop = self._flag.is_set
+        if self._context is not None:
+            stop = self._context.all_reduce_min(-float(stop)) < 0
+        if stop and self._announces:
+            self._announces = False
             print(f"hpctrain: stop requested by {self._flag.signal_name or 'a signal to another rank'}")
         return stop
-
-    def _all_reduce_flag(self) -> bool:
-        import torch
-        import torch.distributed as dist
-
-        is_signalled = torch.tensor([int(self._flag.is_set)])
-        dist.all_reduce(is_signalled, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(is_signalled.item())
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Observe a Python process of a command from its import of torch on.
 
-PYTHONPATH contains the folder of this file (`process_observer.py`), so each Python process of the command runs
-it. The environment of such a process may have another version of Python, and no hpctrain.
+`process_observer.py` puts the folder of this file into PYTHONPATH. The environment of such a process may have
+another version of Python, and no hpctrain.
 """
 
 import os
