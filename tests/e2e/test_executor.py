@@ -167,15 +167,6 @@ def test_pending_and_running_jobs_can_be_cancelled(executor):
     assert running.run.dir.attempts() == [0]
 
 
-@pytest.mark.long
-@SLURM
-def test_map_array_returns_all_results(executor):
-    executor.update_parameters(nodes=1)
-    jobs = executor.map_array(lambda a, b: a * b, range(5), [10] * 5)
-    assert [job.result() for job in jobs] == [0, 10, 20, 30, 40]
-    assert len({job.run.dir.path for job in jobs}) == 5
-
-
 PROGRAM = """
 import dataclasses, json, sys
 import submitit

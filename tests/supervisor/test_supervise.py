@@ -14,7 +14,6 @@ import pytest
 from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
 from hpctrain.files import read_json_lines
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.jobspec.launcher import TorchrunConfig
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
 from hpctrain.supervisor import requeuer
@@ -235,17 +234,6 @@ def test_checkpoints_of_the_script_count_as_progress(run):
     assert paths == [str(run.checkpoints / "last.ckpt")] * 2
     started = [event for event in read_json_lines(run.events) if event["kind"] == "started"]
     assert [event.get("starts_over", False) for event in started] == [False, True, True, *[False] * 4]
-
-
-TRAINED = '{"step": 1, "epoch": 0, "loss": 1.0, "time": 1.0, "attempt": 0}\n'
-
-
-@pytest.mark.parametrize("torchrun", [None, TorchrunConfig()])
-def test_ranks_that_train_without_a_process_group_are_noted(run, torchrun):
-    run.metrics.write_text(TRAINED)
-    assert supervise(run, [DONE], torchrun=torchrun) == 0
-    words = "No rank created a process group, so each of the 2 ranks ran alone"
-    assert (words in finished(run).get("note", "")) is (torchrun is None)
 
 
 @pytest.mark.parametrize("shrinks", [True, False])

@@ -23,8 +23,8 @@ _WRITE_LIMIT_S = 1.0
 class StepLog:
     """Writes a line for the steps since the last line. Only rank 0 of an attempt has a log.
 
-    The number of the first step is based on the state that the optimizer has loaded. If the state has no
-    number of steps, such as for SGD, the attempt is assumed to continue after the last recorded step.
+    Steps are counted from the state that the optimizer has loaded. If the state has no number of steps, such
+    as for SGD, the attempt is assumed to continue after the last recorded step.
     """
 
     def __init__(self, run: RunDir, attempt: int) -> None:
@@ -36,8 +36,9 @@ class StepLog:
         self._since = 0.0
         self._data_s = self._exchange_s = 0.0
         self._writing = threading.Lock()
+        self._write_at_exit()
 
-    def write_at_exit(self) -> None:
+    def _write_at_exit(self) -> None:
         """Write the last line at the end of this process, also if the script calls `os._exit`."""
         atexit.register(self.write)
         pid, exit_process = os.getpid(), os._exit
@@ -51,7 +52,7 @@ class StepLog:
         os._exit = write_and_exit
 
     def write(self) -> None:
-        """Write a line, unless a write of another thread hangs, or a signal handler interrupted the write."""
+        """Write a line, unless another write hangs, or was interrupted by the handler that calls this."""
         if self._writing.acquire(timeout=_WRITE_LIMIT_S):
             try:
                 self._write()
