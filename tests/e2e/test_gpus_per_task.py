@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from helpers.commands import environment, run_command
+from helpers.node_ranks import ranks as rank
 from helpers.training_runs import Run, submit_script
 
 from hpctrain.cluster import Ranks
@@ -160,11 +161,6 @@ def test_shape_of_a_node(tmp_path, options, shape, message):
 
 
 def test_gpus_of_the_other_ranks_are_hidden():
-    def rank(local_rank: int, local_world_size: int) -> Ranks:
-        sizes = {"world_size": local_world_size, "local_world_size": local_world_size}
-        places = {"rank": local_rank, "local_rank": local_rank, "node_rank": 0, "num_nodes": 1}
-        return Ranks(**places, **sizes, master_addr="n1", master_port=1, environment="slurm")
-
     def visible(ranks: Ranks, environ: dict[str, str], num_gpus: int) -> str | None:
         return own_gpu_variables(ranks, environ, num_gpus).get("CUDA_VISIBLE_DEVICES")
 
