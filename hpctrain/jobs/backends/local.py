@@ -61,8 +61,8 @@ class LocalBackend:
                 else f"one after another. Use --array {spec.array.partition('%')[0]}%2 to run two at a time"
             )
             notes.append(f"The tasks of the job array run on this machine, {advice}.")
-        if spec.directives:
-            options = ", ".join(f"--{key}" for key in spec.directives)
+        if spec.directives.keys() - {"time"}:
+            options = ", ".join(f"--{key}" for key in spec.directives if key != "time")
             notes.append(f"The local backend ignores these Slurm options: {options}.")
         if spec.gpus_per_node:
             notes += self._check_gpus(spec, at_once)

@@ -41,7 +41,7 @@ from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.rank_activity import activity, has_process_group
-from hpctrain.runtime.sidecar import NodeSampler
+from hpctrain.runtime.sidecar import Sidecar, start_node_sampler
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
 from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal, is_exiting
@@ -121,6 +121,10 @@ class ProcessObserver:
         )
 
 
+#: They end when they are collected.
+_sidecars: list[Sidecar | None] = []
+
+
 def observe_process() -> None:
     """Observe this process from now on, unless an observed process started it as a helper.
 
@@ -156,7 +160,7 @@ def observe_process() -> None:
     environ: Mapping[str, str] = os.environ
     if address is not None:
         _record_exceptions(run, attempt, ranks)
-        NodeSampler(run, ranks, os.environ)
+        _sidecars.append(start_node_sampler(run, ranks, os.environ))
         # The processes of a batch script may be independent.
         environ = {**ranks.torch_variables(), **os.environ, INDEPENDENT_RANKS_VARIABLE: "1"}
     is_main = ranks.is_main if address is not None else launch[1] == "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError
@@ -23,6 +26,8 @@ from hpctrain.supervisor.launch.srun import address_of_this_host
 
 #: The folder with the hook that Python runs at its start.
 _HOOK_FOLDER = Path(__file__).parents[2] / "runtime/program/startup_hook"
+#: The folders with hpctrain and its dependencies, for Python environments without them.
+_PACKAGES = [str(Path(__file__).parents[3]), str(Path(msgspec.__file__).parents[1])]
 #: A signal that only the batch script receives (sbatch(1), --signal).
 _BATCH_SIGNAL = re.compile(r"R?BR?:(?:SIG)?(\w+)(?:@\d+)?", re.ASCII | re.IGNORECASE)
 
@@ -76,7 +81,7 @@ class BatchLauncher:
             **self._environ,
             **spec.env,
             **{name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")},
-            CHILD_VARIABLE: "{}",
+            CHILD_VARIABLE: json.dumps({"packages": list(dict.fromkeys(_PACKAGES))}),
             "PYTHONPATH": os.pathsep.join(paths),
         }
         if "open-mode" not in spec.directives:

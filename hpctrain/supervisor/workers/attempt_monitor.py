@@ -172,7 +172,9 @@ class AttemptMonitor:
         if task.result is TaskResult.CONTINUE:
             self._begin_stop()
         self.exits.append(task)
-        name = f"{self.process_name} {task.rank}"
+        name = self.process_name
+        if name != "batch script":
+            name += f" {task.rank}"
         log.info("%s %s", name, task)
         if task.result is TaskResult.FAILED:
             self._limit(_FAILURE_GRACE_S, f"the other ranks to report errors after {name} failed")

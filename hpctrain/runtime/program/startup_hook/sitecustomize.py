@@ -4,6 +4,7 @@
 another version of Python, and no hpctrain.
 """
 
+import json
 import os
 import sys
 from importlib import import_module
@@ -20,10 +21,27 @@ class _TorchWatcher:
             try:
                 from hpctrain.runtime.program.process_observer import observe_process
             except ImportError:  # an environment without hpctrain, or with another version
-                return
+                if not _find_supervisor():
+                    return
+                from hpctrain.runtime.program.process_observer import observe_process
             observe_process()
         except Exception as error:  # noqa: BLE001 (the process continues without it)
             sys.stderr.write("hpctrain: cannot monitor this process: %r\n" % (error,))  # noqa: UP031
+
+
+def _find_supervisor() -> bool:
+    """Import hpctrain from the environment of a batch script's supervisor; return true if possible."""
+    folders = json.loads(os.environ.get("HPCTRAIN_COMMAND", "{}")).get("packages", [])
+    sys.path.extend(folders)
+    try:
+        import_module("hpctrain.runtime.program.process_observer")
+    except (ImportError, SyntaxError):  # for another version of Python
+        return False
+    finally:
+        sys.path[:] = [path for path in sys.path if path not in folders]
+    # The sidecars lack the packages.
+    os.environ["HPCTRAIN_TELEMETRY"] = "0"
+    return True
 
 
 def _run_shadowed() -> None:
