@@ -126,7 +126,8 @@ def resolve_options(
             # Of options that exclude each other, sbatch uses the last.
             settled.pop(setting.key, None)
             settled[setting.key] = setting
-    return ResolvedOptions({**_defaults(), **settled}, (*standing, *named))
+    defaults = {name: value for name, value in _defaults().items() if name not in settled}
+    return ResolvedOptions({**defaults, **settled}, (*standing, *named))
 
 
 def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
