@@ -68,8 +68,13 @@ class BatchScript:
     @property
     def options(self) -> list[OptionValue]:
         """Return the options of the header in the order of its lines."""
-        values = []
+        values: list[OptionValue] = []
+        mail_types: list[str] = []
         for name, value, line in self.header.directives:
+            if name == "mail-type":
+                # The only option whose values sbatch adds up.
+                mail_types.append(value)
+                value = ",".join(mail_types)
             if name in ("clusters", "wrap"):
                 raise SpecError(f"Line {line} of {self.path.name} has --{name}, which hpctrain cannot adopt.")
             if name not in _OF_COMMAND:

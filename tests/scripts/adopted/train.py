@@ -38,6 +38,7 @@ def disturb(step: int, fault: str, rank: int, world_size: int, mark: Path) -> No
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--pause", type=float, default=0.05)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--fault", default=os.environ.get("FAULT", ""))
@@ -48,7 +49,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     args.out.mkdir(parents=True, exist_ok=True)
     checkpoint, begin = args.out / "checkpoint.pt", 0
     if checkpoint.exists():

@@ -1,0 +1,208 @@
+"""Batch scripts shaped after the documentation of clusters, submitted as they are, and disturbed.
+
+The container runtime and conda are fakes. The scripts train a small model that saves and resumes itself, so
+the weights of a disturbed run equal those of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import SCRIPTS
+from helpers.commands import run_command
+from helpers.processes import assert_no_process_left
+from helpers.training_runs import Run, preempt
+from helpers.waiting import wait_for
+
+ADOPTED = SCRIPTS / "adopted"
+NUM_STEPS = 30
+#: Seconds of a step of a run that is disturbed from outside, and of others.
+SLOW_S, FAST_S = 0.3, 0.05
+SCRIPT_NAMES = (
+    *("plain_srun", "torchrun", "accelerate", "lightning", "array", "container", "conda", "bash_signal"),
+    *("self_requeue", "chain", "several_steps", "own_master"),
+)
+#: Files with the results of a script, if there are several.
+RESULTS = {"array": ["0/result", "1/result"], "several_steps": ["0/result", "1/result"]}
+DISTURBANCES = ("undisturbed", "preempted", "killed", "hung")
+#: Scripts that set the number of steps.
+SHORT = ("self_requeue", "chain")
+CHEAP = {
+    *(("plain_srun", disturbance) for disturbance in ("preempted", "killed", "hung")),
+    *(("several_steps", "undisturbed"), ("self_requeue", "undisturbed")),
+}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def fake_programs(folder: Path) -> dict[str, str]:
+    """Write a fake apptainer, and a fake conda with one environment; return the variables of the scripts."""
+    image = folder / "torch.sif"
+    image.write_text(json.dumps({"env": {"INSIDE": "1"}, "hidden": []}))
+    programs, conda = folder / "bin", folder / "conda"
+    activate = f"conda() {{ export CONDA_PREFIX={conda}/envs/$2 PATH={conda}/envs/$2/bin:$PATH; }}\n"
+    files = {
+        programs / "apptainer": f'exec {sys.executable} {SCRIPTS}/fake_container.py apptainer "$@"',
+        programs / "module": "exit 0",
+        conda / "envs/torch/bin/python": f'exec {sys.executable} "$@"',
+        conda / "etc/profile.d/conda.sh": activate,
+    }
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"IMAGE": str(image), "CONDA_ROOT": str(conda), "PATH": path, "TEST_PATH": path}
+
+
+def submit(folder: Path, env: dict[str, str], name: str, fault: str = "", step_s: float = FAST_S) -> Run:
+    folder.mkdir()
+    (folder / "logs").mkdir()
+    variables = {
+        **env,
+        **fake_programs(folder),
+        "ADOPTED": str(ADOPTED),
+        "OUT": str(folder / "out"),
+        "FAULT": fault,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    run = Run(folder / "run", variables)
+    args = ["--pause", str(step_s), *([] if name in SHORT else ["--steps", str(NUM_STEPS)])]
+    options = ["--run-dir=run", "--hang-timeout=15", "--checkpoints=out/**/*.pt"]
+    run.hpctrain("submit", *options, str(ADOPTED / f"{name}.sbatch"), *args, cwd=folder)
+    return run
+
+
+def runs_of(run: Run) -> list[Run]:
+    return [Run(run.dir.task(index).path, run.env) for index in run.dir.tasks()] or [run]
+
+
+def events(run: Run, kind: str) -> list[dict[str, Any]]:
+    return [event for task in runs_of(run) for event in task.events(kind)]
+
+
+@pytest.mark.parametrize(
+    ("name", "disturbance"),
+    [
+        pytest.param(
+            name,
+            disturbance,
+            marks=pytest.mark.extended if (name, disturbance) in CHEAP else pytest.mark.long,
+            id=f"{name}-{disturbance}",
+        )
+        for name in SCRIPT_NAMES
+        for disturbance in DISTURBANCES
+    ],
+)
+def test_adopted_script(slurm, tmp_path, name, disturbance):
+    fault = {"killed": "8:kill", "hung": "8:hang"}.get(disturbance, "")
+    step_s = SLOW_S if disturbance == "preempted" else FAST_S
+    run = submit(tmp_path / "job", slurm.env, name, fault, step_s)
+    out = tmp_path / "job/out"
+    if disturbance == "preempted":
+        wait_for(lambda: [*out.rglob("*.pt"), *out.rglob("*.ckpt")], 200, "a checkpoint")
+        preempt(slurm.env)
+    assert run.wait(400) == 0, run.describe()
+    assert {event["state"] for event in events(run, "finished")} == {"COMPLETED"}
+    failures = {event["class"] for event in events(run, "failure")}
+    if disturbance == "preempted":
+        assert events(run, "requeue"), run.describe()
+    if disturbance == "hung":
+        assert "hang" in failures
+    if disturbance == "killed":
+        # A launcher may only report that its rank has failed.
+        assert failures & {"killed", "communication", "python"}
+    if disturbance == "undisturbed":
+        assert not failures
+    check_result(name, out)
+    assert_no_process_left(run.path)
+
+
+def check_result(name: str, out: Path) -> None:
+    results = [(out / file).read_text() for file in RESULTS.get(name, ["result"])]
+    if name == "lightning":
+        assert results == [f"{NUM_STEPS}\n"]
+        return
+    for number, result in enumerate(results):
+        lr = 0.02 if name == "array" and number == 1 else 0.01
+        steps = {"self_requeue": 20, "chain": 10}.get(name, NUM_STEPS)
+        assert json.loads(result) == pytest.approx(
+            expected_weights(steps, lr, 1 if name == "array" else 2), abs=1e-4
+        )
+
+
+def expected_weights(num_steps: int, lr: float, world_size: int) -> list[float]:
+    """Train the model of `train.py` in this process."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    for step in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
+            loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+            (loss / world_size).backward()
+        optimizer.step()
+    return model.weight.flatten().tolist()
+
+
+@pytest.mark.extended
+def test_signal_handler_of_a_script_saves_and_requeues(slurm, tmp_path):
+    """Slurm sends the signal of `--signal=B:…` to the supervisor, which forwards it to the script only."""
+    run = submit(tmp_path / "job", slurm.env, "bash_signal", step_s=SLOW_S)
+    out = tmp_path / "job/out"
+    wait_for(lambda: (out / "checkpoint.pt").exists(), 200, "a checkpoint")
+    job_id = run.events("submitted")[0]["job_id"]
+    run_command(["scancel", "--batch", f"--signal={signal.SIGUSR1.name}", job_id], slurm.env)
+    assert run.wait(400) == 0, run.describe()
+    assert "caught USR1" in (out / "handler").read_text()
+    # The script has requeued its job itself.
+    assert not run.events("requeue")
+    assert len(run.events("started")) == 2
+    check_result("bash_signal", out)
+    output = (tmp_path / "job").glob("slurm-*.out")
+    assert "starts after step" in next(output).read_text()
+
+
+@pytest.mark.extended
+def test_script_whose_restarts_make_no_progress_ends(tmp_path):
+    """Without Slurm: a script that fails in each attempt, with the cause of its last line."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "job.sh").write_text(
+        "#!/bin/sh\n#SBATCH --job-name=failing\necho 'no such table' >&2\nexit 3\n"
+    )
+    run = Run(folder / "run", {})
+    run.hpctrain("submit", "--backend=local", "--run-dir=run", "job.sh", cwd=folder)
+    assert run.wait(100) == 4
+    status = run.status()
+    assert "no such table" in status["cause"]
+    assert len(run.events("started")) <= 3
+    shown = run.hpctrain("status", str(run.path)).stdout
+    assert "none: a restart starts over" in shown
+
+
+@pytest.mark.extended
+def test_requested_requeue_runs_the_script_again_from_its_copy(tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    script = folder / "job.sh"
+    script.write_text(
+        '#!/bin/sh\n#SBATCH --comment=x\necho "$1 in attempt $HPCTRAIN_ATTEMPT" >>seen\n'
+        "[ $HPCTRAIN_ATTEMPT = 1 ] || sleep 100\n"
+    )
+    run = Run(folder / "run", {})
+    run.hpctrain("submit", "--backend=local", "--run-dir=run", "job.sh", "argument", cwd=folder)
+    wait_for((folder / "seen").exists, 60, "the start of the script")
+    script.write_text("#!/bin/sh\nexit 1\n")
+    run.hpctrain("requeue", str(run.path))
+    assert run.wait(400) == 0, run.describe()
+    assert (folder / "seen").read_text() == "argument in attempt 0\nargument in attempt 1\n"
