@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from helpers.commands import skip_or_fail
 from helpers.download_slurm import download_slurm, link_commands, matches_version
+from hpctrain import sandbox
 from hpctrain.errors import UserError
 from hpctrain.sandbox import Sandbox, installed_version, up
 
@@ -37,3 +41,17 @@ def up_with_version(
 
     # With 3 s, Slurm 24.11 regards healthy nodes as lost.
     return up(name, kind=VersionedSandbox, settings=["SlurmdTimeout=5", *settings], **options)
+
+
+@contextmanager
+def new_cluster(name: str, *, slurm: str = "", **options: Any) -> Iterator[Sandbox]:
+    """Start a cluster for the block, with a Slurm version if given."""
+    name = f"{name}-{os.getpid()}"
+    if slurm:
+        need_slurm_version(slurm)
+    # `--slurm-version` replaces `sandbox.up`.
+    start = partial(up_with_version, slurm=slurm) if slurm else sandbox.up
+    try:
+        yield start(name, **options)
+    finally:
+        sandbox.down(name)
