@@ -1,4 +1,4 @@
-"""The template `plain`, `--teardown`, `--srun-arg` and the choice of CPUs on a real Slurm."""
+"""The template `plain`, `teardown`, `--srun-arg` and the choice of CPUs on a real Slurm."""
 
 from __future__ import annotations
 
@@ -143,10 +143,11 @@ def prepare(environ, folder: Path, **options):
 def test_teardown_runs_after_the_supervisor(environ, tmp_path, stop):
     (tmp_path / "train.py").write_text(f"import time\ntime.sleep({60 if stop == 'cancelled' else 0})\n")
     run_dir, mark = tmp_path / "run", tmp_path / "mark"
+    (tmp_path / "hpctrain.yaml").write_text(f"teardown: ['false', 'ls {run_dir}/logs > {mark}']\n")
     run_command(
         [
             *(sys.executable, "-m", "hpctrain", "submit", "--run-dir", run_dir, "--no-code-snapshot"),
-            *("--teardown", "false", "--teardown", f"ls {run_dir}/logs > {mark}", "train.py"),
+            "train.py",
         ],
         environ,
         cwd=tmp_path,
@@ -164,7 +165,7 @@ def test_teardown_runs_after_the_supervisor(environ, tmp_path, stop):
 def test_setup_and_teardown_run_in_the_folder_of_the_submission(tmp_path):
     (tmp_path / "env.sh").write_text("export FROM_SETUP=yes\n")
     (tmp_path / "train.py").write_text("import os\nprint(os.environ['FROM_SETUP'])\n")
-    options = ["--setup", "source ./env.sh", "--setup", "cd /", "--teardown", "touch mark"]
+    options = ["--setup", "source ./env.sh", "--setup", "cd /", "--set", "teardown=touch mark"]
     local = ["--backend", "local", "--no-code-snapshot", "--run-dir", tmp_path / "run", "--follow"]
     command = [sys.executable, "-m", "hpctrain", "submit", *options, *local, "train.py"]
     assert run_command(command, environment(), cwd=tmp_path).stdout == "yes\n"
