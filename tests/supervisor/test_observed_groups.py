@@ -1,0 +1,103 @@
+"""Several process groups of an adopted batch script, each with its own ranks."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.launch.job_step import HangDetected
+from hpctrain.supervisor.workers.hang_detection import PhaseLimits
+from hpctrain.supervisor.workers.observed_groups import ObservedGroups
+from hpctrain.supervisor.workers.rank_monitor import RankMonitor
+
+
+class Supervisor:
+    """Records the messages to the members, and the events."""
+
+    def __init__(self, tmp_path) -> None:
+        self.sent: list[tuple[dict[str, Any], list[int]]] = []
+        self.events: list[Any] = []
+
+        def new_monitor(send, host_of, world_size) -> RankMonitor:
+            step: Any = None
+            limits = PhaseLimits(0.0)
+            run = RunDir(tmp_path)
+            return RankMonitor(run, 0, step, send, self.events.append, limits, host_of, world_size)
+
+        def send(message, keys) -> int:
+            self.sent.append((dict(message), sorted(keys)))
+            return len(keys)
+
+        self.groups = ObservedGroups(send, new_monitor)
+
+    def join(self, group: str, rank: int, world_size: int = 2) -> int:
+        introduction = {"group": group, "rank": rank, "world_size": world_size, "host": f"n{rank}"}
+        return self.groups.join(introduction)
+
+    def beat(self, key: int, step: int, **fields: object) -> None:
+        message = {"phase": "script", "step": step, "beats": step, "spent": [0, 0, 0], "timed": [0, 0]}
+        self.groups.on_message(key, {**message, "modules": [], "changed": [], **fields})
+
+
+@pytest.fixture
+def supervisor(tmp_path) -> Supervisor:
+    return Supervisor(tmp_path)
+
+
+def test_each_group_agrees_on_its_own_last_step(supervisor):
+    left = [supervisor.join("a", rank) for rank in range(2)]
+    right = [supervisor.join("b", rank) for rank in range(2)]
+    for key, step in zip([*left, *right], (3, 4, 8, 9), strict=True):
+        supervisor.beat(key, step)
+    supervisor.beat(left[1], 4, stop=True)
+    assert supervisor.sent == [({"prepare_stop": True}, left)]
+    for key, step in zip([*left, *right], (4, 5, 9, 10), strict=True):
+        supervisor.groups.on_message(key, {"can_stop_after": step})
+    assert supervisor.sent[1:] == [({"stop_after": 5}, left), ({"stop_after": 10}, right)]
+
+
+def test_stop_request_reaches_processes_that_start_later(supervisor):
+    key = supervisor.join("a", 0, 1)
+    supervisor.groups.stop(signal.SIGTERM)
+    later = supervisor.join("b", 0, 1)
+    for _ in range(2):
+        supervisor.beat(later, 0)
+    message = {"stop_signal": "SIGTERM"}
+    assert supervisor.sent == [(message, [key]), (message, [later])]
+
+
+def test_next_launch_with_the_same_rendezvous_is_another_group(supervisor):
+    """Such as of `torchrun --rdzv-endpoint` in a loop, or after a restart by torchrun itself."""
+    for key in [supervisor.join("a", rank) for rank in range(2)]:
+        supervisor.beat(key, 5)
+        supervisor.groups.on_disconnect(key)
+    first, second = supervisor.join("a", 0, 1), supervisor.join("a", 0, 1)
+    supervisor.beat(first, 7, stop=True)  # replaced
+    assert supervisor.sent == []
+    supervisor.beat(second, 1, stop=True)
+    assert supervisor.sent == [({"prepare_stop": True}, [second])]
+
+
+def test_only_groups_that_train_can_hang(supervisor):
+    """The hang names the rank and node within the group. A process that only imports torch may be idle."""
+    idle = supervisor.join("idle", 0, 1)
+    supervisor.beat(idle, 0, phase="start")
+    supervisor.groups.on_tick()
+    assert supervisor.sent == []
+    keys = [supervisor.join("a", rank) for rank in range(2)]
+    for key in keys:
+        supervisor.beat(key, 2)
+    supervisor.groups.on_tick()
+    assert supervisor.sent == [({"tell": True}, keys)]
+    for key, waits in zip(keys, (True, False), strict=True):
+        told = {"phase": "script", "step": 2, "place": f"main (train.py:{key})", "waits": waits}
+        supervisor.groups.on_message(key, {"told": told})
+        supervisor.groups.on_message(key, {"written": True})
+    supervisor.groups.on_tick()
+    (hang,) = supervisor.events
+    assert isinstance(hang, HangDetected)
+    assert (hang.rank, hang.host) == (1, "n1")
+    assert "rank 1 on n1 is in main (train.py:2)" in hang.cause
