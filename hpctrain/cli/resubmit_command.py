@@ -81,7 +81,7 @@ def _values(spec: Mapping[str, Any]) -> dict[str, Any]:
         _mapping(spec.get(name)) for name in ("shell", "torchrun", "container", "notify", "code")
     )
     is_limited = is_finite(limit_s)
-    if spec.get("program") == "batch":
+    if is_batch := spec.get("program") == "batch":
         # Its directives contain the whole request.
         nodes, least, gpus, tasks, limit_s, is_limited = 1, 1, None, None, None, False
         lead_s = default_stop_before_limit_s(None)
@@ -120,7 +120,7 @@ def _values(spec: Mapping[str, Any]) -> dict[str, Any]:
         "notify_stall_after": notify.get("stall_s"),
         "stage": [f"{source}:{name}" for name, source in _pairs(spec.get("stage"))],
         "srun_arg": spec.get("srun_args"),
-        "code_snapshot": None if code or not spec.get("supervised", True) else False,
+        "code_snapshot": None if code or is_batch or not spec.get("supervised", True) else False,
         "code_snapshot_limit": code.get("limit_mb"),
     }
 

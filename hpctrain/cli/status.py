@@ -104,7 +104,8 @@ def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
 
     if status.checkpoint:
         return short_path(status.checkpoint)
-    if status.attempt is not None and (run.array or run).batch_script.exists():
+    is_batch = (run.array or run).batch_script.exists()
+    if is_batch and status.attempt is not None and status.state != "COMPLETED":
         return "none: a restart starts over, unless --checkpoints names the files that the script saves"
     if status.attempt and starts_over(run):
         return (

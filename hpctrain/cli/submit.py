@@ -85,7 +85,8 @@ class SubmitCommand(click.Command):
             name = error.option_name
             hint = f"{find_replacement(name) or ''}."
             if hint == ".":
-                names = [opt[2:] for param in self.params for opt in param.opts if opt.startswith("--")]
+                params = [param for param in self.params if param.name not in BATCH_OPTIONS]
+                names = [opt[2:] for param in params for opt in param.opts if opt.startswith("--")]
                 hint = suggest(name.lstrip("-"), names, otherwise="").replace(" '", " '--")
             hint = hint or "`hpctrain submit --help` lists the options."
             raise click.UsageError(f"No such option {name!r}. {hint}", ctx) from None

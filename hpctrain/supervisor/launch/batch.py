@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpctrain import system
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
@@ -28,8 +29,13 @@ from hpctrain.supervisor.launch.srun import address_of_this_host
 _HOOK_FOLDER = Path(__file__).parents[2] / "runtime/program/startup_hook"
 #: The folders with hpctrain and its dependencies, for Python environments without them.
 _PACKAGES = [str(Path(__file__).parents[3]), str(Path(msgspec.__file__).parents[1])]
+#: Seconds between two checks for ranks that are stopping.
+_POLL_S = 0.1
 #: A signal that only the batch script receives (sbatch(1), --signal).
 _BATCH_SIGNAL = re.compile(r"R?BR?:(?:SIG)?(\w+)(?:@\d+)?", re.ASCII | re.IGNORECASE)
+
+
+_StopRanks = Callable[[signal.Signals], object]
 
 
 def spec_of_allocation(spec: JobSpec, environ: Mapping[str, str]) -> JobSpec:
@@ -100,8 +106,10 @@ class BatchStep(LocalStep):
     def __init__(
         self, spec: JobSpec, command: list[str], environ: Mapping[str, str], emit: EmitEvent
     ) -> None:
-        #: Asks the observed ranks to stop.
-        self.stop_ranks: Callable[[signal.Signals], object] = bool
+        #: Ask the observed ranks to stop; and return true if some have not exited yet.
+        self.stop_ranks: _StopRanks = bool
+        self.has_ranks: Callable[[], bool] = bool
+        self._is_stopping = False
         self._job_id = own_job_id(environ) if spec.backend == "slurm" else None
         self._outer, self._batch_signal = strip_job_env(environ), batch_signal(spec)
         super().__init__(command, spec.workdir, [dict(environ)], emit)
@@ -116,6 +124,7 @@ class BatchStep(LocalStep):
             with suppress(ProcessLookupError):
                 os.kill(self._processes[0].pid, number)
         else:
+            self._is_stopping = True
             self.stop_ranks(number)
 
     def _signal_steps(self, number: signal.Signals) -> None:
@@ -127,6 +136,16 @@ class BatchStep(LocalStep):
             super().kill()
         except SchedulerError as error:
             print(f"hpctrain: cannot kill the job steps of the batch script: {error}", flush=True)
+
+    def _wait_for(self, rank: int) -> None:
+        is_stopped = False
+        if hasattr(os, "waitid"):
+            ended = os.waitid(os.P_PID, self._processes[rank].pid, os.WEXITED | os.WNOWAIT)
+            is_stopped = ended is not None and ended.si_code == os.CLD_KILLED
+        # A stop signal ends a shell immediately, but its ranks train to the common step, or save.
+        while (self._is_stopping or is_stopped) and self.has_ranks() and not self._killed:
+            system.sleep(_POLL_S)
+        super()._wait_for(rank)
 
     def _end(self) -> None:
         """End the steps in the background, as Slurm does at the end of a batch script."""

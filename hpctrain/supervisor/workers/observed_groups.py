@@ -90,6 +90,9 @@ class ObservedGroups:
         self._stop_signal = number
         self._ask_to_stop(list(self._group_of), number)
 
+    def has_ranks(self) -> bool:
+        return bool(self._group_of)
+
     def close(self) -> None:
         for group in list(self._groups.values()):
             group.monitor.close()

@@ -104,7 +104,7 @@ class WorkerGroup:
 
         if isinstance(step, BatchStep):
             monitor = ObservedGroups(send, new_monitor)
-            step.stop_ranks = monitor.stop
+            step.stop_ranks, step.has_ranks = monitor.stop, monitor.has_ranks
         else:
             monitor = new_monitor(send, host_of, world_size)
         with self._lock:
