@@ -10,10 +10,10 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from hpctrain.files import read_lines, read_regular
 
@@ -146,7 +146,7 @@ class StepRecord(Struct):
     step: Count
     time: Seconds = 0.0
     attempt: Count = 0
-    epoch: int | float = 0
+    epoch: int | float | None = None
     spent: dict[str, Seconds] = {}
     """Seconds before the end of the step by category; `all` is their sum."""
     first_step: Count | None = None
@@ -155,6 +155,12 @@ class StepRecord(Struct):
     """The last step of the training."""
     metrics: dict[str, Any] = field(name="*", default_factory=dict)
     """All other fields."""
+
+    def line(self) -> dict[str, Any]:
+        """Return the fields in the order of writing, without those that are not known."""
+        names = ("step", "epoch", "time", "attempt", "first_step", "spent", "last_step")
+        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**self.metrics, **fields}
 
 
 class NodeSample(Struct, kw_only=True):
@@ -289,6 +295,66 @@ class DeliveryState(Struct, frozen=True):
     """Name of the run in the tracker."""
     sending: dict[str, Count] | None = None
     """The value of `steps` after the delivery in progress."""
+
+
+class RankSnapshot(Struct, frozen=True):
+    """Report of a rank on its position in a hung attempt."""
+
+    phase: str
+    step: int
+    place: str
+    """The innermost line of user code, as `training_step (train.py:12)`."""
+    waits: bool
+    rendezvous: str | None = None
+    """Address at which the rank is waiting for the process group."""
+
+
+class RankMessage(Struct, frozen=True):
+    """A message of a rank to the supervisor: a heartbeat, or one of the fields after `startup`."""
+
+    beats: int | None = None
+    """Number of activities that ended; None in a message that is not a heartbeat."""
+    phase: str = ""
+    step: int = 0
+    spent: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Seconds of waiting for data, computing, and exchanging gradients."""
+    timed: tuple[int, int] = (0, 0)
+    """Steps that these times contain, and measured steps."""
+    modules: list[str] = []
+    changed: list[str] = []
+    """Environment variables that the script has changed."""
+    group: bool = False
+    """True if the rank has formed a process group."""
+    stop: bool = False
+    paused: tuple[float, float] | None = None
+    """Seconds of suspension, by the system clock and the monotonic clock."""
+    startup: dict[str, float] | None = None
+    """Times at which the parts of the start ended."""
+
+    stop_signal: str | None = None
+    told: RankSnapshot | None = None
+    written: bool = False
+    """True if the diagnostics are written."""
+    can_stop_after: int | UnsetType | None = UNSET
+    """Earliest step after which the rank can stop; None for a rank without counted steps."""
+    ready: bool = False
+    why: str | None = None
+    """Failure of a standby worker."""
+
+
+class TrialLine(Struct, frozen=True):
+    """A line of `early_stopping.jsonl`; None for a value that is not finite."""
+
+    step: Count
+    best: float | None
+    mean: float | None
+
+
+class SweepRanking(Struct, frozen=True):
+    """The part of `sweep.json` that ranks the trials."""
+
+    metric: str | None = None
+    mode: Literal["min", "max"] | None = None
 
 
 @functools.cache

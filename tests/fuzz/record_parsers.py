@@ -28,7 +28,6 @@ from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import attempt_runner, worker_group
 from hpctrain.sweeps import sweep_record
-from hpctrain.sweeps.stopping_rules import TrialReport
 from hpctrain.telemetry.accounting import timeline_events
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.loggers import dispatcher
@@ -148,6 +147,8 @@ FORMATS = {
     schema.NodeSample: NODE_LINES.splitlines(),
     schema.FailureRecord: [json.dumps(RANK_FAILURE)],
     schema.UnfinishedCall: ['{"what": "fit()", "last_step": 3}'],
+    schema.RankMessage: ['{"phase": "step", "step": 1, "beats": 2, "spent": [0, 1.5, 0], "timed": [1, 1]}'],
+    schema.TrialLine: ['{"step": 3, "best": 0.5, "mean": null}'],
     schema.LogLength: ['{"time": 1.5, "rank": 0, "bytes": 7}'],
     schema.TrainedSamples: ['{"step": 1, "epoch": 0, "indices": [1, 2]}'],
 }
@@ -158,12 +159,6 @@ PARSERS = [
         [json.dumps(SWEEP)],
         (UserError,),
         with_file(RUN.sweep, lambda: sweep_record.read_sweep(RUN)),
-    ),
-    Parser(
-        TrialReport.from_record,
-        ['{"step": 3, "best": 0.5, "mean": null}'],
-        (KeyError, TypeError, ValueError, OverflowError),
-        lambda text: TrialReport.from_record(files.parse_json_object(text, "a line")),
     ),
     of_run(run_results.read_results, RUN.metrics, METRIC_LINES),
     of_run(
@@ -207,7 +202,9 @@ PARSERS = [
     ),
     of_run(run_record.read_run_record, RUN.events, EVENT_LINES, lambda: run_record.read_run_record(RUN).job),
     of_run(checkpoint_health.save_problem, RUN.events, EVENT_LINES),
-    of_run(lease.newest_lease, RUN.lease(0), lease._encode(lease.LeaseHolder("17", 0, "n1", 5)).decode()),
+    of_run(
+        lease.newest_lease, RUN.lease(0), lease.encode_holder(schema.LeaseHolder("17", 0, "n1", 5)).decode()
+    ),
     Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
     of_run(failure_files._read, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
     of_run(

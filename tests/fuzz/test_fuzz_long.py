@@ -29,7 +29,7 @@ EXEMPT = {
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
         jobs.submit.render._parse_template
         jobs.runs.run_log_reader.LogPosition.from_json jobs.site.site_check.JobRequest.from_spec
-        supervisor.monitors.EarlyStoppingMonitor._read_rule
+        supervisor.monitors.EarlyStoppingMonitor._read_rule sweeps.stopping_rules.TrialReport.from_line
         supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
         telemetry.sampling.nvml.read_gpu
@@ -63,7 +63,8 @@ EXEMPT = {
         checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines
         files.decode_line files.read_lines rundir.RunStorage.read_events schema.read_record
         schema.read_records
-        runtime.worker._detect_ranks supervisor.launch.srun.SrunStep._read
+        runtime.worker._detect_ranks
+        telemetry.report.run_results._read_sweep_ranking supervisor.launch.srun.SrunStep._read
         supervisor.policy.history._parse_failure sweeps.search_space._parse
         telemetry.sampling.sampler.TelemetrySampler.read
     """,

@@ -185,7 +185,7 @@ def _lines(text: bytes) -> Iterator[tuple[MetricRecord, int]]:
         except ValueError:
             continue  # Truncated by a crash.
         values = metric_values(record)
-        yield MetricRecord(record.step, record.time, record.attempt, int(record.epoch), values), read
+        yield MetricRecord(record.step, record.time, record.attempt, int(record.epoch or 0), values), read
 
 
 class GpuMetrics:

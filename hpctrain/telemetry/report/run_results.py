@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from hpctrain.files import read_json
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
-from hpctrain.schema import StepRecord
+from hpctrain.schema import StepRecord, SweepRanking, read_record
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
 from hpctrain.telemetry.report.artifacts import gc_disabled, read_environment, read_report_records, read_spec
 from hpctrain.telemetry.report.metric_curves import MetricCurves
@@ -66,19 +65,18 @@ def read_ranking(
     if run.array is None:
         return metric, mode
     try:
-        sweep_metric, sweep_mode = _sweep_ranking(run.array.sweep, run.array.sweep.stat().st_mtime_ns)
+        sweep = _read_sweep_ranking(run.array.sweep, run.array.sweep.stat().st_mtime_ns)
     except (OSError, ValueError):
         return metric, mode
-    if not isinstance(sweep_metric, str) or metric not in (None, sweep_metric):
+    if sweep.metric is None or metric not in (None, sweep.metric):
         return metric, mode
-    return sweep_metric, mode or (sweep_mode if sweep_mode in get_args(Mode) else None)
+    return sweep.metric, mode or sweep.mode
 
 
 @lru_cache(maxsize=8)
-def _sweep_ranking(path: Path, changed_ns: int) -> tuple[Any, Any]:  # noqa: ARG001 (part of the key)
-    """Read the metric and its direction once for all trials: the record contains every trial."""
-    record = read_json(path)
-    return record.get("metric"), record.get("mode")
+def _read_sweep_ranking(path: Path, changed_ns: int) -> SweepRanking:  # noqa: ARG001 (part of the key)
+    """Read the ranking once for all trials: the record contains every trial."""
+    return read_record(path, SweepRanking)
 
 
 def common_ranking(best_values: Iterable[BestValue | None]) -> tuple[str | None, Mode | None]:
