@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -280,21 +281,42 @@ class CodeRecord(Struct, frozen=True):
     changed: bool = False
     new_files: list[str] = []
     source: str | None = None
+    diff: str = ""
+    """Content of the file `code/submission-NNN.diff`."""
 
 
-class DeliveryState(Struct, frozen=True):
+class LoggerState(Struct):
     """A file in `loggers`: the progress of a logger, from which that of the next attempt continues."""
 
-    offset: Count
-    """Offset of the delivered lines in `metrics.jsonl`, in bytes."""
-    attempt: Annotated[int, Meta(ge=-1)]
-    """The newest attempt with delivered lines."""
-    steps: dict[str, Count]
-    """The last delivered step of each metric."""
     known: str | None = None
     """Name of the run in the tracker."""
+    offset: Count = 0
+    """Offset of the delivered lines in `metrics.jsonl`, in bytes."""
+    attempt: Annotated[int, Meta(ge=-1)] = -1
+    """The newest attempt with delivered lines."""
+    steps: dict[str, Count] = {}
+    """The last delivered step of each metric."""
     sending: dict[str, Count] | None = None
     """The value of `steps` after the delivery in progress."""
+
+
+class RankPhase(StrEnum):
+    """Activity of a rank."""
+
+    START = "start"
+    """Until a `Trainer` starts, or until the first call of `hpctrain.should_stop`."""
+    JOIN = "join"
+    """In `init_process_group` of a script, until all ranks have arrived."""
+    SCRIPT = "script"
+    """From the first optimizer step of a script without a `Trainer`."""
+    LOAD = "load"
+    FIRST = "first"
+    """The first step, which may compile. Only the supervisor distinguishes it from `DATA` and `STEP`."""
+    DATA = "data"
+    STEP = "step"
+    VALIDATE = "validate"
+    SAVE = "save"
+    END = "end"
 
 
 class RankSnapshot(Struct, frozen=True):

@@ -148,7 +148,7 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     from hpctrain.cli.resubmit_command import resubmit_command
     from hpctrain.jobs.runs.run import query_statuses
     from hpctrain.jobspec.redaction import redact_spec
-    from hpctrain.telemetry.report.artifacts import read_spec
+    from hpctrain.telemetry.report.run_results import read_spec
 
     if read_spec(opened.dir.spec).get("supervised") is False:
         raise UserError(

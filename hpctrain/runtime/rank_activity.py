@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hpctrain.records.rank_phase import RankPhase
+from hpctrain.schema import RankPhase
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 

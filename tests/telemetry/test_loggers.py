@@ -22,11 +22,9 @@ from hpctrain.files import append_json_line, make_folder
 from hpctrain.records.serialization import dumps
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, Neptune, TensorBoard, find_loggers
-from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher, LoggerState
-from hpctrain.telemetry.loggers.process import LoggerConfig
+from hpctrain.telemetry.loggers.dispatcher import LoggerConfig, LoggerDispatcher
 from hpctrain.telemetry.sampling.nvml import GpuReader
-from hpctrain.telemetry.sampling.procfs import ProcfsReader
-from hpctrain.telemetry.sampling.sampler import TelemetrySampler
+from hpctrain.telemetry.sampling.sampler import ProcfsReader, TelemetrySampler
 
 
 @pytest.fixture
@@ -48,9 +46,8 @@ def train(run: RunDir, attempt: int, first: int, last: int, *, scale: float = 1.
 
 def dispatcher_of(run: RunDir, logger: Logger, messages: list[str] | None = None) -> LoggerDispatcher:
     """Return the logger's dispatcher, as in a new attempt."""
-    state = LoggerState.load(run.logger_state(logger.name))
     report = ([] if messages is None else messages).append
-    return LoggerDispatcher(logger, LoggedRun(run.run_id, run.path), run.metrics, state, report)
+    return LoggerDispatcher(logger, LoggedRun(run.run_id, run.path), report)
 
 
 def expected(*pieces: tuple[int, int, float]) -> list[tuple[str, int, float]]:
@@ -102,7 +99,7 @@ def test_metrics_in_flight_during_a_kill_are_not_sent_twice(run):
     def log(lines) -> None:
         original_log(lines)
         # From here on, no state is saved.
-        dispatcher._state.save = lambda sending=None: None
+        dispatcher._save_state = lambda sending=None: None
         raise Killed
 
     logger.log = log
@@ -324,7 +321,7 @@ def start_loggers(run: RunDir, name: str) -> subprocess.Popen[bytes]:
         str(run.path), {"global_batch_size": 32}, [], dumps(find_loggers([name]), "test", [])
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "hpctrain.telemetry.loggers.process"],
+        [sys.executable, "-m", "hpctrain.telemetry.loggers.dispatcher"],
         env=environment(OFFLINE),
         cwd=run.path,
         stdin=subprocess.PIPE,

@@ -18,7 +18,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.loggers.dispatcher import LoggerState
+from hpctrain.telemetry.loggers.dispatcher import load_state
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -71,14 +71,14 @@ MAX_IN_FLIGHT = 70
 def kill(run: RunDir, *, with_loggers: bool) -> None:
     for process in run_processes(run.path):
         is_rank_0 = "hpctrain.runtime.worker" in process.argv and process.environ["SLURM_PROCID"] == "0"
-        is_logging = "hpctrain.telemetry.loggers.process" in process.argv
+        is_logging = "hpctrain.telemetry.loggers.dispatcher" in process.argv
         if is_rank_0 or (with_loggers and is_logging):
             os.kill(process.pid, signal.SIGKILL)
 
 
 def delivered(run: RunDir, loggers: list[str]) -> int:
     """Return the step that every logger has received."""
-    return min(LoggerState.load(run.logger_state(name)).steps.get("loss", 0) for name in loggers)
+    return min(load_state(run.logger_state(name)).steps.get("loss", 0) for name in loggers)
 
 
 def newest_attempt_and_step(run: RunDir) -> tuple[int, int]:

@@ -16,9 +16,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.schema import RankPhase
 
 #: The module that holds the global hooks.
 _OPTIMIZER_MODULE = "torch.optim.optimizer"

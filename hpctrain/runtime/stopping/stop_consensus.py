@@ -6,9 +6,9 @@ import os
 from functools import cache
 
 from hpctrain.cluster import detect
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
+from hpctrain.schema import RankPhase
 
 
 def should_stop() -> bool:

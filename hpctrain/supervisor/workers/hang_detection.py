@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.records.rank_phase import RankPhase
-from hpctrain.schema import RankSnapshot
+from hpctrain.schema import RankPhase, RankSnapshot
 
 #: Limit of a phase, as a multiple of its longest duration in this run.
 _DURATION_FACTOR = 10.0

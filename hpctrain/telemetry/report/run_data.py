@@ -12,22 +12,22 @@ from typing import Any
 from hpctrain.jobspec.redaction import redact_environment, redact_spec
 from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.schema import Event, StepRecord
-from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.hparams import ignored_hparams, merge_hparams
-from hpctrain.telemetry.report.artifacts import (
+from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
+from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
+from hpctrain.telemetry.report.metric_curves import MetricCurves, reports_steps, step_rates
+from hpctrain.telemetry.report.run_results import (
+    find_best,
     gc_disabled,
     read_checkpoints,
     read_codes,
     read_environment,
+    read_ranking,
     read_report_records,
     read_spec,
 )
-from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
-from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
-from hpctrain.telemetry.report.metric_curves import MetricCurves, step_rates
-from hpctrain.telemetry.report.run_results import find_best, read_ranking
 
 _J_PER_KWH = 3.6e6
 _ACTIVE_STATES = ("PENDING", "RUNNING")
