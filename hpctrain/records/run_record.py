@@ -135,22 +135,17 @@ def summarize_events(run: RunDir, newest_first: Iterable[Event]) -> RunRecord:
     """Return the record of a run from its events. See `read_run_record`."""
     newest: dict[str, Event] = {}
     for event in newest_first:
-        kind = event.kind
-        if kind in ("finished", "failure", "seen", "handover") and "started" in newest:
-            continue
-        if kind == "failure" and event.rank is None:
-            continue
-        newest.setdefault(kind, event)
-        if kind == "submitted":
+        is_before_start = "started" in newest and event.kind in ("finished", "failure", "seen", "handover")
+        if not is_before_start and (event.kind != "failure" or event.rank is not None):
+            newest.setdefault(event.kind, event)
+        if event.kind == "submitted":
             break
     submitted = newest.get("submitted")
     for kind in ("seen", "handover"):
         if kind in newest and (submitted is None or newest[kind].job_id != submitted.job_id):
             del newest[kind]  # A late event of the previous job.
-    return RunRecord(
-        run,
-        *(newest.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover", "started")),
-    )
+    kinds = ("submitted", "finished", "failure", "seen", "handover", "started")
+    return RunRecord(run, *map(newest.get, kinds))
 
 
 def last_activity(run: RunDir) -> float:
@@ -162,6 +157,7 @@ def last_activity(run: RunDir) -> float:
 
 
 def _modified(path: Path) -> float:
-    with suppress(OSError):
+    try:
         return path.stat().st_mtime
-    return 0.0
+    except OSError:
+        return 0.0

@@ -94,7 +94,7 @@ def read_failures() -> object:
 
 
 def read_run_data() -> object:
-    return run_data.RunData(RUN, run_data.RunContext(), now=time.time())
+    return run_data.RunData(RUN, now=time.time())
 
 
 def read_claim() -> str:

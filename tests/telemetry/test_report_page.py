@@ -17,7 +17,7 @@ from hpctrain.telemetry.report.pages import (
     render_run_page,
     spec_differences,
 )
-from hpctrain.telemetry.report.run_data import RunContext, RunData
+from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.summary import (
     describe_attempt_end,
     key_figures,
@@ -28,7 +28,7 @@ SPEC = {"script": "/home/me/train.py", "args": ["--lr", "0.1"], "workdir": "/hom
 
 
 def facts_of(run: RunDir, state: str | None = None, **options) -> RunData:
-    return RunData(run, RunContext(state, **options), now=START + 5000)
+    return RunData(run, state, now=START + 5000, **options)
 
 
 @pytest.fixture
