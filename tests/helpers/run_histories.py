@@ -73,7 +73,7 @@ def disturbed_run(*, last_step: int = 300) -> RunHistory:
 
 def write_run(folder: Path, history: RunHistory, **spec: Any) -> RunDir:
     run = RunDir(folder)
-    run.path.mkdir(parents=True, exist_ok=True)
+    run.telemetry(0).parent.mkdir(parents=True, exist_ok=True)
     run.events.write_text(to_jsonl([record.fields() for record in history.events]))
     run.metrics.write_text(to_jsonl([record.line() for record in history.metrics]))
     if spec:

@@ -246,13 +246,7 @@ def test_end_of_the_neptune_service_is_stated(monkeypatch, run, capsys):
         find_loggers(["neptune"])
 
 
-CLIENTS = {
-    "csv": None,
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "neptune": "neptune_scale",
-}
+CLIENTS = {name: name for name in ("csv", "tensorboard", "wandb", "mlflow")} | {"neptune": "neptune_scale"}
 TRACKERS = [
     "tensorboard",
     "wandb",
@@ -265,9 +259,8 @@ OFFLINE = {"WANDB_MODE": "offline", "NEPTUNE_MODE": "offline", "NEPTUNE_PROJECT"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["csv", *TRACKERS])
 def test_real_client_has_each_step_once_in_one_run(run, name):
-    package = CLIENTS[name]
-    if package is not None and find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    if find_spec(CLIENTS[name]) is None:
+        pytest.skip(f"{CLIENTS[name]} is not installed")
     run_ids = []
     starts = [(1, 25, "stopped"), (21, 45, "completed")]
     for attempt, (first, last, ending) in enumerate(starts):
@@ -287,7 +280,7 @@ def test_real_client_has_each_step_once_in_one_run(run, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRACKERS)
 def test_real_client_receives_measurements_of_fake_gpus_on_all_nodes(run, name, monkeypatch):
-    if find_spec(str(CLIENTS[name])) is None:
+    if find_spec(CLIENTS[name]) is None:
         pytest.skip(f"{CLIENTS[name]} is not installed")
     install_fake_driver(monkeypatch, DetailedFakeDriver())
     process = start_loggers(run, name)
