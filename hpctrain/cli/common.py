@@ -157,7 +157,7 @@ def describe_state(status: RunStatus) -> str:
 
 def describe_progress(status: RunStatus) -> str | None:
     """Return the last step, or the reason for its absence; None for a job array or before the ranks start."""
-    from hpctrain.telemetry.accounting.metric_fields import describe_step
+    from hpctrain.telemetry.report.metric_curves import describe_step
 
     if status.attempt is None or status.tasks is not None:
         return None

@@ -17,7 +17,7 @@ from hpctrain.errors import CheckpointError, UserError
 from hpctrain.remote.cluster import Cluster
 from hpctrain.remote.ssh_connection import ClusterUnreachable
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.report.artifacts import read_spec
+from hpctrain.telemetry.report.run_results import read_spec
 
 #: Names of hpctrain's checkpoints. The files of a script's own checkpoints belong together.
 _CHECKPOINTS = (f"step-{'[0-9]' * 8}*", ".saving-*", ".deleting-*")

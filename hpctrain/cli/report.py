@@ -134,7 +134,7 @@ def json_report(run_data: RunData) -> dict[str, Any]:
 
 
 def read_runs(name: str, runs_dir: Path) -> list[RunData]:
-    from hpctrain.telemetry.report.run_data import RunContext, RunData
+    from hpctrain.telemetry.report.run_data import RunData
 
     time_now = time.time()
     try:
@@ -143,12 +143,12 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
         # A run started without a submission, or an incomplete folder.
         for folder in (RunDir((runs_dir / name).absolute()), RunDir(Path(name).absolute())):
             if folder.events.is_file() or folder.metrics.is_file():
-                return [RunData(folder, RunContext(), now=time_now)]
+                return [RunData(folder, now=time_now)]
         raise
     from hpctrain.cli.resubmit_command import resubmit_command
     from hpctrain.jobs.runs.run import query_statuses
     from hpctrain.jobspec.redaction import redact_spec
-    from hpctrain.telemetry.report.artifacts import read_spec
+    from hpctrain.telemetry.report.run_results import read_spec
 
     if read_spec(opened.dir.spec).get("supervised") is False:
         raise UserError(
@@ -163,8 +163,6 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     run_data = []
     for run, status in zip_longest(runs, statuses):
         command = resubmit_command(redact_spec(read_spec(run.dir.spec)))
-        context = RunContext(resubmit_command=command)
-        if status is not None:
-            context = RunContext(str(status.state), status.words, status.cause, command)
-        run_data.append(RunData(run.dir, context, now=time_now))
+        facts = () if status is None else (str(status.state), status.words, status.cause)
+        run_data.append(RunData(run.dir, *facts, now=time_now, resubmit_command=command))
     return run_data

@@ -20,7 +20,7 @@ from hpctrain.cli.main import cli
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir, list_checkpoint_steps
 from hpctrain.telemetry.report.pages import render_run_page
-from hpctrain.telemetry.report.run_data import RunContext, RunData
+from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_results import describe_results, read_results
 from hpctrain.telemetry.report.summary import key_figures
 
@@ -116,7 +116,7 @@ def test_all_views_name_the_same_best_checkpoint(command, tmp_path, keep_best, k
     assert command("export", "run", "best.pt", "--best").stdout.count("(step 6)") == 1
     status = describe_results(read_results(run))["best"]
     assert status == "acc 0.9 at step 6; best checkpoint: step 6"
-    run_data = RunData(run, RunContext("COMPLETED"), now=0.0)
+    run_data = RunData(run, "COMPLETED", now=0.0)
     assert ("acc", "0.9", "best, at step 6; best checkpoint: step 6") in key_figures(run_data)
     assert f"Best checkpoint: <code>{run.checkpoint(6)}<" in render_run_page(run_data)
 

@@ -24,12 +24,17 @@ PARSER_NAME = re.compile(r"_?(parse|read|from|decode|expand|detect)(_\w+)?|load_
 #: Functions with such a name that need no entry in a table, by reason.
 EXEMPT = {
     "takes objects, not text": """
-        checkpoint.convert.external_formats.parse_external_state jobs.executor.job.Job.from_run
+        checkpoint.convert.external_formats.parse_external_state
+        checkpoint.interval.InterruptionHistory.from_events jobs.executor.job.Job.from_run
         jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
         jobs.submit.render._parse_template
         jobs.runs.run_log_reader.LogPosition.from_json jobs.site.site_check.JobRequest.from_spec
         supervisor.monitors.EarlyStoppingMonitor._read_rule
+        telemetry.accounting.time_breakdown.TimeBreakdown.from_records
+        telemetry.accounting.timeline_events.read_timeline_events telemetry.report.attempts.read_attempts
+        telemetry.report.metric_curves.MetricCurves.from_records telemetry.report.run_results.read_checkpoints
+        training.observe.loss_guard.read_excluded_steps sweeps.stopping_rules.TrialReport.from_line
         supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
         telemetry.sampling.nvml.read_gpu
@@ -49,7 +54,6 @@ EXEMPT = {
         jobs.runs.rank_logs.RankLogReader.read_past jobs.runs.rank_logs.RankLogReader.read_rest
         jobs.runs.run_log_reader.RunLogReader.read_rest jobs.runs.run_log_reader.RunLogReader._read_logs
         runtime.cpu_binding._read_text
-        telemetry.loggers.dispatcher.LoggerDispatcher._read
     """,
     "part of functions in the tables, or composed of them": """
         cli.report.read_runs cli.results_table.read_rows cli.serve._read_logs cluster.detection._detect_as
@@ -61,9 +65,12 @@ EXEMPT = {
         jobs.runs.run_log_reader.RunLogReader.read lightning.HpctrainEnvironment.detect
         checkpoint.io.messages._decode
         checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines
-        files.decode_line files.read_lines rundir.RunStorage.read_events schema.read_record
+        files.decode_line files.read_json_lines files.read_lines rundir.RunDir.read_events
+        rundir.RunStorage.read_events schema.read_record telemetry.report.run_results.read_report_records
+        records.log_tail.RecordTail.read_in_parts supervisor.buffered_storage.BufferedStorage.read_events
         schema.read_records
-        runtime.worker._detect_ranks supervisor.launch.srun.SrunStep._read
+        runtime.worker._detect_ranks
+        telemetry.report.run_results._read_sweep_ranking supervisor.launch.srun.SrunStep._read
         supervisor.policy.history._parse_failure sweeps.search_space._parse
         telemetry.sampling.sampler.TelemetrySampler.read
     """,
@@ -73,7 +80,7 @@ EXEMPT = {
     "unpickles files of the own user (tests/test_untrusted_data.py)": """
         checkpoint.convert.import_checkpoint._read jobs.executor.job._read_result
         records.serialization.CallPayload.read
-        telemetry.loggers.process.LoggerConfig.read telemetry.loggers.process._read_ending
+        telemetry.loggers.dispatcher.LoggerConfig.read telemetry.loggers.dispatcher._read_ending
         training.loop.spawn._read_result
     """,
     "set by hpctrain itself for its own processes": """

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from msgspec import to_builtins
-
 from helpers.run_files import event, step_record, to_jsonl
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Event, StepRecord
@@ -75,10 +73,9 @@ def disturbed_run(*, last_step: int = 300) -> RunHistory:
 
 def write_run(folder: Path, history: RunHistory, **spec: Any) -> RunDir:
     run = RunDir(folder)
-    run.path.mkdir(parents=True, exist_ok=True)
+    run.telemetry(0).parent.mkdir(parents=True, exist_ok=True)
     run.events.write_text(to_jsonl([record.fields() for record in history.events]))
-    lines = [to_builtins(record) for record in history.metrics]
-    run.metrics.write_text(to_jsonl([line.pop("*") | line for line in lines]))
+    run.metrics.write_text(to_jsonl([record.line() for record in history.metrics]))
     if spec:
         run.spec.write_text(json.dumps(spec))  # which is YAML
     return run

@@ -48,7 +48,8 @@ class TrainingRecord:
         for record in read_records(run.metrics, StepRecord):
             # Without metrics, the line shows only that a step was completed.
             if record.metrics:
-                self.steps[record.step] = {**record.metrics, "epoch": record.epoch}
+                epoch = {} if record.epoch is None else {"epoch": record.epoch}
+                self.steps[record.step] = {**record.metrics, **epoch}
                 self._logged_attempts[record.step] = record.attempt
 
     @cached_property
