@@ -197,6 +197,6 @@ def test_interrupted_command_exits_with_130(monkeypatch):
     def interrupt(*_args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpctrain.cli.wait.open_run", interrupt)
+    monkeypatch.setattr("hpctrain.cli.control.open_run", interrupt)
     result = CliRunner().invoke(cli, ["wait", "run"])
     assert (result.exit_code, result.output) == (130, "\n")

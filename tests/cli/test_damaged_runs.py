@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cli.main import cli
-from hpctrain.cli.resubmit_command import resubmit_command
+from hpctrain.cli.resume import resubmit_command
 from hpctrain.rundir import RunDir
 
 COMMANDS = [

@@ -18,7 +18,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.cli import submit
 from hpctrain.cli.main import cli
-from hpctrain.cli.resubmit_command import resubmit_command
+from hpctrain.cli.resume import resubmit_command
 from hpctrain.files import is_locked
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options

@@ -53,6 +53,7 @@ def test_resume_repeats_the_submission_with_changed_options(workdir: Path) -> No
     log = run.rank_log(1, 0).read_text()
     assert "arguments ['--lr', '0.1'] world size 2 color blue" in log
     assert load_spec(run.spec).workdir == str(workdir)
+    assert " resume [OPTIONS] RUN" in invoke("resume", str(run.path), "--nodes=2", "--help")
 
 
 def refusal(*args: str) -> str:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.errors import UserError
 from hpctrain.files import write_atomic
 from hpctrain.jobs.backends.slurm import SlurmBackend
-from hpctrain.jobs.doctor.folder_checks import check_runs_folder
 from hpctrain.jobs.doctor.machine_checks import (
     check_containers,
     check_gpus,
     check_machine,
     check_network,
+    check_runs_folder,
     query_torch,
     torch_findings,
 )
-from hpctrain.jobs.doctor.probe import Finding
+from hpctrain.jobs.doctor.probe import DoctorReport, Finding
 from hpctrain.jobs.doctor.slurm_checks import (
     check_accounting,
     config_findings,
@@ -30,27 +30,11 @@ from hpctrain.jobs.doctor.slurm_checks import (
 )
 from hpctrain.jobs.options.option_parser import SITE_KEY
 from hpctrain.jobs.site.mounts import nodes_are_this_machine
-from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
+from hpctrain.slurm.site_facts import SiteConventions, discover_site
 
 _SLURM_LIMIT_S = 20.0
-
-
-@dataclass(frozen=True)
-class DoctorReport:
-    """All findings of the diagnosis."""
-
-    findings: tuple[Finding, ...]
-    site: Site | None = None
-    """The Slurm site; None if there is none."""
-    gpu_request_style: GpuRequestStyle | None = None
-    """The only accepted way to request GPUs; None if there are others."""
-
-    @property
-    def problems(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.standing == "problem"]
 
 
 def run_checks(environ: Mapping[str, str], runs: Path, habits: SiteConventions) -> DoctorReport:
@@ -67,7 +51,7 @@ def run_checks(environ: Mapping[str, str], runs: Path, habits: SiteConventions) 
         is_one_machine = pool.submit(nodes_are_this_machine, ask)
         slurm = _check_slurm(environ, outer, habits, pool)
         other_machines = slurm.site is not None and not is_one_machine.result()
-        folder = pool.submit(_check_folder, runs, outer, other_machines=other_machines)
+        folder = pool.submit(check_runs_folder, runs, outer, other_machines=other_machines)
         container_findings, runtimes = containers.result()
         gpu_findings, gpus_here = gpus.result()
         gpus_of_site = 0
@@ -103,17 +87,8 @@ def _check_slurm(
     if site.slurm is not None:
         findings += [*config_findings(site.slurm), check_accounting(site.slurm, outer)]
     findings += partition_findings(site)
-    results = probes.result()
-    site = replace(site, habits=results.habits)
-    return DoctorReport((*findings, *results.findings), site, results.gpu_request_style)
-
-
-def _check_folder(runs: Path, environ: Mapping[str, str], *, other_machines: bool) -> list[Finding]:
-    try:
-        return list(check_runs_folder(runs, environ, other_machines=other_machines))
-    except HpctrainError as error:
-        remedy = "Check the file system, or use another --run-dir."
-        return [Finding("Runs folder", "check", f"failed: {error}", remedy, "problem")]
+    report = probes.result()
+    return replace(report, findings=(*findings, *report.findings))
 
 
 def profile_options(report: DoctorReport) -> dict[str, Any]:

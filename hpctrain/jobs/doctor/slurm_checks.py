@@ -7,11 +7,11 @@ Therefore, `sbatch --test-only`, which submits nothing, tests some jobs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.doctor.probe import Finding
+from hpctrain.jobs.doctor.probe import DoctorReport, Finding
 from hpctrain.jobs.site.site_check import is_preemptible
 from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.command import run_slurm, run_slurm_parallel
@@ -55,14 +55,12 @@ def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
 
 
 def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
-    value = "slurmdbd responds"
-    if not slurm.accounting:
-        value = "disabled, so sacct is not available"
-    else:
+    value = "disabled, so sacct is not available"
+    if slurm.accounting:
+        command = ["sacct", "--allocations", "--noheader", "--starttime=now"]
         try:
-            command = ["sacct", "--allocations", "--noheader", "--starttime=now"]
             run_slurm(command, environ, timeout_s=_LIMIT_S)
-            return _finding("accounting", value)
+            return _finding("accounting", "slurmdbd responds")
         except SchedulerError as error:
             value = f"slurmdbd does not respond: {error}"
     return _finding(
@@ -97,16 +95,8 @@ def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
         yield f"A preempted run has {grace_s:g} s to save (GraceTime + KillWait)."
 
 
-@dataclass(frozen=True)
-class ProbeResults:
-    findings: tuple[Finding, ...]
-    habits: SiteConventions
-    gpu_request_style: GpuRequestStyle | None = None
-    """The only accepted way to request a GPU; None if both or neither are accepted."""
-
-
-def probe_options(site: Site, environ: Mapping[str, str]) -> ProbeResults:
-    """Test short jobs with and without individual options."""
+def probe_options(site: Site, environ: Mapping[str, str]) -> DoctorReport:
+    """Test short jobs with and without individual options, and complete the rules of the site."""
     with_gpus = [
         partition
         for partition in sorted(site.partitions, key=lambda partition: not partition.default)
@@ -127,7 +117,7 @@ def probe_options(site: Site, environ: Mapping[str, str]) -> ProbeResults:
     if {"plain", "no memory", "no time", "neither"} <= refusals.keys():
         remedy = "Set the options that this site requires, such as --account, in hpctrain.yaml."
         finding = _job_finding("a plain job", f"refused: {refusals['no memory']}", remedy, "problem")
-        return ProbeResults((finding,), site.habits)
+        return DoctorReport((finding,), site)
     needs_memory = "no memory" in refusals and "plain" not in refusals
     refuses_memory = "plain" in refusals and "no memory" not in refusals
     # If one option is always rejected, test the other option without it.
@@ -149,7 +139,9 @@ def probe_options(site: Site, environ: Mapping[str, str]) -> ProbeResults:
         else _job_finding("time limit", "optional"),
         _gpus(styles, refusals, suffix) if with_gpus else _job_finding("GPUs", "none in any partition"),
     ]
-    return ProbeResults(tuple(findings), habits, styles[0] if len(styles) == 1 else None)
+    return DoctorReport(
+        tuple(findings), replace(site, habits=habits), styles[0] if len(styles) == 1 else None
+    )
 
 
 def _reason(error: SchedulerError) -> str:
