@@ -125,14 +125,6 @@ class SandboxLayout:
         return self.munge / "socket"
 
     @property
-    def state(self) -> Path:
-        return self.folder / "state"
-
-    @property
-    def spool(self) -> Path:
-        return self.folder / "spool"
-
-    @property
     def logs(self) -> Path:
         return self.folder / "log"
 

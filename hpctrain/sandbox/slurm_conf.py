@@ -15,12 +15,12 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={munge_socket}
-StateSaveLocation={state}
-SlurmdSpoolDir={spool}/%n
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldLogFile={logs}/slurmctld.log
 SlurmdLogFile={logs}/slurmd-%n.log
-SlurmctldPidFile={state}/slurmctld.pid
-SlurmdPidFile={state}/slurmd-%n.pid
+SlurmctldPidFile={folder}/state/slurmctld.pid
+SlurmdPidFile={folder}/state/slurmd-%n.pid
 
 # All nodes run on this machine: they may have more CPUs than the machine, and use no cgroups.
 SlurmdParameters=config_overrides
@@ -74,8 +74,7 @@ def slurm_conf(plan: SandboxLayout, host: str, memory_mib: int) -> str:
         host=host,
         port=plan.port,
         munge_socket=plan.munge_socket,
-        state=plan.state,
-        spool=plan.spool,
+        folder=plan.folder,
         logs=plan.logs,
         gpus="GresTypes=gpu\n" if gpus else "",
         k=_span(1, plan.shape.nodes),

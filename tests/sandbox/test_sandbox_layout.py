@@ -54,7 +54,7 @@ def test_longest_path_fits_into_a_unix_socket() -> None:
     plan = _layout(folder_of("a" * 15), nodes=64)
     node = plan.nodes[-1]
     # The socket of slurmstepd for the batch step of a job with Slurm's highest default id.
-    socket_path = plan.spool / node / f"{node}_67043328.4294967291"
+    socket_path = plan.folder / "spool" / node / f"{node}_67043328.4294967291"
     assert len(str(socket_path)) <= 107
     assert len(str(plan.munge_socket)) <= 107
 

@@ -178,7 +178,7 @@ def test_daemon_that_does_not_start_is_reported_with_its_log(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = _host_lines(name)
-    broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={state}", "StateSaveLocation=/dev/null")
+    broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={folder}/state", "StateSaveLocation=/dev/null")
     monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
     with pytest.raises(
         SchedulerError, match=r"slurmctld exited; last lines of .*slurmctld\.log:\n.*fatal: .*/dev/null"
