@@ -12,11 +12,12 @@ import click
 from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.cli.common import (
     DefaultGroup,
+    complete_runs,
     echo_json,
     echo_table,
     json_option,
     open_run,
-    run_argument,
+    runs_dir_option,
     short_path,
 )
 from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
@@ -25,6 +26,11 @@ from hpctrain.text import format_number, format_size, format_time
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.listing import BestMetric, CheckpointInfo
+
+
+def _run_argument(function: Any) -> Any:
+    """Add RUN, which may also be the folder of a run that was not submitted, and `--runs-dir`."""
+    return click.argument("run", metavar="RUN", shell_complete=complete_runs)(runs_dir_option(function))
 
 
 @click.group("checkpoints", cls=DefaultGroup, default="list")
@@ -42,7 +48,7 @@ def command() -> None:
 
 
 @command.command("list")
-@run_argument
+@_run_argument
 @click.option(
     "--verify", is_flag=True, help="Compare every file with its checksum. Exits with 1 if a file is damaged."
 )
@@ -78,7 +84,7 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
 
 
 @command.command("export")
-@run_argument
+@_run_argument
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 @click.option(
     "--step",
@@ -126,7 +132,7 @@ def export(
 
 
 @command.command("import")
-@run_argument
+@_run_argument
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE")
 @click.option(
     "--step",

@@ -29,11 +29,7 @@ from hpctrain.cli.common import (
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, Option, OptionValue
 from hpctrain.jobs.options.option_parser import find_replacement, option_names
-from hpctrain.jobs.options.resolved_options import (
-    COMMAND_LINE_SOURCE,
-    ResolvedOptions,
-    resolve_options,
-)
+from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
 from hpctrain.jobs.submit.preflight import PreparedSubmission
 from hpctrain.jobs.submit.prepare import prepare_submission
@@ -200,9 +196,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     "value set in a file. Repeatable.",
 )
 @click.option(
-    "--show-config",
-    is_flag=True,
-    help="Print the value of each option and its source, without submitting.",
+    "--show-config", is_flag=True, help="Print the value of each option and its source, without submitting."
 )
 @click.option(
     "--dry-run",
@@ -216,10 +210,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 )
 @json_option
 @click.option(
-    "-m",
-    "as_module",
-    is_flag=True,
-    help="Run SCRIPT as a module, as `python -m` does: -m package.module.",
+    "-m", "as_module", is_flag=True, help="Run SCRIPT as a module, as `python -m` does: -m package.module."
 )
 @click.argument("script", shell_complete=complete_files)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)

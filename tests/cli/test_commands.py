@@ -81,14 +81,7 @@ def test_dry_run_executes_no_code_of_the_project(hpctrain, tmp_path):
         )
         command = [
             sys.executable,
-            "-P",
-            "-m",
-            "hpctrain",
-            "submit",
-            "--dry-run",
-            "--backend",
-            "local",
-            "job.py",
+            *["-P", "-m", "hpctrain", "submit", "--dry-run", "--backend", "local", "job.py"],
         ]
         result = run_command(command, cwd=project, check=False)
         assert result.returncode == code, result.stderr

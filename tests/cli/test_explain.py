@@ -38,10 +38,7 @@ def explain(*args: str) -> str:
         ("(Priority)", ["(pending reason of Slurm)", "higher priority"]),
         ("ReqNodeNotAvail, UnavailableNodes:n1", ["in use, reserved or down"]),
         ("QOSMaxCpuPerUserLimit", ["your running jobs", "for CPUs", "sacctmgr show qos"]),
-        (
-            "QOSMaxSubmitJobPerUserLimit",
-            ["as many submitted jobs as the QOS allows", "each array task"],
-        ),
+        ("QOSMaxSubmitJobPerUserLimit", ["as many submitted jobs as the QOS allows", "each array task"]),
         ("137", ["SIGKILL", "--mem"]),
         ("0:9", ["(ExitCode of Slurm)", "SIGKILL"]),
         ("271", ["exit code 1", "SIGTERM"]),

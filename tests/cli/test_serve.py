@@ -171,12 +171,7 @@ def test_requests_without_token_are_forbidden(server, path, headers):
 
 @pytest.mark.parametrize(
     "headers",
-    [
-        {"Host": "evil.example"},
-        {"Host": "127.0.0.1"},
-        {"Origin": "null"},
-        {"Sec_Fetch_Site": "same-site"},
-    ],
+    [{"Host": "evil.example"}, {"Host": "127.0.0.1"}, {"Origin": "null"}, {"Sec_Fetch_Site": "same-site"}],
 )
 def test_cross_site_requests_are_forbidden_even_with_the_token(server, headers):
     status, _, text = server.request("/run/digits", **headers)

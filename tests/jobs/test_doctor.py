@@ -38,6 +38,7 @@ def standings(findings: Iterable[Finding]) -> dict[str, str]:
     return {finding.name: finding.standing for finding in findings}
 
 
+_BOTH = {"memory": "note", "time limit": "note"}
 _LUA = """
 function slurm_job_submit(job, partitions, user)
    local memory = job.pn_min_memory ~= nil and job.pn_min_memory ~= slurm.NO_VAL64
@@ -93,15 +94,11 @@ def probe_refusing_site(plugin_cluster):
     [
         ("false", SiteConventions(memory_option="ignored"), {}),
         ("memory", SiteConventions(memory_option="refused"), {"memory": "note"}),
-        (
-            "memory or not time",
-            SiteConventions(memory_option="refused", needs_time=True),
-            {"memory": "note", "time limit": "note"},
-        ),
+        ("memory or not time", SiteConventions(memory_option="refused", needs_time=True), _BOTH),
         (
             "not memory or not time",
             SiteConventions(memory_option="ignored", needs_time=True, needs_memory=True),
-            {"memory": "note", "time limit": "note"},
+            _BOTH,
         ),
     ],
 )
@@ -294,13 +291,7 @@ _TORCH |= {"nccl": "2.28", "gloo": True}
         (_TORCH | {"usable": False}, 0, 8, "ok", "2.13, built for CUDA 13.0"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 0, "ok", "built for CPUs"),
         (_TORCH | {"usable": False, "cuda": None}, 0, 8, "note", "built for CPUs"),
-        (
-            _TORCH | {"usable": False, "warning": "driver too old"},
-            1,
-            0,
-            "problem",
-            "GPUs on this machine: driver too old",
-        ),
+        (_TORCH | {"usable": False, "warning": "too old"}, 1, 0, "problem", "GPUs on this machine: too old"),
         (ProbeFailed("no module"), 0, 0, "problem", "cannot be imported: no module"),
     ],
 )

@@ -137,11 +137,8 @@ def test_resized_parts_keep_their_ranks_and_interruptions_are_merged(run):
     run.start(1)  # failed before it trained
     run.start(2, resumed=20).train(21, 30).save(30)
     plan = run.plan()
-    assert [(part.last, part.nodes, part.world_size) for part in plan.parts] == [
-        (15, 1, 4),
-        (20, 3, 3),
-        (30, 1, 2),
-    ]
+    shapes = [(part.last, part.nodes, part.world_size) for part in plan.parts]
+    assert shapes == [(15, 1, 4), (20, 3, 3), (30, 1, 2)]
     assert plan.attempts == (0, 1, 3, 5)
     part = run.plan(18, 25)
     assert (part.start, [(each.last, each.world_size) for each in part.parts]) == (15, [(20, 3), (25, 2)])
@@ -180,10 +177,8 @@ def test_metrics_are_compared_exactly_and_nan_equals_nan(run, tmp_path):
     other = RunBuilder(tmp_path / "other").start(1).train(1, 1, loss=0.1).train(2, 2, loss=NAN)
     other.train(3, 3, loss=0.3 + 2**-54, seconds=6.0, extra=1.0)
     found = list(compare_metrics(run.record, other.record, [1, 2, 3], ["seconds"]))
-    assert [(one.step, one.name, one.here) for one in found] == [
-        (3, "loss", 0.3 + 2**-54),
-        (3, "acc", "(missing)"),
-    ]
+    differences = [(difference.step, difference.name, difference.here) for difference in found]
+    assert differences == [(3, "loss", 0.3 + 2**-54), (3, "acc", "(missing)")]
 
 
 def write_samples(run: RunBuilder, attempt: int, rank: int, step: int, *indices: int) -> None:
