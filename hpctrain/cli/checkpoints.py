@@ -22,7 +22,7 @@ from hpctrain.cli.common import (
 )
 from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
 from hpctrain.rundir import RunDir
-from hpctrain.text import format_number, format_size, format_time
+from hpctrain.text import format_number, format_size, format_time, pluralize
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.listing import BestMetric, CheckpointInfo
@@ -74,12 +74,12 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
             problem = "damaged" if ".broken-" in path.name else "saved after the last verified step"
             click.echo(f"{short_path(path)}: {problem}, set aside by the run", err=True)
     if num_damaged := sum(bool(checkpoint.problems) for checkpoint in checkpoints):
+        result = "A run skips damaged checkpoints and sets them aside."
+        if num_damaged == len(checkpoints):
+            result = "A run in this folder fails at its start. To start over, delete the checkpoints."
+        verb = "is" if num_damaged == 1 else "are"
         if not as_json:
-            count = "1 checkpoint is" if num_damaged == 1 else f"{num_damaged} checkpoints are"
-            result = "A run skips damaged checkpoints and sets them aside."
-            if num_damaged == len(checkpoints):
-                result = "A run in this folder fails at its start. To start over, delete the checkpoints."
-            click.echo(f"{count} damaged. {result}", err=True)
+            click.echo(f"{pluralize(num_damaged, 'checkpoint')} {verb} damaged. {result}", err=True)
         sys.exit(CheckpointError.exit_code)
 
 
@@ -233,15 +233,13 @@ def _print_table(
 ) -> None:
     if not checkpoints:
         place = short_path(folder.checkpoints)
-        if (newest := newest_script_checkpoint(folder.checkpoints)) is None:
-            click.echo(f"No checkpoints in {place}.", err=True)
-        else:
-            path, time = newest
-            click.echo(
+        message = f"No checkpoints in {place}."
+        if (newest := newest_script_checkpoint(folder.checkpoints)) is not None:
+            message = (
                 f"{place} has no checkpoints in hpctrain's format. The script's newest checkpoint is "
-                f"{short_path(path)} ({format_time(time)}).",
-                err=True,
+                f"{short_path(newest[0])} ({format_time(newest[1])})."
             )
+        click.echo(message, err=True)
         return
     rows = [_as_row(checkpoint, verify=verify) for checkpoint in checkpoints]
     score = "score" if rule is None else rule.metric
@@ -272,16 +270,14 @@ def _as_row(checkpoint: CheckpointInfo, *, verify: bool) -> tuple[str, ...]:
 
 def _as_record(checkpoint: CheckpointInfo, rule: BestMetric | None) -> dict[str, Any]:
     manifest = checkpoint.manifest
+    names = ("time", "world_size", "finite", "score")
     return {
         "step": checkpoint.step,
         "path": str(checkpoint.path),
         "tier": checkpoint.tier,
-        "time": manifest and manifest.time,
         "bytes": manifest and manifest.total_bytes,
         "files": manifest and len(manifest.files),
-        "world_size": manifest and manifest.world_size,
-        "finite": manifest and manifest.finite,
-        "score": manifest and manifest.score,
+        **{name: manifest and getattr(manifest, name) for name in names},
         "metric": rule and rule.metric,
         "newest": checkpoint.newest,
         "best": checkpoint.best,

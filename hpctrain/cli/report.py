@@ -107,23 +107,18 @@ def json_report(run_data: RunData) -> dict[str, Any]:
 
     breakdown, curves, devices = run_data.breakdown, run_data.curves, run_data.devices
     lowest = curves.lowest("loss")
+    fields = (
+        *("run_id", "folder", "state", "cause", "start", "end", "reports_steps", "step", "steps_per_s"),
+        *("hparams", "environment", "spec", "notes"),
+    )
     return {
-        "run_id": run_data.run_id,
-        "folder": run_data.folder,
-        "state": run_data.state,
-        "cause": run_data.cause,
-        "start": run_data.start,
-        "end": run_data.end,
+        **{name: getattr(run_data, name) for name in fields},
         "wall_us": breakdown.wall_us,
-        "reports_steps": run_data.reports_steps,
-        "step": run_data.step,
         "loss": curves.last("loss"),
         "loss_is_no_number_since": curves.no_number_since("loss"),
-        "hparams": run_data.hparams,
-        "best": None if run_data.best is None else asdict(run_data.best),
-        "lowest_loss": None if lowest is None else {"step": lowest[0], "loss": lowest[1]},
+        "best": run_data.best and asdict(run_data.best),
+        "lowest_loss": lowest and {"step": lowest[0], "loss": lowest[1]},
         "last": {name: curves.last(name) for name in curves.names},
-        "steps_per_s": run_data.steps_per_s,
         "lost_steps": breakdown.lost_steps,
         "ledger": [
             {
@@ -134,7 +129,7 @@ def json_report(run_data: RunData) -> dict[str, Any]:
             for category, us in breakdown.totals_us.items()
         ],
         **asdict(run_data.goodput),
-        "energy": None if run_data.energy is None else asdict(run_data.energy),
+        "energy": run_data.energy and asdict(run_data.energy),
         "attempts": [
             {**asdict(attempt), "interrupted": attempt.interrupted} for attempt in run_data.attempts
         ],
@@ -144,14 +139,11 @@ def json_report(run_data: RunData) -> dict[str, Any]:
             {**asdict(node), **means} for node, means in zip(devices.nodes, devices.node_means, strict=True)
         ],
         "advice": [asdict(advice) for advice in advise(run_data)],
-        "environment": run_data.environment,
-        "spec": run_data.spec,
         "code": [
             {"commit": code.commit, "changed": code.changed, "new_files": code.new_files}
             for code in run_data.codes
         ],
         "again": run_data.resubmit_command,
-        "notes": run_data.notes,
     }
 
 

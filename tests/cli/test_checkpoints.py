@@ -154,9 +154,7 @@ def test_list_shows_checkpoints_set_aside(command: Command, run: RunDir) -> None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
-def test_exported_weights_load_without_hpctrain(
-    command: Command, trained: tuple[Path, Net], name: str
-) -> None:
+def test_exported_weights_load_without_hpctrain(command, trained, name):
     result = command("export", str(trained[0]), name)
     assert result.exit_code == 0, result.stderr
     assert "(step 6)" in result.stdout
@@ -169,9 +167,7 @@ def test_exported_weights_load_without_hpctrain(
     assert [path.name for path in Path.cwd().iterdir()] == [name], "a temporary file is left"
 
 
-def test_export_selects_by_step_or_score_and_never_overwrites(
-    command: Command, trained: tuple[Path, Net]
-) -> None:
+def test_export_selects_by_step_or_score_and_never_overwrites(command, trained):
     run = str(trained[0])
     Path("a.pt").write_text("precious")
     refused = command("export", run, "a.pt")

@@ -53,9 +53,7 @@ def test_words_after_a_script_belong_to_it(parsed: Callable[..., object]):
         ("submit -- none --on c", False),
     ],
 )
-def test_misplaced_option_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, is_noted: bool
-):
+def test_misplaced_option_is_noted(tmp_path, monkeypatch, line, is_noted):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli, line.split())
     assert result.exit_code == 2

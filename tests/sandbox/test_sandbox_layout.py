@@ -122,9 +122,7 @@ def test_settings_replace_or_add_lines(tmp_path: Path) -> None:
         ("Linux", 1000, "programs", "requires root.*runs as user 1000.*sudo"),
     ],
 )
-def test_missing_requirements_are_reported(
-    tmp_path: Path, system: str, uid: int, search_path: str | None, message: str
-) -> None:
+def test_missing_requirements_are_reported(tmp_path, system, uid, search_path, message):
     for program in PROGRAMS:
         (tmp_path / program).touch(mode=0o755)
     path = str(tmp_path) if search_path == "programs" else search_path or ""

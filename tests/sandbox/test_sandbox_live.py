@@ -66,29 +66,6 @@ def _sbatch(box: sandbox.Sandbox, script: str, log: Path, *options: str) -> str:
     return result.stdout.strip()
 
 
-def test_urgent_job_preempts_and_the_other_is_requeued(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
-    log = tmp_path / "job.out"
-    script = """
-echo start ${SLURM_RESTART_COUNT:-0}
-srun bash -c 'trap "echo TERM; exit 75" TERM; echo ready; while true; do sleep 0.1; done'
-echo srun said $?
-scontrol requeue $SLURM_JOB_ID
-sleep 30
-"""
-    job = _sbatch(slurm, script, log, "-N4", "--ntasks-per-node=2", "--gpus-per-node=2")
-    try:
-        wait_for(lambda: _text(log).count("ready") == 8, 20, "8 tasks")
-        run_command(["srun", "-p", "urgent", "-N1", "--gpus-per-node=2", "true"], slurm.env)
-        wait_for(lambda: _queue(slurm, job) == "PENDING BeginTime", 10, "the job to be back in the queue")
-        assert log.read_text().count("TERM\n") == 8, log.read_text()
-        assert "srun said 75" in log.read_text()
-        run_command(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], slurm.env)
-        wait_for(lambda: "start 1" in log.read_text(), 20, "the second start")
-    finally:
-        run_command(["scancel", job], slurm.env)
-        wait_for(lambda: not _queue(slurm, job).startswith(("RUN", "COMPL")), 20, "the end of the job")
-
-
 @pytest.mark.long
 def test_lost_node_is_detected_and_used_again(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
     lost = slurm.nodes[2]
@@ -110,9 +87,7 @@ def test_lost_node_is_detected_and_used_again(slurm: sandbox.Sandbox, tmp_path: 
     assert run_command(["srun", "-w", lost, "printenv", "SLURMD_NODENAME"], slurm.env).stdout.strip() == lost
 
 
-def test_up_and_down_beside_another_sandbox_leave_no_trace(
-    slurm: sandbox.Sandbox, name: str, tmp_path: Path
-) -> None:
+def test_up_and_down_beside_another_sandbox_leave_no_trace(slurm, name, tmp_path):
     before = _host_lines(name)
     log = tmp_path / "job.out"
     for _ in range(2):
@@ -174,9 +149,7 @@ def test_down_removes_the_remains_of_a_crash(name: str, remains: str) -> None:
     assert _host_lines(name) == before
 
 
-def test_daemon_that_does_not_start_is_reported_with_its_log(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_daemon_that_does_not_start_is_reported_with_its_log(name, monkeypatch):
     before = _host_lines(name)
     broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={folder}/state", "StateSaveLocation=/dev/null")
     monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)

@@ -80,7 +80,8 @@ class ScratchRun:
                     raise
                 raise SpecError(
                     f"The run trained on {segment.shape.world_size} ranks, which this machine cannot host: "
-                    f"{error} Use --backend slurm, or train the steps on N ranks of this machine with --ranks N."
+                    f"{error} Use --backend slurm, or train the steps on N ranks of this machine with "
+                    "--ranks N."
                 ) from error
 
     def train(self, plan: VerificationPlan, record: TrainingRecord) -> None:
