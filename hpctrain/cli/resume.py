@@ -105,18 +105,7 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
 def resubmission(
     ctx: click.Context, spec: Mapping[str, Any], run: RunDir, options: Sequence[str], *, started: bool = True
 ) -> click.Context:
-    """Return the context of a submission that continues a run with its program and changed options.
-
-    Args:
-        ctx: the context of the calling command.
-        spec: content of the run's `spec.yaml`.
-        run: the run.
-        options: options of `hpctrain submit`, which override those of the run.
-        started: false if the run has not started yet.
-
-    Raises:
-        SpecError: `options` names another program or another run folder.
-    """
+    """Return the context of a submission that continues a run with its program and changed options."""
     from hpctrain.cli import submit
 
     call = _program(spec)
@@ -160,11 +149,7 @@ def _command_with_program(
 
 
 def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
-    """Return shell lines that submit the same script in a new run folder; empty without a script or folder.
-
-    Args:
-        spec: content of `spec.yaml`.
-    """
+    """Return shell lines that submit a script again in a new run folder; empty without script or folder."""
     if not isinstance(spec.get("script"), str) or not isinstance(workdir := spec.get("workdir"), str):
         return []
     copy = _mapping(spec.get("code")).get("copy")

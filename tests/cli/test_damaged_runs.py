@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
+from helpers.run_histories import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 

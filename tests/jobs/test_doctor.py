@@ -23,12 +23,12 @@ from hpctrain.jobs.doctor.machine_checks import (
     torch_findings,
 )
 from hpctrain.jobs.doctor.probe import DoctorReport, Finding, ProbeFailed, run_python_probe
-from hpctrain.jobs.doctor.run_checks import write_profile_file
-from hpctrain.jobs.doctor.slurm_checks import (
+from hpctrain.jobs.doctor.run_checks import (
     check_accounting,
     config_findings,
     partition_findings,
     probe_options,
+    write_profile_file,
 )
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, discover_site

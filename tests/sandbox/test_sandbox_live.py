@@ -47,10 +47,6 @@ def _host_lines(name: str) -> list[str]:
     return [line for line in lines if "# hpctrain sandbox" not in line or line.endswith(f" {name}")]
 
 
-def _queue(box: sandbox.Sandbox, job: str) -> str:
-    return run_command(["squeue", "-h", "-j", job, "-o", "%T %r"], box.env).stdout.strip()
-
-
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -64,27 +60,6 @@ def _sbatch(box: sandbox.Sandbox, script: str, log: Path, *options: str) -> str:
     path.write_text(f"#!/bin/bash\n{script}")
     result = run_command(["sbatch", "--parsable", "-o", log, *options, path], box.env)
     return result.stdout.strip()
-
-
-@pytest.mark.long
-def test_lost_node_is_detected_and_used_again(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
-    lost = slurm.nodes[2]
-    log = tmp_path / "job.out"
-    job = _sbatch(
-        slurm, "srun bash -c 'echo ready; sleep 100'", log, "-N4", "--no-requeue", "--gpus-per-node=1"
-    )
-    try:
-        wait_for(lambda: _text(log).count("ready") == 4, 20, "4 tasks")
-        slurm.kill_node(lost)
-        wait_for(
-            lambda: slurm.node_states()[lost] == "down*", 60, f"Slurm to notice that {lost} is gone", 0.5
-        )
-        wait_for(lambda: not _queue(slurm, job).startswith("RUN"), 20, "the end of the job")
-        assert slurm.daemons()[f"slurmd {lost}"] is None
-    finally:
-        slurm.start_node(lost)
-        run_command(["scancel", job], slurm.env)
-    assert run_command(["srun", "-w", lost, "printenv", "SLURMD_NODENAME"], slurm.env).stdout.strip() == lost
 
 
 def test_up_and_down_beside_another_sandbox_leave_no_trace(slurm, name, tmp_path):
