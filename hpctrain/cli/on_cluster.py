@@ -20,7 +20,16 @@ import click
 from hpctrain._version import __version__
 from hpctrain.cli.common import INTERRUPTED, echo_log, short_path
 from hpctrain.errors import CheckpointError, UserError
-from hpctrain.remote.cluster import VENV, Cluster, collect_facts, find_problems, is_supported, shell_path
+from hpctrain.remote.cluster import (
+    VENV,
+    Cluster,
+    LocalCode,
+    collect_facts,
+    find_problems,
+    is_supported,
+    send_code,
+    shell_path,
+)
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.remote.ssh_connection import SSH_FAILED, ClusterUnreachable
 from hpctrain.rundir import RunDir
@@ -135,8 +144,6 @@ def _open_cluster(name: str) -> Cluster:
 
 def _send_project(cluster: Cluster, *, needs_slurm: bool) -> None:
     """Check the cluster, and send the code of the current project."""
-    from hpctrain.remote.send_code import LocalCode, send_code
-
     code = LocalCode.find(cluster.root, cluster.environ)
     cluster.remember()  # so that another project with this name takes another folder
     facts = collect_facts(cluster)

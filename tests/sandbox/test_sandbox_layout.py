@@ -8,8 +8,15 @@ import pytest
 
 from hpctrain.errors import SpecError, UserError
 from hpctrain.sandbox.cluster import check_requirements
-from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, allocate, folder_of, list_names
-from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
+from hpctrain.sandbox.layout import (
+    SandboxLayout,
+    SandboxSize,
+    allocate,
+    folder_of,
+    gres_conf,
+    list_names,
+    slurm_conf,
+)
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
 

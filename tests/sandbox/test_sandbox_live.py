@@ -15,7 +15,7 @@ from helpers.waiting import wait_for
 from hpctrain import sandbox
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.sandbox import cluster, slurm_conf
+from hpctrain.sandbox import cluster, layout
 from hpctrain.sandbox.layout import HOSTS, ROOT, folder_of
 
 pytestmark = pytest.mark.slurm
@@ -126,8 +126,8 @@ def test_down_removes_the_remains_of_a_crash(name: str, remains: str) -> None:
 
 def test_daemon_that_does_not_start_is_reported_with_its_log(name, monkeypatch):
     before = _host_lines(name)
-    broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={folder}/state", "StateSaveLocation=/dev/null")
-    monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
+    broken = layout._SLURM_CONF.replace("StateSaveLocation={folder}/state", "StateSaveLocation=/dev/null")
+    monkeypatch.setattr(layout, "_SLURM_CONF", broken)
     with pytest.raises(
         SchedulerError, match=r"slurmctld exited; last lines of .*slurmctld\.log:\n.*fatal: .*/dev/null"
     ):
