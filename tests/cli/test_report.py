@@ -52,13 +52,10 @@ def test_page_is_written_to_the_run_folder(hpctrain, run):
     assert run.report.read_text().startswith("<!doctype html>")
 
 
-def test_json_is_one_document(hpctrain, run):
+def test_json_is_one_document_and_the_format_follows_the_file_extension(hpctrain, run, tmp_path):
     document = json.loads(hpctrain("report", "digits", "--json").stdout)
     assert (document["state"], document["step"], document["loss"]) == ("COMPLETED", 50, 1 / 50)
     assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"] == 100_000_000
-
-
-def test_format_follows_the_file_extension(hpctrain, run, tmp_path):
     assert hpctrain("report", "digits", "-o", "digits.json").returncode == 0
     assert json.loads((tmp_path / "digits.json").read_text())["state"] == "COMPLETED"
     assert hpctrain("report", "digits", "-o", "-").stdout.startswith("<!doctype html>")
