@@ -95,13 +95,13 @@ def _print_logs(run: Run, log_filter: LogFilter) -> None:
     status = run.status()
     subject = "the selected ranks" if log_filter.ranks else "its ranks"
     if attempt != (status.attempt or 0):
-        remark = f"{subject} wrote no output in attempt {attempt}."
+        message = f"{subject} wrote no output in attempt {attempt}."
     elif not status.state.ended:
-        remark = f"{subject} have not written any output yet. Use `hpctrain logs -f` to wait for output."
+        message = f"{subject} have not written any output yet. Use `hpctrain logs -f` to wait for output."
     else:
         advice = " Use `hpctrain logs --errors` to show the cause." if status.cause else ""
-        remark = f"{subject} wrote no output.{advice}"
-    click.echo(f"Run {run.run_id} is {status.state}: {remark}", err=True)
+        message = f"{subject} wrote no output.{advice}"
+    click.echo(f"Run {run.run_id} is {status.state}: {message}", err=True)
     if attempt == (status.attempt or 0):
         _show_job_log(status, err=True)
 

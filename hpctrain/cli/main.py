@@ -115,8 +115,8 @@ class _LazyGroup(click.Group):
             # The reader has closed the pipe; click exits quietly.
             raise
         except OSError as error:
-            where = f"{str(error.filename)!r}: " if error.filename else ""
-            click.echo(f"Error: {where}{error.strerror or error}.", err=True)
+            place = f"{str(error.filename)!r}: " if error.filename else ""
+            click.echo(f"Error: {place}{error.strerror or error}.", err=True)
             ctx.exit(HpctrainError.exit_code)
 
 

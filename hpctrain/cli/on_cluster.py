@@ -251,8 +251,7 @@ def _source() -> str:
     if "vcs_info" not in origin:
         return str(origin["url"])
     vcs = origin["vcs_info"]
-    folder = f"#subdirectory={origin['subdirectory']}" if origin.get("subdirectory") else ""
-    return f"{vcs['vcs']}+{origin['url']}@{vcs['commit_id']}{folder}"
+    return f"{vcs['vcs']}+{origin['url']}@{vcs['commit_id']}"
 
 
 @click.command("pull")

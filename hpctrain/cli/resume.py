@@ -139,13 +139,13 @@ def _command_with_program(
 
     repeated = repeated_options(spec, started=started)
     shown = as_arguments({name: value for name, value in repeated.items() if name not in ("env", "notify")})
-    words = ["hpctrain", "submit", *redact_args(shown), f"--run-dir={short_path(run.path)}"]
+    command_line = ["hpctrain", "submit", *redact_args(shown), f"--run-dir={short_path(run.path)}"]
     end = list(options).index("--") if "--" in options else len(options)
     if options[end + 1 : end + 2] and options[end + 1].startswith("-"):
         # New arguments for the same program.
         program = _program({**spec, "args": ()})
-        return shlex.join([*words, *options[:end], *program, *options[end + 1 :]])
-    return shlex.join([*words, *options])
+        return shlex.join([*command_line, *options[:end], *program, *options[end + 1 :]])
+    return shlex.join([*command_line, *options])
 
 
 def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
@@ -155,8 +155,8 @@ def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
     copy = _mapping(spec.get("code")).get("copy")
     # A checkout can be used instead of the copy.
     comments = [f"# The code that ran: {' '.join(str(copy).split())}"] if copy else []
-    words = ["hpctrain", "submit", *as_arguments(repeated_options(spec)), *_program(spec)]
-    return [*comments, f"cd {shlex.quote(workdir)}", shlex.join(words)]
+    command_line = ["hpctrain", "submit", *as_arguments(repeated_options(spec)), *_program(spec)]
+    return [*comments, f"cd {shlex.quote(workdir)}", shlex.join(command_line)]
 
 
 def _program(spec: Mapping[str, Any]) -> list[str]:
@@ -201,7 +201,7 @@ def repeated_options(spec: Mapping[str, Any], *, started: bool = True) -> dict[s
 
 
 def _values(spec: Mapping[str, Any], *, started: bool) -> dict[str, Any]:
-    nodes, least, limit_s = spec.get("nodes") or 1, spec.get("min_nodes"), spec.get("time_limit_s")
+    nodes, min_nodes, limit_s = spec.get("nodes") or 1, spec.get("min_nodes"), spec.get("time_limit_s")
     gpus, gpu_type = spec.get("gpus_per_node"), spec.get("gpu_type")
     tasks, lead_s = spec.get("ntasks_per_node"), spec.get("stop_before_limit_s")
     shell, torchrun, container, notify, code, directives = (
@@ -212,7 +212,7 @@ def _values(spec: Mapping[str, Any], *, started: bool) -> dict[str, Any]:
     if started:
         directives = directives_after_start(directives)
     return {
-        "nodes": f"{least}:{nodes}" if least and least != nodes else str(nodes),
+        "nodes": f"{min_nodes}:{nodes}" if min_nodes and min_nodes != nodes else str(nodes),
         "gpus_per_node": f"{gpu_type}:{gpus}" if gpus and gpu_type else gpus,
         "ntasks_per_node": tasks if tasks != (gpus or 1) else None,
         **{name: spec.get(name) for name in ("array", "template", "backend", "name", "env")},

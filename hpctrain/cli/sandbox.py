@@ -53,13 +53,13 @@ def up(name: str, as_json: bool, **size: Any) -> None:
     if as_json:
         echo_json({**_facts(box), "was_up": earlier is not None and not dead, "restarted": dead})
         return
-    how = "is already up" if earlier and not dead else f"is up after {time.monotonic() - start:.1f} s"
+    readiness = "is already up" if earlier and not dead else f"is up after {time.monotonic() - start:.1f} s"
     restarted = f" (restarted: {', '.join(dead)})" if dead else ""
     selection = "" if name == "default" else f" --name {name}"
     gpus = f" --gpus-per-node={box.shape.gpus_per_node}" if box.shape.gpus_per_node else ""
     click.echo(
         f"""\
-Sandbox {name} {how}{restarted}: {box.shape}.
+Sandbox {name} {readiness}{restarted}: {box.shape}.
   nodes        {", ".join(box.nodes)}
   partitions   preemptible (default), urgent (its jobs preempt those in preemptible)
   files, logs  {box.folder}
@@ -95,8 +95,8 @@ def status(name: str, as_json: bool) -> None:
         for label, state in rows.items():
             click.echo(f"  {label:24} {state}")
     click.echo("\nPartitions\n  preemptible (default)\n  urgent")
-    if others := [other for other in facts["sandboxes"] if other != name]:
-        click.echo(f"\nOther sandboxes on this machine: {', '.join(others)}")
+    if names := [label for label in facts["sandboxes"] if label != name]:
+        click.echo(f"\nOther sandboxes on this machine: {', '.join(names)}")
 
 
 @command.command()
@@ -157,6 +157,6 @@ def _find(name: str) -> sandbox.Sandbox:
 
 
 def _not_there(name: str) -> UserError:
-    others = sandbox.list_names()
-    existing = f" Existing sandboxes: {', '.join(others)}." if others else ""
+    names = sandbox.list_names()
+    existing = f" Existing sandboxes: {', '.join(names)}." if names else ""
     return UserError(f"There is no sandbox {name!r}.{existing} Use `hpctrain sandbox up` to start a sandbox.")

@@ -51,7 +51,9 @@ _RUN_SETUP = f'setup="${_SETUP_VARIABLE}"; unset {_SETUP_VARIABLE} SLURM_EXIT_ER
 @click.command("shell", cls=submit.HiddenSubmitOptions, context_settings=submit.command.context_settings)
 @click.option("--like", metavar="RUN", help="Use the options and the working directory of this run.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND [ARGS]...]")
-def command(argv: tuple[str, ...], like: str | None, assignments: tuple[str, ...], **asked: Any) -> None:
+def command(
+    argv: tuple[str, ...], like: str | None, assignments: tuple[str, ...], **options_given: Any
+) -> None:
     """Open a shell in a new job, with the resources and the environment of a run, or run COMMAND there.
 
     \b
@@ -64,7 +66,7 @@ def command(argv: tuple[str, ...], like: str | None, assignments: tuple[str, ...
     """  # noqa: D301
     cwd, previous = Path.cwd(), None
     if like is not None:
-        spec = load_spec(open_run(like, Path(asked["runs_dir"] or "runs")).dir.spec)
+        spec = load_spec(open_run(like, Path(options_given["runs_dir"] or "runs")).dir.spec)
         options = repeated_options(asdict(spec))
         cwd = Path(spec.workdir)
         previous = previous_values({name: options[name] for name in options.keys() - _WITHOUT_EFFECT})
@@ -72,7 +74,7 @@ def command(argv: tuple[str, ...], like: str | None, assignments: tuple[str, ...
     submission = prepare_submission(
         program,
         args,
-        asked,  # type: ignore[arg-type]
+        options_given,  # type: ignore[arg-type]
         source=COMMAND_LINE_SOURCE,
         assignments=assignments,
         previous=previous,

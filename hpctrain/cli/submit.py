@@ -327,13 +327,14 @@ def _source_rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
     for name, option in all_options().items():
         keys = sorted(key for key in settings.values if key == name or key.startswith(f"{name}."))
         for key in keys or [name]:
-            _, value, source = settings.values.get(key, OptionValue(key, None, DEFAULT_SOURCE))
+            setting = settings.values.get(key, OptionValue(key, None, DEFAULT_SOURCE))
+            source = setting.source
             # In a file, options of sbatch need no prefix.
             short_key = key.removeprefix("sbatch.").replace("-", "_")
             rows.append(
                 {
                     "option": short_key if short_key in sbatch_options() else key,
-                    "value": value,
+                    "value": setting.value,
                     "default": option.default or None,
                     "source": source.words or "file",
                     "file": str(source.path) if source.path else None,

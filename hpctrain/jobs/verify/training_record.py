@@ -118,8 +118,9 @@ class TrainingRecord:
                 continue
             # An attempt trains all steps after its start again.
             segments = [segment for segment in segments if segment.start < start]
-            counts = (int(started[attempt].get(name, 1)) for name in ("nodes", "world_size"))
-            shape, attempts = RankShape(*counts, micro_batch_size), (attempt,)
+            nodes, world_size = (int(started[attempt].get(name, 1)) for name in ("nodes", "world_size"))
+            shape = RankShape(nodes, world_size, micro_batch_size)
+            attempts: tuple[int, ...] = (attempt,)
             if segments and segments[-1].shape == shape:
                 start, _, earlier = segments.pop()
                 attempts = (*earlier, attempt)
