@@ -11,6 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import click
 from hpctrain._version import __version__
 from hpctrain.cli.common import INTERRUPTED, echo_log, short_path
 from hpctrain.errors import CheckpointError, UserError
+from hpctrain.jobs.runs.run_log_reader import LogMark, LogPosition
 from hpctrain.remote.cluster import (
     VENV,
     Cluster,
@@ -30,7 +33,7 @@ from hpctrain.remote.cluster import (
     send_code,
     shell_path,
 )
-from hpctrain.remote.protocol import CLUSTER_VARIABLE
+from hpctrain.remote.protocol import CLUSTER_VARIABLE, RECORD_START
 from hpctrain.remote.ssh_connection import SSH_FAILED, ClusterUnreachable
 from hpctrain.rundir import RunDir
 
@@ -116,14 +119,66 @@ def _parse(command: click.Command, arguments: list[str]) -> dict[str, Any]:
 
 
 def _follow(cluster: Cluster, args: Sequence[str], interrupted: str) -> int:
-    from hpctrain.remote.log_stream import LogStream
-
-    stream = LogStream(cluster, lambda text, err: echo_log(text, nl=False, err=err))
+    stream = LogStream(cluster)
     try:
         return stream.run(args)
     except KeyboardInterrupt:
-        click.echo(stream.detached or f"\n{interrupted}", err=True)
+        click.echo(stream.follow.get("detached") or f"\n{interrupted}", err=True)
         return INTERRUPTED
+
+
+class LogStream:
+    """Output of a command that follows a run, continued after a lost connection.
+
+    The cluster sends each piece of text as one record, with its position in the logs. A piece is shown only
+    when its record is complete, and a new connection continues after the last record: no line is lost or
+    repeated.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._last_notice = cluster, ""
+        self._positions: dict[str, LogPosition] = {}
+        self.follow: dict[str, Any] = {}
+        """How to continue, and the message for a user who interrupts; empty before the stream has started."""
+
+    def run(self, args: Sequence[str]) -> int:
+        """Run `hpctrain ARGS` on the cluster, and return its exit code."""
+        while (code := self._run_once(args)) == SSH_FAILED and (self.follow or args[0] == "logs"):
+            self._cluster.connection.reopen(_report)
+            args = self.follow.get("args", args)
+        return code
+
+    def _run_once(self, args: Sequence[str]) -> int:
+        positions = {source: asdict(position) for source, position in self._positions.items()}
+        start = json.dumps({**self.follow, "positions": positions})
+        command = self._cluster.connection.command(self._cluster.hpctrain(args, stream=True))
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            try:
+                with suppress(BrokenPipeError):
+                    process.stdin.write(f"{start}\n".encode())  # type: ignore[union-attr]
+                    process.stdin.flush()  # type: ignore[union-attr]
+                for data in process.stdout or ():
+                    line = data.decode(errors="replace")
+                    if not line.startswith(RECORD_START):
+                        echo_log(line, nl=False)
+                    elif line.endswith("\n"):
+                        self._receive(*json.loads(line[len(RECORD_START) :]))
+            except BaseException:
+                process.kill()
+                raise
+        return process.returncode
+
+    def _receive(self, kind: str, content: Any, mark: list[Any] | None) -> None:
+        if kind == "follow":
+            self.follow = content
+            return
+        if mark is not None:
+            self._positions.setdefault(mark[0], LogPosition()).advance(LogMark(*mark))
+        elif content == self._last_notice:
+            return  # A new connection reports the state of the job again.
+        else:
+            self._last_notice = content
+        echo_log(content, nl=False, err=kind == "err")
 
 
 def _report(message: str) -> None:
