@@ -82,9 +82,18 @@ def _open_run(ctx: click.Context, _param: click.Parameter, run: str) -> Run | No
 
 
 def runs_argument(function: _Function) -> _Function:
-    """Add the argument RUN, which may be repeated, and the option `--runs-dir` to a command."""
-    add = click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_runs)
-    return add(runs_dir_option(function))
+    """Add the argument RUN, which may be repeated, and the option `--runs-dir`. See `run_argument`."""
+    add = click.argument(
+        "runs", metavar="RUN...", nargs=-1, required=True, callback=_open_runs, shell_complete=complete_runs
+    )
+    return add(_runs_dir_option(is_eager=True, expose_value=False, callback=_keep_runs_dir)(function))
+
+
+def _open_runs(ctx: click.Context, _param: click.Parameter, runs: Sequence[str]) -> list[Run]:
+    try:
+        return [] if ctx.resilient_parsing else [open_run(run, ctx.meta[_RUNS_DIR]) for run in runs]
+    except RunNotFound as error:
+        raise RunNotFound(f"{error} Nothing was done." if len(runs) > 1 else str(error)) from error
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001

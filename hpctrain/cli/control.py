@@ -6,7 +6,6 @@ import random
 import time
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -18,11 +17,9 @@ from hpctrain.cli.common import (
     echo_log,
     exit_for,
     json_option,
-    open_run,
     run_argument,
     runs_argument,
 )
-from hpctrain.errors import RunNotFound
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run import Run
@@ -42,16 +39,14 @@ if TYPE_CHECKING:
     "[default: 3600]",
 )
 @json_option
-def wait_command(
-    runs: tuple[str, ...], runs_dir: Path, timeout: float | None, unknown_limit: float | None, as_json: bool
-) -> None:
+def wait_command(runs: list[Run], timeout: float | None, unknown_limit: float | None, as_json: bool) -> None:
     """Wait until every RUN ends. Exits with 0 if all completed, 4 if not, and 1 after --timeout.
 
     Exits with 3 if the state of RUN is unknown for longer than --unknown-limit.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     statuses: list[RunStatus] = []
-    for run in [open_run(name, runs_dir) for name in runs]:
+    for run in runs:
         remaining_s = timeout if deadline is None or not statuses else max(0.0, deadline - time.monotonic())
         status = run.wait_for_end(remaining_s, unknown_limit, report=partial(click.echo, err=True))
         statuses.append(status)
@@ -66,16 +61,12 @@ def wait_command(
 @click.command("cancel")
 @runs_argument
 @json_option
-def cancel_command(runs: tuple[str, ...], runs_dir: Path, as_json: bool) -> None:
+def cancel_command(runs: list[Run], as_json: bool) -> None:
     """Cancel every RUN after saving its state. Does nothing to runs that have already finished."""
     from hpctrain.slurm.states import RunState
 
-    try:
-        opened = [open_run(name, runs_dir) for name in runs]
-    except RunNotFound as error:
-        raise RunNotFound(f"{error} No run was cancelled." if len(runs) > 1 else str(error)) from error
     documents = []
-    for run in opened:
+    for run in runs:
         before = run.cancel()
         documents.append({"run_id": run.run_id, "job_id": before.job_id, "cancelled": not before.state.ended})
         if as_json:

@@ -42,7 +42,7 @@ from hpctrain.cli.main import cli
         (["submit", "--run-dir", "x" * 300, "train.py"], "File name too long"),
         (["submit", "--dry-run", "--json", "train.py"], "Use only one of these options"),
         (["submit", "--backend", "local", "--nodes", "9999", "train.py"], "requests 9999 ranks"),
-        (["cancel", "nothing", "nobody"], "No run was cancelled"),
+        (["cancel", "nothing", "nobody"], "Nothing was done."),
         (["resume", "train.py"], "To submit it: hpctrain submit train.py"),
         (["wait", "--timeout", "-1", "nothing"], "-1"),
     ],
@@ -185,6 +185,6 @@ def test_interrupted_command_exits_with_130(monkeypatch):
     def interrupt(*_args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpctrain.cli.control.open_run", interrupt)
+    monkeypatch.setattr("hpctrain.cli.common.open_run", interrupt)
     result = CliRunner().invoke(cli, ["wait", "run"])
     assert (result.exit_code, result.output) == (130, "\n")
