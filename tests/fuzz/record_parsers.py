@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from fuzzing import FOLDER, Parser, encode, write_file
-from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
+from helpers.run_histories import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 
 from hpctrain import files, schema
 from hpctrain.checkpoint.format import manifest

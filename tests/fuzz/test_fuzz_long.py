@@ -56,7 +56,7 @@ EXEMPT = {
         runtime.cpu_binding._read_text
     """,
     "part of functions in the tables, or composed of them": """
-        cli.report.read_runs cli.results_table.read_rows cli.serve._read_logs cluster.detection._detect_as
+        cli.report.read_runs cli.report._read_logs cluster.detection._detect_as
         cluster.hostlist._expand jobs.executor.job.JobFailed.from_status
         jobs.options.config_files._read_habits jobs.options.config_files._read_option
         jobs.options.config_files._read_yaml jobs.options.option.OptionType._parse_text
@@ -89,7 +89,7 @@ EXEMPT = {
     """,
     "words of the command line, or of the user's own command": """
         cli.common.DefaultGroup.parse_args cli.common.parse_pairs cli.main._LazyGroup.parse_args
-        cli.on_cluster._parse cli.on_cluster._parse_options cli.shell._ShellCommand.parse_args
+        cli.on_cluster._parse cli.on_cluster._parse_options
         cli.submit.SubmitCommand.parse_args cli.sweep._parse_over
         runtime.program.program._parse_python_command
     """,

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from helpers.run_files import step_record
+from helpers.run_histories import step_record
 
 from hpctrain.errors import UserError
 from hpctrain.schema import TrialLine, to_record
