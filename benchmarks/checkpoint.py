@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 from results import Results
 
 from hpctrain.checkpoint import saver
-from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.io import background_io
 from hpctrain.checkpoint.io.checkpoint_dir import Retention
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
@@ -152,7 +152,7 @@ def hold_to(megabytes_a_second: float) -> None:
     """Limit the write rate of this process."""
     unlimited = saver.bytes_file_write
 
-    def held(name: str, content: memoryview) -> file_writer.FileWrite:
+    def held(name: str, content: memoryview) -> background_io.FileWrite:
         part = unlimited(name, content)
 
         def blocks() -> Iterator[memoryview]:
@@ -162,7 +162,7 @@ def hold_to(megabytes_a_second: float) -> None:
                 due += len(block) / (megabytes_a_second * 2**20)
                 time.sleep(max(0.0, due - time.monotonic()))
 
-        return file_writer.FileWrite(name, blocks)
+        return background_io.FileWrite(name, blocks)
 
     saver.bytes_file_write = held
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import datetime
 
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
+from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event
 

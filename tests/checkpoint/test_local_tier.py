@@ -16,7 +16,7 @@ from helpers import rank_checkpoints
 from helpers.ranks import run_on_ranks
 from helpers.saved_states import names, steps
 
-from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.io import background_io
 from hpctrain.checkpoint.io.checkpoint_dir import Retention
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
@@ -174,7 +174,7 @@ def tier(tmp_path) -> Path:
 def slow_copying(monkeypatch) -> threading.Event:
     """Make copies to the shared folder wait until this event is set."""
     released = threading.Event()
-    file_copy_write = file_writer.file_copy_write
+    file_copy_write = background_io.file_copy_write
 
     def delayed_copy(path):
         part = file_copy_write(path)
@@ -183,9 +183,9 @@ def slow_copying(monkeypatch) -> threading.Event:
             assert released.wait(120)
             yield from part.blocks()
 
-        return file_writer.FileWrite(part.name, wait_and_read)
+        return background_io.FileWrite(part.name, wait_and_read)
 
-    monkeypatch.setattr("hpctrain.checkpoint.tier.tier_copier.file_copy_write", delayed_copy)
+    monkeypatch.setattr("hpctrain.checkpoint.tier.local_tier.file_copy_write", delayed_copy)
     return released
 
 
@@ -215,8 +215,10 @@ def test_permanent_checkpoints_are_copied_however_slow(tmp_path, tier, slow_copy
     assert steps(tmp_path / "run" / "checkpoints") == [3, 6, 8]
 
 
-def test_save_goes_directly_to_shared_folder_when_tier_is_full(tmp_path, tier):
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier, second_tier_bytes=10_000)
+def test_save_goes_directly_to_shared_folder_when_tier_is_full(tmp_path, tier, monkeypatch):
+    disk_usage = shutil._ntuple_diskusage(20_000, 0, 20_000)
+    monkeypatch.setattr("hpctrain.checkpoint.tier.local_tier.shutil.disk_usage", lambda _: disk_usage)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", second_tier=tier)
     store.async_save(1, state(1), {})
     store.async_save(2, {"x": torch.zeros(3000)}, {})
     store.close()

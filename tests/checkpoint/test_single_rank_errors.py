@@ -16,7 +16,7 @@ from helpers.saved_states import steps
 
 from hpctrain.checkpoint.io import checkpoint_dir
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
-from hpctrain.checkpoint.tier.tier_copier import TierCopier
+from hpctrain.checkpoint.tier.local_tier import TierCopier
 from hpctrain.errors import CheckpointError
 
 pytestmark = pytest.mark.ranks

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hpctrain
 from hpctrain.errors import DataWorkerKilled
-from hpctrain.training.data import loader_workers as workers_module
+from hpctrain.training.data import loader_config as workers_module
 from hpctrain.training.data.fetcher import make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.sample_seeds import SampleSeeds

@@ -19,12 +19,12 @@ from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.interval import InterruptionHistory, optimal_interval_s
 from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.tier.tier_copier import TierCopier
+from hpctrain.checkpoint.tier.local_tier import TierCopier
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
+from hpctrain.training.saving.checkpoint_manager import CheckpointSchedule
 from hpctrain.training.saving.training_checkpoints import FinalSavePlan, StopDeadline, plan_final_save
 
 DAY = 86_400.0

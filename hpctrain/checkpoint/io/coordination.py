@@ -1,4 +1,4 @@
-"""Communication between the ranks that save together.
+"""Exchange messages between the ranks that save together.
 
 A separate process group is used: saves run in the background, and their messages must not mix with those of
 training. Every wait has a limit. After the loss of a rank, all communication fails immediately.
@@ -67,14 +67,8 @@ class RankCoordinator:
         self._communicate(waiting_for, exchange)
         return box[0]
 
-    def all_gather(self, value: T, waiting_for: str) -> list[T]:
-        return self._gather(value, waiting_for, None)
-
-    def gather(self, value: T, waiting_for: str) -> list[T]:
-        """Return the values of all ranks on rank 0; the result on other ranks is meaningless."""
-        return self._gather(value, waiting_for, 0)
-
-    def _gather(self, value: T, waiting_for: str, to: int | None) -> list[T]:
+    def all_gather(self, value: T, waiting_for: str, *, to: int | None = None) -> list[T]:
+        """Return the values of all ranks; with `to`, the result on other ranks is meaningless."""
         values = [value] * self.world_size
 
         def exchange(group: dist.ProcessGroup) -> None:
@@ -131,10 +125,7 @@ class RankCoordinator:
         for rank, text in enumerate(self.all_gather(problem, failure)):
             if text:
                 kind = DiskFull if _FULL.search(text) else CheckpointError
-                raise kind(f"{failure}: {text}{self._rank_suffix(rank)}")
-
-    def _rank_suffix(self, rank: int) -> str:
-        return f" (rank {rank})" if self.world_size > 1 else ""
+                raise kind(f"{failure}: {text}" + f" (rank {rank})" * (self.world_size > 1))
 
     def _communicate(self, waiting_for: str, exchange: Callable[[dist.ProcessGroup], Any]) -> None:
         if self._group is None:

@@ -1,4 +1,4 @@
-"""Verification and loading of checkpoints by all ranks."""
+"""Verify and load checkpoints; all functions with a coordinator or a target are collective."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def check_on_all(coordinator: RankCoordinator, check: Callable[[Callable[[], obj
 
     task = IoTask(run)
     failure = "checking a checkpoint"
-    threading.Thread(target=task.run, name="hpctrain-checkpoint-check", daemon=True).start()
+    task.start("hpctrain-checkpoint-check")
     wait_on_all_ranks(coordinator, task, threading.Event(), timeout_s=coordinator.limit_s, failure=failure)
     finding = (False, task.error) if task.error else finding
     findings = [of_rank for of_rank in coordinator.all_gather(finding, failure) if of_rank is not None]

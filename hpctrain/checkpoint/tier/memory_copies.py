@@ -22,15 +22,14 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name, stored_chunks
+from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name
 from hpctrain.checkpoint.format.manifest import FileEntry
-from hpctrain.checkpoint.format.staged_file import StagedFile, pin_memory
+from hpctrain.checkpoint.io.background_io import file_copy_write
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, complete_files, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, describe_exception
-from hpctrain.checkpoint.io.file_writer import file_copy_write
 from hpctrain.checkpoint.io.loading import list_shared_steps
-from hpctrain.checkpoint.staging import StateStager
+from hpctrain.checkpoint.staging import StagedFile, StateStager, pin_memory
 from hpctrain.errors import CheckpointError
 from hpctrain.files import own_file, read_json
 
@@ -169,7 +168,7 @@ class MemoryCopies:
 
     def _describe(self, step: int, image: StagedFile, plain: Any, verified_step: int | None) -> bytes:
         if self._layout[0] is not image.items:
-            chunks = stored_chunks(image, self._coordinator.rank)
+            chunks = image.chunks(self._coordinator.rank)
             self._layout = image.items, json.dumps([astuple(chunk) for chunk in chunks])
         marker = {
             "step": step,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
+from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.files import warn_once
 from hpctrain.records.checkpoint_health import save_problem
 from hpctrain.records.log_tail import read_last_records

@@ -14,7 +14,7 @@ from typing import NoReturn, Self
 from torch import nn
 
 from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
-from hpctrain.checkpoint.format.state_tree import STATE_KEY
+from hpctrain.checkpoint.format.state_tree import STATE_KEY, split_tree
 from hpctrain.checkpoint.interval import NODE_MTBF_S, SAVE_MARGIN_S, InterruptionHistory, longest_save_s
 from hpctrain.checkpoint.io.checkpoint_dir import KEEP_ALL
 from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint
@@ -31,8 +31,12 @@ from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 from hpctrain.training.observe.loss_guard import read_excluded_steps
-from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, CheckpointManager
-from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule, VerificationSteps
+from hpctrain.training.saving.checkpoint_manager import (
+    MAX_SAVE_S,
+    CheckpointManager,
+    CheckpointSchedule,
+    VerificationSteps,
+)
 from hpctrain.training.saving.state_copies import StateCopies
 from hpctrain.training.saving.unsaved_objects import UnsavedNumbers
 
@@ -150,7 +154,7 @@ class TrainingCheckpoints:
         """Collective."""
         if self._manager is None:
             return
-        self._manager.check()
+        split_tree(self._state.tree(), "state")  # rejects values that a checkpoint cannot store
         begun = time.monotonic()
         aside: list[str] = []
         if self._resume_limit is not None:

@@ -54,7 +54,8 @@ def pipeline_micro_batch_sizes(num_samples: int, max_size: int | None, num_stage
 
 class _MicroBatch(NamedTuple):
     batch: Any
-    num_samples: int
+    weight: float
+    """Share of the samples of the step."""
     seed: int
     """Seed of the training step's random numbers, on the first and the last stage."""
 
@@ -119,7 +120,7 @@ class Pipeline(Strategy):
         dist.broadcast(seed, src=0, group=self.context.cpu_group)
         ended: list[dict[str, torch.Tensor]] = []
         for micro_batches in _split(batch, sizes, int(seed)):
-            self._run(micro_batches, arguments, self._loss_of(micro_batches, arguments, num_samples, ended))
+            self._run(micro_batches, arguments, ended)
         if not self._names:
             names = list(ended[0]) if self._is_last else None
             self._names = self.context.broadcast(names, self.context.ranks.world_size - 1) or []
@@ -155,11 +156,7 @@ class Pipeline(Strategy):
         if not self.context.is_distributed:
             return super().gradient_norm(parameters)
         shared = set(self._stages.shared)
-        gradients: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                gradients[parameter in shared].append(parameter.grad)
-        return joint_norm(gradients[False], gradients[True], self.context.device)
+        return joint_norm(parameters, lambda parameter: parameter not in shared, self.context.device)
 
     def sync_buffers(self) -> None:
         if not self.context.is_distributed:
@@ -197,31 +194,21 @@ class Pipeline(Strategy):
                     for optimizer in self._optimizers:
                         _set_state(optimizer, parameters, [None] * len(parameters))
 
-    def _loss_of(
-        self,
-        micro_batches: list[_MicroBatch],
-        arguments: tuple[int, ...],
-        num_samples: int,
-        ended: list[dict[str, torch.Tensor]],
-    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return a function for the weighted loss of a micro-batch, which adds its scalars to `ended`."""
-
-        def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-            batch, size, seed = micro_batches[int(number)]
-            result = self._stages.finish_step(output, batch, arguments, seed)
-            scalars = as_scalars(result, "loss", type(self.module).__name__)
-            weight = size / num_samples
-            ended.append({name: value.detach() * weight for name, value in scalars.items()})
-            return scalars["loss"] * weight
-
-        return loss_of
-
     def _run(
         self,
         micro_batches: list[_MicroBatch],
         arguments: tuple[int, ...],
-        loss_of: Callable[..., torch.Tensor],
+        ended: list[dict[str, torch.Tensor]],
     ) -> None:
+        """Run the passes of micro-batches of equal size; on the last rank, add their scalars to `ended`."""
+
+        def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+            batch, weight, seed = micro_batches[int(number)]
+            result = self._stages.finish_step(output, batch, arguments, seed)
+            scalars = as_scalars(result, "loss", type(self.module).__name__)
+            ended.append({name: value.detach() * weight for name, value in scalars.items()})
+            return scalars["loss"] * weight
+
         ranks, device = self.context.ranks, self.context.device
         inputs, output = self._find_shapes(micro_batches[0].batch, arguments)
         stage = PipelineStage(
@@ -290,7 +277,7 @@ def _split(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_MicroBatch
         micro_batches = []
         for _ in group:
             samples = slice_batch(batch, num_samples, start, start + size)
-            micro_batches.append(_MicroBatch(samples, size, derive_seed(seed, start)))
+            micro_batches.append(_MicroBatch(samples, size / num_samples, derive_seed(seed, start)))
             start += size
         yield micro_batches
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token, temporary_name
-from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher, newest_script_checkpoint
+from hpctrain.checkpoint.listing import ScriptCheckpointWatcher, newest_script_checkpoint
 
 
 def test_watcher_finds_nothing_without_new_files(tmp_path):
