@@ -78,12 +78,8 @@ class PendingSave:
     thread: threading.Thread | None = None
 
 
-#: The file entries of a rank, the layout if changed, and True if the part of the state is finite.
-_Contribution = tuple[list[FileEntry], tuple[list[tuple[Any, ...]] | None, bool]]
-
-
 class CheckpointStore:
-    """The checkpoints in one folder; methods that save, load, drain or close are collective."""
+    """The checkpoints in one folder; methods that save, load, set aside or close are collective."""
 
     def __init__(
         self,
@@ -96,7 +92,7 @@ class CheckpointStore:
         records: tuple[Path, ...] = (),
         checked: Callable[[str], bool] | None = None,
     ) -> None:
-        """Collective. Open the checkpoints; tensors with `checked` keys must be finite."""
+        """Open the checkpoints; tensors with `checked` keys must be finite."""
         self._coordinator = RankCoordinator(group, patience_s + _MARGIN_S)
         self._target = CommitTarget(
             self._coordinator,
@@ -148,7 +144,7 @@ class CheckpointStore:
         verified_step: int | None = None,
         direct: bool = False,
     ) -> PendingSave:
-        """Collective. Copy the state, and write it in the background; `rank_state` is of this rank only."""
+        """Copy the state, and write it in the background; `rank_state` is of this rank only."""
         begun = time.monotonic()
         if self._in_flight is not None:
             self._join(self._in_flight)
@@ -177,7 +173,7 @@ class CheckpointStore:
         score: float | None = None,
         verified_step: int | None = None,
     ) -> CommittedSave:
-        """Collective. Write the state to `folder`, not only to the local tier; raise errors on all ranks."""
+        """Write the state to `folder`, not only to the local tier; raise errors on all ranks."""
         save = self.async_save(step, state, rank_state, score=score, verified_step=verified_step, direct=True)
         self._join(save)
         with self._lock:
@@ -206,7 +202,7 @@ class CheckpointStore:
             self._in_flight.abort.set()
 
     def close(self, *, clean: bool = False, timeout_s: float | None = None) -> list[str]:
-        """Collective. Finish the background work; `clean` removes a copied local tier; return messages."""
+        """Finish the background work; `clean` removes a copied local tier; return messages."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self._in_flight is not None:
             self._join(self._in_flight, timeout_s)
@@ -229,11 +225,10 @@ class CheckpointStore:
         return load(self._coordinator, newest, like) if newest else None, broken
 
     def commit_newest_copy(self, folder: Path, limit: int | None = None) -> str | None:
-        """Collective."""
         return commit_newest_copy(folder, self._target, self._checked, limit)
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Collective. Set aside the checkpoints after `step`, whose states may be wrong."""
+        """Set aside the checkpoints after `step`, whose states may be wrong."""
         tiers = [(self._target, set(list_shared_steps(self._target)))]
         if self._tier is not None:
             tiers.append((self._tier.target, set(self._tier.gather_node_files())))
@@ -303,8 +298,10 @@ class CheckpointStore:
         # If the save fails, rank 0 may not have received the layout.
         self._sent_layout = None
 
-        def seal(contributions: list[_Contribution]) -> dict[str, bytes]:
-            changed = {rank: new for rank, (_, (new, _)) in enumerate(contributions) if new is not None}
+        def seal(
+            entries: list[FileEntry], remarks: list[tuple[list[tuple[Any, ...]] | None, bool]]
+        ) -> dict[str, bytes]:
+            changed = {rank: new for rank, (new, _) in enumerate(remarks) if new is not None}
             if changed:
                 self._layouts.update(changed)
                 self._tables = build_tables(
@@ -313,12 +310,12 @@ class CheckpointStore:
             return complete_files(
                 self._tables,
                 staged.plain,
-                [entry for entries, _ in contributions for entry in entries],
+                entries,
                 step=save.step,
                 world_size=self._coordinator.world_size,
                 time=save.time,
                 score=save.score,
-                finite=None if self._checked is None else all(finite for _, (_, finite) in contributions),
+                finite=None if self._checked is None else all(finite for _, finite in remarks),
                 verified_step=save.verified_step,
                 metric=None if save.score is None else self._retention.metric,
             )

@@ -19,13 +19,14 @@ from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.interval import InterruptionHistory, optimal_interval_s
 from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.tier.local_tier import TierCopier
+from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
+from hpctrain.runtime.stopping.signal_recorder import read_stop_grace
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.saving.checkpoint_manager import CheckpointSchedule
-from hpctrain.training.saving.training_checkpoints import FinalSavePlan, StopDeadline, plan_final_save
+from hpctrain.training.saving.training_checkpoints import FinalSavePlan, plan_final_save, seconds_until_kill
 
 DAY = 86_400.0
 
@@ -82,18 +83,6 @@ def steps(run_dir):
     return sorted(committed_steps(RunDir(run_dir).checkpoints))
 
 
-# --- content -------------------------------------------------------------------------------------------
-
-
-def test_extra_state_of_the_module_is_restored(tmp_path):
-    uninterrupted = fit(tmp_path / "whole", 6)
-    fit(tmp_path / "parts", 3)
-    resumed = fit(tmp_path / "parts", 6)
-    assert resumed.seen["steps"] == uninterrupted.seen["steps"] == 6
-    assert torch.equal(resumed.seen["mean"], uninterrupted.seen["mean"])
-    assert resumed.seen["words"] == ("a", None, 0.1)
-
-
 def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
     module = Line()
     module.seen["deep"] = [{"lock": threading.Lock()}]
@@ -124,9 +113,6 @@ def test_unsupported_optimizer_configuration_is_refused(tmp_path, make_optimizer
     module.configure_optimizers = lambda: optimizer
     with pytest.raises(UserError, match=re.escape(message)):
         fit(tmp_path, module=module)
-
-
-# --- retention -----------------------------------------------------------------------------------------
 
 
 def test_retention_by_newest_step_and_score(tmp_path):
@@ -200,7 +186,7 @@ def test_training_starts_over_if_its_only_checkpoint_was_lost_with_a_node(tmp_pa
         raise CheckpointError("the disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(TierCopier, "_copy_shares", fail)
+        patched.setattr(LocalTier, "_copy_shares", fail)
         store = CheckpointStore(run.checkpoints, second_tier=tier)
         store.async_save(2, {"x": torch.zeros(1)}, {})
         store.close()
@@ -230,9 +216,6 @@ def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch
         assert f"hpctrain: {sentence}" in output
 
 
-# --- disk errors ---------------------------------------------------------------------------------------
-
-
 def test_records_are_buffered_until_they_can_be_written(tmp_path):
     messages: list[str] = []
     folder = tmp_path / "run"
@@ -247,9 +230,6 @@ def test_records_are_buffered_until_they_can_be_written(tmp_path):
     lines.flush()
     assert [record["step"] for record in read_json_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
     assert "is writable again" in messages[1]
-
-
-# --- interval ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("save_s", "mtbf_s"), [(1.0, 600.0), (60.0, DAY), (120.0, 3600.0)])
@@ -339,21 +319,15 @@ def test_invalid_node_mtbf_is_refused(tmp_path, monkeypatch):
         fit(tmp_path)
 
 
-# --- final save ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("left_s", "write_s", "in_flight_s", "plan"),
     [
-        (math.inf, None, None, FinalSavePlan.AFTER_PENDING_SAVE),
         (1.0, None, None, FinalSavePlan.AFTER_PENDING_SAVE),  # no estimate speaks against it
-        (30.0, 10.0, None, FinalSavePlan.AFTER_PENDING_SAVE),
         (30.0, 10.0, 9.0, FinalSavePlan.AFTER_PENDING_SAVE),
         (20.0, 10.0, 1.0, FinalSavePlan.REPLACE_PENDING_SAVE),
         (8.0, 10.0, 9.0, FinalSavePlan.PENDING_SAVE_ONLY),
         (8.0, 10.0, 1.0, FinalSavePlan.NONE),
         (13.0, 10.0, None, FinalSavePlan.NONE),
-        (-1.0, 1.0, None, FinalSavePlan.NONE),
     ],
 )
 def test_final_save_must_fit_into_the_grace_period(left_s, write_s, in_flight_s, plan):
@@ -362,19 +336,14 @@ def test_final_save_must_fit_into_the_grace_period(left_s, write_s, in_flight_s,
 
 def test_remaining_grace_counts_from_the_signal():
     flag = StopFlag()
-    grace = StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120"}, flag)
-    assert grace.left_s() == math.inf
+    grace = read_stop_grace({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120,requeue=300"})
+    assert seconds_until_kill(flag, grace) == math.inf
     flag.record(15, None)
-    assert 29 < grace.left_s() <= 30
-    assert grace.left_s(for_requeue=True) == math.inf
-    assert (
-        299
-        < StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,requeue=300"}, flag).left_s(for_requeue=True)
-        <= 300
-    )
-    assert StopDeadline({}, flag).left_s() == math.inf
+    assert 29 < seconds_until_kill(flag, grace) <= 30
+    assert 299 < seconds_until_kill(flag, grace, for_requeue=True) <= 300
+    assert seconds_until_kill(flag, read_stop_grace({})) == math.inf
     with pytest.raises(UserError, match="HPCTRAIN_STOP_GRACE is 'soon'"):
-        StopDeadline({"HPCTRAIN_STOP_GRACE": "soon"}, flag)
+        read_stop_grace({"HPCTRAIN_STOP_GRACE": "soon"})
 
 
 @pytest.mark.parametrize(("grace", "saved"), [("SIGTERM=60", True), ("SIGTERM=1", False)])
@@ -402,10 +371,10 @@ def test_stop_saves_if_there_is_time_and_reports_otherwise(tmp_path, monkeypatch
 
 
 def test_error_during_a_save_ends_the_training_at_once(tmp_path, monkeypatch):
-    from hpctrain.checkpoint import saver
+    from hpctrain.checkpoint import store
 
     stuck = threading.Event()
-    monkeypatch.setattr(saver, "write_and_commit", lambda *_: stuck.wait(100))
+    monkeypatch.setattr(store, "write_and_commit", lambda *_: stuck.wait(100))
 
     def crash():
         raise ZeroDivisionError
@@ -472,9 +441,12 @@ class TwoOptimizers(Line):
         ]
 
 
-def test_several_optimizers_and_schedulers_are_resumed(tmp_path):
+def test_optimizers_schedulers_and_extra_state_are_restored(tmp_path):
     uninterrupted = fit(tmp_path / "whole", 6, TwoOptimizers())
     fit(tmp_path / "parts", 3, TwoOptimizers())
     resumed = fit(tmp_path / "parts", 6, TwoOptimizers())
     assert torch.equal(resumed.layer.weight, uninterrupted.layer.weight)
     assert torch.equal(resumed.layer.bias, uninterrupted.layer.bias)
+    assert resumed.seen["steps"] == uninterrupted.seen["steps"] == 6
+    assert torch.equal(resumed.seen["mean"], uninterrupted.seen["mean"])
+    assert resumed.seen["words"] == ("a", None, 0.1)

@@ -56,7 +56,7 @@ class CommitTarget:
 @dataclass
 class RankWrite(Generic[RemarkT]):
     files: Sequence[FileWrite]
-    finalize: Callable[[list[tuple[list[FileEntry], RemarkT]]], Mapping[str, bytes]]
+    finalize: Callable[[list[FileEntry], list[RemarkT]], Mapping[str, bytes]]
     """Function for rank 0: returns all other files, including the manifest, from all entries and remarks."""
     remark: Callable[[], RemarkT]
     """Called when the files are written; sent to rank 0. See `messages.gather` for the types."""
@@ -103,12 +103,8 @@ def write_and_commit(target: CommitTarget, step: int, write: RankWrite[Any]) -> 
         def seal() -> Mapping[str, bytes]:
             if not coordinator.is_main:
                 return {}
-            return write.finalize(
-                [
-                    ([FileEntry(*entry) for entry in entries], contribution)
-                    for entries, contribution in brought
-                ]
-            )
+            entries = [FileEntry(*entry) for entries, _ in brought for entry in entries]
+            return write.finalize(entries, [remark for _, remark in brought])
 
         files = coordinator.run_on_all(seal, failure)
         if target.node_local:

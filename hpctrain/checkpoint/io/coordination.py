@@ -38,7 +38,7 @@ class RankCoordinator:
     """The ranks that save together, as seen by one rank; all methods except `rank_of` are collective."""
 
     def __init__(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
-        """Create a group; `limit_s` is the longest time that a rank may block the others (collective)."""
+        """Create a group; `limit_s` is the longest time that a rank may block the others."""
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.limit_s = limit_s

@@ -66,126 +66,6 @@ class TierCopyFailed(CheckpointError):
     """Error for a checkpoint that could not be copied and exists only in the local tier."""
 
 
-class TierCopier:
-    """Copier of steps, one at a time, by all ranks together (collective); rank 0 has the list."""
-
-    def __init__(
-        self,
-        nodes: CommitTarget,
-        shared: CommitTarget,
-        coordinator: RankCoordinator,
-        *,
-        on_copied: Callable[[Manifest, float], None],
-        on_failure: Callable[[TierCopyFailed], None],
-    ) -> None:
-        self._nodes, self._shared = nodes, replace(shared, coordinator=coordinator)
-        self._coordinator = coordinator
-        self._on_copied, self._on_failure = on_copied, on_failure
-        self._lock = threading.Lock()
-        self._pending: list[tuple[int, bool]] = []
-        self._is_copying = False
-        self._in_use: set[int] = set()
-        self._thread: threading.Thread | None = None
-        self._abort = threading.Event()
-
-    @property
-    def lost_reason(self) -> str | None:
-        return self._coordinator.lost_reason
-
-    @property
-    def pending_steps(self) -> set[int]:
-        with self._lock:
-            return self._in_use | {step for step, _ in self._pending}
-
-    def request(self, step: int, *, may_skip: bool) -> bool:
-        """Queue a step on rank 0; return True if all ranks must `start`."""
-        with self._lock:
-            if not self._is_copying:
-                self._is_copying, self._in_use = True, {step}
-                return True
-            if self._pending and self._pending[-1][1]:
-                self._pending.pop()
-            self._pending.append((step, may_skip))
-            return False
-
-    def start(self, step: int) -> None:
-        if self._thread is not None:
-            self._thread.join()  # the end has already been requested
-        self._thread = threading.Thread(
-            target=self._copy_all, args=(step,), name="hpctrain-checkpoint-copying", daemon=True
-        )
-        self._thread.start()
-
-    def finish(self, deadline: float | None) -> None:
-        """Wait until all copies have ended; at the deadline, all ranks abort."""
-        if self._thread is None:
-            return
-        self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            self._abort.set()
-            self._thread.join()
-
-    def copy(self, step: int, large: Iterable[str], small: Mapping[str, bytes] | None) -> Manifest:
-        """Copy a step, with this rank's `large` files; without `small`, rank 0 reads them."""
-        path = self._nodes.directory.folder / checkpoint_folder_name(step)
-
-        def seal(everything: list[tuple[list[FileEntry], None]]) -> Mapping[str, bytes]:
-            files = read_small_files(path) if small is None else small
-            copied = {entry for entries, _ in everything for entry in entries}
-            for entry in Manifest.decode(files[MANIFEST_NAME], path).files:
-                if entry not in copied and make_entry(entry.name, files.get(entry.name, b"")) != entry:
-                    raise CorruptCheckpoint(f"{path / entry.name} has changed since it was written.")
-            return files
-
-        write = RankWrite(
-            [file_copy_write(path / name) for name in large], seal, lambda: None, abort=self._abort
-        )
-        return write_and_commit(self._shared, step, write)
-
-    def _copy_all(self, first_step: int) -> None:
-        step: int | None = first_step
-        while step is not None:
-            begun = time.monotonic()
-            try:
-                manifest = self._copy_shares(step)
-            except CheckpointError as error:
-                self._on_failure(TierCopyFailed(str(error)))
-            else:
-                self._on_copied(manifest, begun)
-            try:
-                step = self._coordinator.broadcast(self._next_step(), "the next step to copy")
-            except PeerLost:
-                return  # The next save reports the error.
-
-    def _copy_shares(self, step: int) -> Manifest:
-        """Copy a step, and divide its large files among the ranks that see them."""
-        failure = f"step {step} was not copied from {self._nodes.directory.folder}"
-        names = self._coordinator.run_on_all(lambda: self._large_files(step), failure)
-        names_of_ranks = self._coordinator.all_gather(names, failure)
-        shares: dict[str, int] = {}
-        for name in {name for names in names_of_ranks for name in names}:
-            holders = [rank for rank, names in enumerate(names_of_ranks) if name in names]
-            # The rank that wrote the file, if it exists in this attempt.
-            shares[name] = min(holders, key=lambda rank: (rank_file_name(rank) != name, rank))
-        large = sorted(name for name, rank in shares.items() if rank == self._coordinator.rank)
-        return self.copy(step, large, None)
-
-    def _large_files(self, step: int) -> list[str]:
-        path = self._nodes.directory.folder / checkpoint_folder_name(step)
-        return [file.name for file in path.glob(f"*{_LARGE_SUFFIX}")]
-
-    def _next_step(self) -> int | None:
-        if not self._coordinator.is_main:
-            return None
-        with self._lock:
-            if self._pending and not self._abort.is_set():
-                step = self._pending.pop(0)[0]
-                self._in_use = {step}
-                return step
-            self._is_copying, self._in_use = False, set()
-            return None
-
-
 class LocalTier:
     """The local tier of a run, as seen by one rank; all methods are collective."""
 
@@ -215,7 +95,6 @@ class LocalTier:
         markers = coordinator.run_on_all(lambda: list(folder.glob(f".rank-{token}-*")), failure)
         coordinator.run_on_all(marker.unlink, failure)
         members = [int(path.name.rpartition("-")[2]) for path in markers]
-        self._shared = shared.directory
         self._num_members = len(members)
         self.target = CommitTarget(
             shared.coordinator,
@@ -225,9 +104,15 @@ class LocalTier:
             machine=machines[min(members)],
             io_timeout_s=shared.io_timeout_s,
         )
-        self._copier = TierCopier(
-            self.target, shared, coordinator, on_copied=on_copied, on_failure=on_failure
-        )
+        # Steps are copied one at a time, by all ranks together; rank 0 has the list.
+        self._copied = replace(shared, coordinator=coordinator)
+        self._on_copied, self._on_failure = on_copied, on_failure
+        self._lock = threading.Lock()
+        self._pending: list[tuple[int, bool]] = []
+        self._is_copying = False
+        self._in_use: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._abort = threading.Event()
 
     def make_room(self, num_bytes: int) -> None:
         self._drop_superseded(keep_newest=True)
@@ -237,7 +122,7 @@ class LocalTier:
 
     def _check_room(self, num_bytes: int) -> None:
         folder = self.target.directory.folder
-        if lost := self._copier.lost_reason:
+        if lost := self._copied.coordinator.lost_reason:
             raise CheckpointError(f"copying from {folder} has stopped: {lost}")
         if not self.target.is_leader:
             return
@@ -254,17 +139,37 @@ class LocalTier:
 
     def schedule_copy(self, step: int, *, may_skip: bool) -> None:
         """Schedule a copy; with `may_skip`, a newer step may replace it if copying is slow."""
-        begin = self.target.coordinator.is_main and self._copier.request(step, may_skip=may_skip)
+        begin = self.target.coordinator.is_main and self._request(step, may_skip=may_skip)
         if self.target.coordinator.broadcast(begin, f"scheduling the copy of step {step}"):
-            self._copier.start(step)
+            if self._thread is not None:
+                self._thread.join()  # the end has already been requested
+            self._thread = threading.Thread(
+                target=self._copy_all, args=(step,), name="hpctrain-checkpoint-copying", daemon=True
+            )
+            self._thread.start()
         self._drop_superseded(keep_newest=True)
+
+    def _request(self, step: int, *, may_skip: bool) -> bool:
+        """Queue a step on rank 0; return True if all ranks must start copying."""
+        with self._lock:
+            if not self._is_copying:
+                self._is_copying, self._in_use = True, {step}
+                return True
+            if self._pending and self._pending[-1][1]:
+                self._pending.pop()
+            self._pending.append((step, may_skip))
+            return False
 
     def close(self, deadline: float | None, *, clean: bool) -> list[str]:
         """Wait for the copies; `clean` removes the tier if all is copied; return messages."""
-        self._copier.finish(deadline)
+        if self._thread is not None:
+            self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                self._abort.set()
+                self._thread.join()
         if not clean:
             return []
-        directory, shared = self.target.directory, self._shared.folder
+        directory, shared = self.target.directory, self._copied.directory.folder
         try:
             newest, in_shared = (
                 max(list_checkpoint_steps(folder), default=-1) for folder in (directory.folder, shared)
@@ -317,8 +222,8 @@ class LocalTier:
         if len(holders) == coordinator.world_size and all(seen >= everything for seen in names.values()):
             return VerifiedCheckpoint(path, manifest)
         large = [entry.name for entry in share if entry.name.endswith(_LARGE_SUFFIX)]
-        self._copier.copy(step, large, small)
-        return VerifiedCheckpoint(self._shared.folder / path.name, manifest)
+        self._copy(step, large, small)
+        return VerifiedCheckpoint(self._copied.directory.folder / path.name, manifest)
 
     def reset_to(self, verified: VerifiedCheckpoint | None) -> None:
         """Drop steps that can no longer be loaded; copy the loaded step."""
@@ -327,7 +232,10 @@ class LocalTier:
         step = verified.manifest.step if verified is not None else -1
         self._drop_superseded(keep_newest=in_tier)
         self.target.coordinator.all_gather(None, "clearing the local_checkpoints folder")
-        path, coordinator = self._shared.folder / checkpoint_folder_name(step), self.target.coordinator
+        path, coordinator = (
+            self._copied.directory.folder / checkpoint_folder_name(step),
+            self.target.coordinator,
+        )
         if in_tier and not coordinator.broadcast(
             coordinator.is_main and os.path.isfile(path / MANIFEST_NAME), f"looking for {path}"
         ):
@@ -335,15 +243,74 @@ class LocalTier:
 
     def _drop_superseded(self, *, keep_newest: bool) -> None:
         """Delete all steps except the newest and those not yet copied."""
-        needed = self.target.coordinator.broadcast(
-            sorted(self._copier.pending_steps), "clearing the local_checkpoints folder"
-        )
+        with self._lock:
+            pending = sorted(self._in_use.union(step for step, _ in self._pending))
+        needed = self.target.coordinator.broadcast(pending, "clearing the local_checkpoints folder")
         if not self.target.is_leader:
             return
         with suppress(OSError):  # a remaining step only uses space
             for step in self.target.directory.steps()[: -1 if keep_newest else None]:
                 if step not in needed:
                     self.target.directory.discard(step)
+
+    def _copy(self, step: int, large: Iterable[str], small: Mapping[str, bytes] | None) -> Manifest:
+        """Copy a step, with this rank's `large` files; without `small`, rank 0 reads them."""
+        path = self.target.directory.folder / checkpoint_folder_name(step)
+
+        def seal(copied: list[FileEntry], _: object) -> Mapping[str, bytes]:
+            files = read_small_files(path) if small is None else small
+            for entry in Manifest.decode(files[MANIFEST_NAME], path).files:
+                if entry not in copied and make_entry(entry.name, files.get(entry.name, b"")) != entry:
+                    raise CorruptCheckpoint(f"{path / entry.name} has changed since it was written.")
+            return files
+
+        write = RankWrite(
+            [file_copy_write(path / name) for name in large], seal, lambda: None, abort=self._abort
+        )
+        return write_and_commit(self._copied, step, write)
+
+    def _copy_all(self, first_step: int) -> None:
+        step: int | None = first_step
+        while step is not None:
+            begun = time.monotonic()
+            try:
+                manifest = self._copy_shares(step)
+            except CheckpointError as error:
+                self._on_failure(TierCopyFailed(str(error)))
+            else:
+                self._on_copied(manifest, begun)
+            try:
+                step = self._copied.coordinator.broadcast(self._next_step(), "the next step to copy")
+            except PeerLost:
+                return  # The next save reports the error.
+
+    def _copy_shares(self, step: int) -> Manifest:
+        """Copy a step, and divide its large files among the ranks that see them."""
+        failure = f"step {step} was not copied from {self.target.directory.folder}"
+        names = self._copied.coordinator.run_on_all(lambda: self._large_files(step), failure)
+        names_of_ranks = self._copied.coordinator.all_gather(names, failure)
+        shares: dict[str, int] = {}
+        for name in {name for names in names_of_ranks for name in names}:
+            holders = [rank for rank, names in enumerate(names_of_ranks) if name in names]
+            # The rank that wrote the file, if it exists in this attempt.
+            shares[name] = min(holders, key=lambda rank: (rank_file_name(rank) != name, rank))
+        large = sorted(name for name, rank in shares.items() if rank == self._copied.coordinator.rank)
+        return self._copy(step, large, None)
+
+    def _large_files(self, step: int) -> list[str]:
+        path = self.target.directory.folder / checkpoint_folder_name(step)
+        return [file.name for file in path.glob(f"*{_LARGE_SUFFIX}")]
+
+    def _next_step(self) -> int | None:
+        if not self._copied.coordinator.is_main:
+            return None
+        with self._lock:
+            if self._pending and not self._abort.is_set():
+                step = self._pending.pop(0)[0]
+                self._in_use = {step}
+                return step
+            self._is_copying, self._in_use = False, set()
+            return None
 
 
 def tier_folder(base: Path, shared: Path) -> Path:

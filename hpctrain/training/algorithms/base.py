@@ -1,4 +1,4 @@
-"""Define the interface of the communication algorithms. All ranks call each method."""
+"""Define the interface of the communication algorithms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GradBucket = Any
 
 
 class Algorithm:
-    """Base class of the algorithms; the default is DDP's all-reduce of gradients.
+    """Base class of the algorithms; the default is DDP's all-reduce of gradients. All methods are collective.
 
     An algorithm may let the replicas differ between two steps. Before a validation or a checkpoint,
     `synchronize` makes the replicas equal. Checkpoints thus fit any number of ranks.

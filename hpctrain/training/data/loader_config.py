@@ -64,19 +64,8 @@ _EXIT_TIMEOUT_S = 1.0
 class LoaderWorkers:
     """Iterator over the results of a DataLoader's workers, to be closed."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        orders: Any,
-        *,
-        num_workers: int,
-        prefetch_factor: int,
-        pin_memory: bool,
-        timeout_s: float,
-        name: str,
-        worker_init_fn: Callable[[int], Any] | None = None,
-    ) -> None:
-        self._timeout_s, self._name = timeout_s, name
+    def __init__(self, dataset: Any, orders: Any, loading: LoaderConfig, name: str, num_workers: int) -> None:
+        self._timeout_s, self._name = loading.timeout_s, name
         self._closed = False
         self._progress_boards = [RawArray("q", [-1] * PROGRESS_FIELDS) for _ in range(num_workers)]
         loader: DataLoader[Any] = DataLoader(
@@ -85,10 +74,12 @@ class LoaderWorkers:
             batch_size=None,
             collate_fn=_identity,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
+            prefetch_factor=loading.prefetch_factor,
+            pin_memory=loading.pin_memory,
             timeout=_POLL_INTERVAL_S,
-            worker_init_fn=partial(_initialize_worker, os.getpid(), self._progress_boards, worker_init_fn),
+            worker_init_fn=partial(
+                _initialize_worker, os.getpid(), self._progress_boards, loading.worker_init_fn
+            ),
             # The iterator draws a seed; a separate generator leaves the rank's generator unchanged. Without
             # seeds for each sample, workers of different ranks and epochs need different random numbers.
             generator=torch.Generator().manual_seed(derive_seed(torch.get_rng_state().tolist())),
@@ -269,20 +260,9 @@ class LoaderConfig:
             return
         # A list is sent within a message; a tensor would need a file descriptor.
         lists = ((epoch, indices.tolist()) for epoch, indices in orders)
-        with closing(self.workers(_BatchDataset(fetcher), lists, name, self.num_workers)) as workers:
+        workers = LoaderWorkers(_BatchDataset(fetcher), lists, self, name, self.num_workers)
+        with closing(workers):
             yield from workers
-
-    def workers(self, dataset: Any, orders: Any, name: str, num_workers: int) -> LoaderWorkers:
-        return LoaderWorkers(
-            dataset,
-            orders,
-            num_workers=num_workers,
-            prefetch_factor=self.prefetch_factor,
-            pin_memory=self.pin_memory,
-            timeout_s=self.timeout_s,
-            name=name,
-            worker_init_fn=self.worker_init_fn,
-        )
 
 
 def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> LoaderConfig:

@@ -1,4 +1,4 @@
-"""Mixture of data sets, in proportions that may depend on the step."""
+"""Mix data sets in proportions that may depend on the step."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class ShardReaders:
             reader = InterleavedReader(
                 stream, shards[number::num_readers], data_rank, seeds=loading.seeds(purpose), **options
             )
-            chunks = loading.workers(reader, None, stream.name, 1) if num_workers else iter(reader)
+            chunks = LoaderWorkers(reader, None, loading, stream.name, 1) if num_workers else iter(reader)
             self._readers.update(dict.fromkeys(reader.shards, chunks))
 
     def next_chunk(self, shard: int) -> ShardChunk:

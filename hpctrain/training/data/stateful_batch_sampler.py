@@ -1,4 +1,4 @@
-"""Batch sampler for torch's DataLoader with the data order of the `Trainer`."""
+"""Give torch's DataLoader the data order of the `Trainer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input of the training loop: this rank's share of the global batch in each step."""
+"""Give the training loop this rank's share of the global batch in each step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepData(NamedTuple):
 
 
 class StepSource:
-    """Source of steps; all ranks must call every method at the same point of the loop."""
+    """Source of steps; all methods are collective."""
 
     micro_batch_size: int | None = None
     """Maximum number of samples per forward pass of a rank; None for all samples. Set this before `steps`."""

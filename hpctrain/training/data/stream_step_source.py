@@ -298,7 +298,7 @@ class StreamStepSource(StepSource):
         return ends
 
     def _agree_on_ends(self) -> None:
-        """Plan until all ranks have exchanged all ends of shards (collective)."""
+        """Collective. Plan until all ranks have exchanged all ends of shards."""
         while True:
             ends: dict[tuple[int, int], int] = {}
             for ends_of_rank in self._context.all_gather(self._unplanned_ends()):

@@ -152,7 +152,7 @@ class _InFlight(NamedTuple):
 
 
 class CheckpointManager:
-    """Writer of a run's checkpoints, one at a time to limit memory; records the outcomes (collective)."""
+    """Writer of a run's checkpoints, one at a time to limit memory; records the outcomes; collective."""
 
     def __init__(
         self, components: Components, store: CheckpointStore, schedule: CheckpointSchedule, folder: Path
@@ -198,7 +198,6 @@ class CheckpointManager:
         return False
 
     def async_save(self, *, direct: bool = False) -> None:
-        """Collective."""
         begun = time.monotonic()
         self.wait()
         self.collect_finished()
@@ -208,7 +207,7 @@ class CheckpointManager:
         self._schedule.on_save_started(stall_s)
 
     def save_result(self, left_s: Callable[[], float]) -> None:
-        """Save the state of the last step, and wait, also for space on a full disk (collective)."""
+        """Save the state of the last step, and wait, also for space on a full disk."""
         disk_wait: DiskSpaceWait | None = None
         while True:
             self.wait()
@@ -340,7 +339,7 @@ _TRY_INTERVAL_S = 60.0
 
 
 class DiskSpaceWait:
-    """Wait for disk space to save the last state, whose steps would be trained again (collective)."""
+    """Wait for disk space to save the last state, whose steps would be trained again; collective."""
 
     def __init__(self, components: Components, folder: Path, state_bytes: int) -> None:
         self._parts, self._context, self._folder = components, components.context, folder

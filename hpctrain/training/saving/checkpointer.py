@@ -1,4 +1,4 @@
-"""Checkpoints for your own training loop."""
+"""Save and load checkpoints in your own training loop."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Checkpointer:
     """Checkpoints for your own loop, with all passed objects and the random state of each rank.
 
     A checkpoint is written by all ranks and committed by a rename, so that a kill never leaves an incomplete
-    checkpoint. All ranks must call every method. Without a run folder, nothing is saved or loaded.
+    checkpoint. All methods are collective. Without a run folder, nothing is saved or loaded.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Saving during training, resuming from a checkpoint, and exiting after a stop signal."""
+"""Save during training, resume from a checkpoint, and exit after a stop signal."""
 
 from __future__ import annotations
 
@@ -42,10 +42,9 @@ from hpctrain.training.saving.unsaved_objects import UnsavedNumbers
 
 
 class TrainingCheckpoints:
-    """Checkpoints of a training run; a save in flight is completed on exit, but aborted after an error."""
+    """Checkpoints of a training run (collective). Exit completes a save in flight; an error aborts it."""
 
     def __init__(self, components: Components, environ: Mapping[str, str]) -> None:
-        """Collective."""
         run, history = components.log.run, None
         excluded_steps, was_out_of_memory = list[int](), False
         if run is not None:
@@ -61,7 +60,7 @@ class TrainingCheckpoints:
             components.state.loss_guard.excluded_steps.update(excluded_steps)
         self._parts, self._state, self._settings = components, components.state, components.settings
         self._context, self._log, self._progress = components.context, components.log, components.progress
-        self._deadline = StopDeadline(environ, components.stop)
+        self._grace_s = read_stop_grace(environ)
         self._verification = VerificationSteps.from_env(environ)
         checkpoint_every = components.settings.checkpoint_every
         self._schedule = CheckpointSchedule(
@@ -107,7 +106,7 @@ class TrainingCheckpoints:
         self._log.flush()
 
     def save_requested(self) -> bool:
-        """Record completed saves; return true if this rank requests a checkpoint soon (collective)."""
+        """Record completed saves; return true if this rank requests a checkpoint soon."""
         if self._manager is None:
             return False
         if not self._prepared:  # optimizers have a state only after the first step
@@ -126,7 +125,7 @@ class TrainingCheckpoints:
         return state.finished or scored or self._schedule.is_due_by_step(state.step)
 
     def save(self) -> None:
-        """Save the state after this step; only a failure after the last step is an error (collective)."""
+        """Save the state after this step; only a failure after the last step is an error."""
         if self._manager is None:
             return
         if self._state.finished:
@@ -148,10 +147,10 @@ class TrainingCheckpoints:
         """Return the seconds until a save must begin in order to complete before this rank is killed."""
         for_requeue = self._log.is_asked_to_requeue()
         write_s = None if self._manager is None else self._manager.write_s
-        return self._deadline.left_s(for_requeue=for_requeue) - longest_save_s(write_s or 0.0)
+        left_s = seconds_until_kill(self._parts.stop, self._grace_s, for_requeue=for_requeue)
+        return left_s - longest_save_s(write_s or 0.0)
 
     def resume(self) -> None:
-        """Collective."""
         if self._manager is None:
             return
         split_tree(self._state.tree(), "state")  # rejects values that a checkpoint cannot store
@@ -184,7 +183,7 @@ class TrainingCheckpoints:
         self._progress.print_message(f"resumed after step {loaded.step} from {loaded.path}")
 
     def finish_pending(self) -> str | None:
-        """Wait for the save in flight; return the path of the newest finite checkpoint (collective)."""
+        """Wait for the save in flight; return the path of the newest finite checkpoint."""
         if self._manager is None:
             return None
         self._manager.wait()
@@ -194,12 +193,12 @@ class TrainingCheckpoints:
         return path
 
     def add_score(self) -> None:
-        """Add the score of the resumed state if it was validated after the resume (collective)."""
+        """Add the score of the resumed state if it was validated after the resume."""
         if self._manager is not None:
             self._manager.add_score()
 
     def save_and_exit(self) -> NoReturn:
-        """Save as much as the deadline allows, and exit after a stop signal (collective)."""
+        """Save as much as the deadline allows, and exit after a stop signal."""
         # Slurm decides which ranks receive a signal; this rank may not receive it.
         gathered = self._context.all_gather(self._parts.stop.signal_name)
         step, signal_name = self._state.step, next(filter(None, gathered), None)
@@ -220,7 +219,9 @@ class TrainingCheckpoints:
         """Save within the deadline; on rank 0, return True if this step's state is in the run folder."""
         manager.collect_finished()
         for_requeue = self._context.broadcast_from_main(self._log.is_asked_to_requeue())
-        left_s = self._context.all_reduce_min(self._deadline.left_s(for_requeue=for_requeue))
+        left_s = self._context.all_reduce_min(
+            seconds_until_kill(self._parts.stop, self._grace_s, for_requeue=for_requeue)
+        )
         ends_at = time.monotonic() + min(left_s, MAX_SAVE_S)
         write_s = manager.write_s
         plan = FinalSavePlan(
@@ -256,7 +257,7 @@ class TrainingCheckpoints:
 
 
 def refuse_restart_from_zero(context: DistributedContext, folder: Path, broken: list[str]) -> None:
-    """Raise an error if all checkpoints are damaged, instead of starting again from step 0 (collective)."""
+    """Collective. Raise an error if all checkpoints are damaged, instead of starting again from step 0."""
     aside = context.broadcast_from_main(
         sorted(map(str, folder.glob("step-*.broken-*"))) if context.ranks.is_main else []
     )
@@ -304,17 +305,12 @@ def _node_mtbf_s(environ: Mapping[str, str]) -> float:
     return seconds
 
 
-class StopDeadline:
-    def __init__(self, environ: Mapping[str, str], stop: StopFlag) -> None:
-        self._stop = stop
-        self._seconds = read_stop_grace(environ)
-
-    def left_s(self, *, for_requeue: bool = False) -> float:
-        """Return the seconds until this rank is killed; infinite if unknown, or without a stop signal."""
-        if self._stop.signal_name is None:
-            return math.inf
-        name = REQUEUE_GRACE_KEY if for_requeue else self._stop.signal_name
-        return self._stop.received_at + self._seconds.get(name, math.inf) - time.monotonic()
+def seconds_until_kill(stop: StopFlag, grace_s: Mapping[str, float], *, for_requeue: bool = False) -> float:
+    """Return the seconds until this rank is killed; infinite if unknown, or without a stop signal."""
+    if stop.signal_name is None:
+        return math.inf
+    name = REQUEUE_GRACE_KEY if for_requeue else stop.signal_name
+    return stop.received_at + grace_s.get(name, math.inf) - time.monotonic()
 
 
 class FinalSavePlan(Enum):

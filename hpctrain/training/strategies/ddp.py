@@ -59,10 +59,6 @@ class DataParallelBase(Strategy):
                 sizes, size = [*sizes, size], 0
         return [*sizes, size] if size else sizes
 
-    def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
-        """Return what `training_step_end` receives for an output, and the number of samples for the loss."""
-        return output, num_samples
-
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         if self._forward is None:
             return self._run_module(batch, batch_idx, num_samples, self.optimizer_idx)
@@ -76,9 +72,8 @@ class DataParallelBase(Strategy):
     def _run_module(
         self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]
     ) -> tuple[Any, float]:
-        module = self.module
-        output, num_counted = self.join(module.training_step(batch, batch_idx, *turn), num_samples)
-        return module.training_step_end(output), num_counted
+        output = self.module.training_step(batch, batch_idx, *turn)
+        return self.module.training_step_end(output), num_samples
 
     def accumulating(self) -> AbstractContextManager[None]:
         if isinstance(self._forward, DistributedDataParallel):

@@ -165,9 +165,17 @@ class DDP2(DataParallelBase):
     gathers_samples = uses_all_devices = True
 
     def __init__(self, module: Module, context: DistributedContext, settings: TrainerConfig) -> None:
-        self._node = NodeGather(context) if context.is_distributed else None
+        nodes: list[int] = context.all_gather(context.ranks.node_rank) if context.is_distributed else []
+        for node in sorted(set(nodes)):
+            members = [rank for rank, rank_node in enumerate(nodes) if rank_node == node]
+            group = dist.new_group(members)
+            control = dist.new_group(members, backend="gloo") if context.device.type == "cuda" else group
+            if node == context.ranks.node_rank:
+                #: Ranks on the node of this rank, ascending.
+                self._members, self._group, self._control = members, group, control
+                self._index = members.index(context.ranks.rank)
         # With elastic determinism, each grain is such a batch, and a single rank computes it.
-        gathers = self._node is not None and not settings.elastic_determinism
+        gathers = context.is_distributed and not settings.elastic_determinism
         steps = ("training_step", "validation_step", "test_step")
         self._gathering = [step for step in steps if gathers and has_step_end(module, step)]
         super().__init__(module, context, settings)
@@ -180,54 +188,32 @@ class DDP2(DataParallelBase):
     def counts_tokens(self) -> bool:
         return "training_step" not in self._gathering
 
-    def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
-        # Without `training_step_end`, the loss is computed per rank, so nothing is gathered.
-        return self._gather("training_step", output, num_samples)
-
     def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         output = getattr(self.module, method)(batch, batch_idx)
         output, num_counted = self._gather(method, output, num_samples)
         return self.end_evaluation_step(method, output), num_counted
-
-    def _gather(self, step: str, output: Any, num_samples: int) -> tuple[Any, float]:
-        if step not in self._gathering:
-            return output, num_samples
-        assert self._node is not None
-        if len(self._node.members) == 1 and len(self.context.devices) > 1:
-            return output, num_samples
-        return self._node.gather(output, num_samples)
 
     def _run_module(
         self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]
     ) -> tuple[Any, float]:
         devices, arguments = self.context.devices, (batch_idx, *turn)
         if len(devices) == 1 or self.settings.elastic_determinism:
-            return super()._run_module(batch, batch_idx, num_samples, turn)
-        output = run_on_devices(self.module, "training_step", batch, arguments, num_samples, devices)
-        joined, num_counted = self.join(output, num_samples)
-        return self.module.training_step_end(joined), num_counted
+            output = self.module.training_step(batch, *arguments)
+        else:
+            output = run_on_devices(self.module, "training_step", batch, arguments, num_samples, devices)
+        output, num_counted = self._gather("training_step", output, num_samples)
+        return self.module.training_step_end(output), num_counted
 
-
-class NodeGather:
-    """Ranks on the node of this rank, ascending, and their process groups."""
-
-    def __init__(self, context: DistributedContext) -> None:
-        nodes: list[int] = context.all_gather(context.ranks.node_rank)
-        for node in sorted(set(nodes)):
-            members = [rank for rank, rank_node in enumerate(nodes) if rank_node == node]
-            group = dist.new_group(members)
-            control = dist.new_group(members, backend="gloo") if context.device.type == "cuda" else group
-            if node == context.ranks.node_rank:
-                self.members, self._group, self._control = members, group, control
-        self._index = self.members.index(context.ranks.rank)
-
-    def gather(self, output: Any, num_samples: int) -> tuple[Any, float]:
+    def _gather(self, step: str, output: Any, num_samples: int) -> tuple[Any, float]:
         """Return the outputs of the node's ranks as one batch, and this rank's weight.
 
         Tensors are joined along dimension 0, in the order of ranks; a scalar becomes a vector with one
         element per rank. The backward pass sums the gradients of each sample over the ranks. With 0 samples,
         `output` contains a spare sample, which is excluded unless no rank has samples.
         """
+        # Without `training_step_end`, the loss is computed per rank, so nothing is gathered.
+        if step not in self._gathering or (len(self._members) == 1 and len(self.context.devices) > 1):
+            return output, num_samples
         leaves, structure = pytree.tree_flatten(output)
         indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         are_scalars = [leaves[index].ndim == 0 for index in indices]
@@ -257,13 +243,13 @@ class NodeGather:
     def _agree(self, num_samples: int, shape: str) -> list[int]:
         digest = hashlib.blake2b(shape.encode(), digest_size=7).digest()
         message = torch.tensor([num_samples, int.from_bytes(digest, "little")])
-        gathered = [torch.empty_like(message) for _ in self.members]
+        gathered = [torch.empty_like(message) for _ in self._members]
         dist.all_gather(gathered, message, self._control)
         if len({int(digest) for _, digest in gathered}) > 1 or "not a multiple" in shape:
             shapes = messages.gather(self._control, (num_samples, shape))
             lines = [
                 f"rank {rank}, {pluralize(count, 'sample')}: {shape}"
-                for rank, (count, shape) in zip(self.members, shapes, strict=True)
+                for rank, (count, shape) in zip(self._members, shapes, strict=True)
             ]
             raise UserError(
                 "training_step returned outputs that cannot be concatenated across the ranks of the "

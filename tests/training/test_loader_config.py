@@ -142,7 +142,7 @@ def start_rank(code: str) -> subprocess.Popen:
     code = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_loader_workers import Numbers, batches
+from test_loader_config import Numbers, batches
 loaded = batches(Numbers(lambda: time.sleep(300), at=39))
 {code}
 """
