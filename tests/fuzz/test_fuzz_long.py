@@ -75,8 +75,8 @@ EXEMPT = {
         training.loop.spawn._read_result
     """,
     "set by hpctrain itself for its own processes": """
-        training.saving.checkpoint_manager.VerificationSteps.from_env
-        training.saving.checkpoint_manager._parse
+        training.saving.checkpoint_schedule.VerificationSteps.from_env
+        training.saving.checkpoint_schedule._parse
     """,
     "words of the command line, or of the user's own command": """
         cli.common.DefaultGroup.parse_args cli.common.parse_pairs cli.main._LazyGroup.parse_args

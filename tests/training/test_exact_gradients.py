@@ -98,12 +98,6 @@ def test_other_ranks_and_workers_resume_with_equal_samples_and_parameters(tmp_pa
     assert learning_rates(tmp_path / "parts") == learning_rates(tmp_path / "whole")
 
 
-def test_stream_without_state_reports_repeated_samples_on_resume(tmp_path):
-    train(tmp_path, 3, 5, "data=no-state", ranks=2)
-    printed = run_forked(SCRIPT, ["6", "5", "data=no-state"], variables(tmp_path), ranks=3)
-    assert "Epoch 0 starts over and repeats 15 samples." in printed
-
-
 def test_float16_scale_is_resumed(tmp_path):
     args = ('precision="16-mixed"', "overflow_at=0")
     uninterrupted = train(tmp_path / "whole", 8, 6, *args)

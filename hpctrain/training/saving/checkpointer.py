@@ -32,8 +32,8 @@ from hpctrain.training.base import rng
 from hpctrain.training.observe.environment_info import collect_platform, hash_code
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
-from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S, VerificationSteps
-from hpctrain.training.saving.training_checkpoints import is_trained, refuse_restart_from_zero
+from hpctrain.training.saving.checkpoint_schedule import VerificationSteps
+from hpctrain.training.saving.training_checkpoints import MAX_SAVE_S, is_trained, refuse_restart_from_zero
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.base import broadcast_tensors
 from hpctrain.training.strategies.ddp import regroup_buckets

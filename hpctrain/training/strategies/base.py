@@ -13,7 +13,7 @@ from torch import nn
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.algorithms import Algorithm
+from hpctrain.training.algorithms.base import Algorithm, assign_flat
 from hpctrain.training.base.tensors import group_by_type, local_part
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module
@@ -193,6 +193,15 @@ class Strategy:
         return None
 
 
+def refuse_micro_batch_search(settings: TrainerConfig) -> None:
+    if settings.micro_batch_size == "auto":
+        raise UserError(
+            f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for each "
+            "other in every pass. The search for a micro-batch size could deadlock if a rank runs out of "
+            "memory. Set micro_batch_size to a number."
+        )
+
+
 def joint_norm(
     parameters: Iterable[torch.Tensor], is_split: Callable[[torch.Tensor], bool], device: torch.device
 ) -> torch.Tensor:
@@ -215,6 +224,4 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
         for group in group_by_type(tensors):
             message = torch.cat([tensor.reshape(-1) for tensor in group])
             dist.broadcast(message, src=0)
-            pieces = torch.split(message, [tensor.numel() for tensor in group])
-            for tensor, values in zip(group, pieces, strict=True):
-                tensor.copy_(values.view_as(tensor))
+            assign_flat(message, group)

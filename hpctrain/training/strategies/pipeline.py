@@ -28,7 +28,7 @@ from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optim.micro_batch_size import preserve_state
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-from hpctrain.training.strategies.base import Strategy, joint_norm
+from hpctrain.training.strategies.base import Strategy, joint_norm, refuse_micro_batch_search
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: Default number of micro-batches per stage: more micro-batches reduce the idle time of stages.
@@ -81,12 +81,7 @@ class Pipeline(Strategy):
                 "precision='16-mixed' does not work with strategy='pipeline': the pipeline schedule "
                 "starts the backward pass before the loss can be scaled. Use 'bf16-mixed'."
             )
-        if settings.micro_batch_size == "auto":
-            raise UserError(
-                "micro_batch_size is 'auto', but with strategy 'pipeline' the ranks wait for each other "
-                "in every pass. The search for a micro-batch size could deadlock if a rank runs out of "
-                "memory. Set micro_batch_size to a number."
-            )
+        refuse_micro_batch_search(settings)
 
     @classmethod
     def data_rank(cls, _ranks: Ranks) -> DataRank:

@@ -22,7 +22,12 @@ from hpctrain.torch_compat import FSDP_ATTRIBUTES, all_gather_single, fsdp_state
 from hpctrain.training.base.tensors import group_by_type, is_sharded
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-from hpctrain.training.strategies.base import Strategy, broadcast_tensors, joint_norm
+from hpctrain.training.strategies.base import (
+    Strategy,
+    broadcast_tensors,
+    joint_norm,
+    refuse_micro_batch_search,
+)
 from hpctrain.training.strategies.ddp import DataParallelBase
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -81,12 +86,7 @@ class FullyShardedBase(Strategy):
 
     @classmethod
     def check(cls, settings: TrainerConfig) -> None:
-        if settings.micro_batch_size == "auto":
-            raise UserError(
-                f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for "
-                "each other in every forward pass. The search for a micro-batch size could deadlock if a "
-                "rank runs out of memory. Set micro_batch_size to a number."
-            )
+        refuse_micro_batch_search(settings)
 
     def place(self) -> None:
         """Shard the module block by block, so that no device requires memory for the complete module."""
