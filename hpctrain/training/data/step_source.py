@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -39,7 +39,7 @@ class StepData(NamedTuple):
     micro_batches: Iterable[MicroBatch]
 
 
-class StepSource:
+class StepSource(Protocol):
     """Source of steps; all methods are collective."""
 
     micro_batch_size: int | None = None
@@ -48,50 +48,39 @@ class StepSource:
     """Last step of training; None if this step depends on the length of the data."""
     steps_per_epoch: int | None = None
     """Number of steps of an epoch; None if it is unknown."""
-    exchanges_ends = False
+    exchanges_ends: bool = False
     """True if the ranks must exchange `local_ends` after every step."""
     loading: LoaderConfig
     remarks: Sequence[str] = ()
 
-    def identity(self) -> dict[str, Any]:
-        raise NotImplementedError
-
+    def identity(self) -> dict[str, Any]: ...
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded step: plain values and tensors, equal on all ranks."""
-        raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Restore the result of `state_dict`; return messages on state that cannot be restored."""
-        raise NotImplementedError
 
-    def begin(self, after: int) -> None:
-        raise NotImplementedError
-
-    def steps(self) -> Iterator[StepData]:
-        raise NotImplementedError
-
+    def begin(self, after: int) -> None: ...
+    def steps(self) -> Iterator[StepData]: ...
     def close(self) -> None: ...
-
     def trial_batches(self) -> tuple[int, Any]:
         """Return the maximum samples of a rank per step, and a function that creates a batch of n samples."""
-        raise NotImplementedError
 
     def local_ends(self) -> float:
         """Return a number to sum over the ranks, together with the result of the last yielded step."""
         return 0.0
 
-    def receive_ends(self, total: float) -> None:
+    def receive_ends(self, total: float) -> None:  # noqa: ARG002
         """Receive the sum of all ranks' `local_ends`, at most one step later."""
+        return  # Otherwise, the method would be abstract.
 
     @property
     def at_epoch_end(self) -> bool:
         """Return true if the last yielded step is the last of its epoch; valid after `receive_ends`."""
-        raise NotImplementedError
 
     @property
     def finished(self) -> bool:
         """Return true if the last yielded step is the last of training; valid after `receive_ends`."""
-        raise NotImplementedError
 
 
 class MapStepSource(StepSource):
