@@ -45,11 +45,10 @@ class RankCoordinator:
         self.lost_reason: str | None = None
         """Reason for the loss of communication; None while the ranks can communicate."""
         self._members = [0] if group is None else dist.get_process_group_ranks(group)
-        self._group = (
-            None
-            if group is None
-            else dist.new_group(self._members, timeout=timedelta(seconds=limit_s), backend="gloo")
-        )
+        self._group: dist.ProcessGroup | None = None
+        if group is not None:
+            limit = timedelta(seconds=limit_s)
+            self._group = dist.new_group(self._members, timeout=limit, backend="gloo")
 
     @property
     def is_main(self) -> bool:
