@@ -202,12 +202,6 @@ def test_gradients_that_share_memory_are_not_changed():
         assert torch.equal(four[name], alone[name]), name
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.long)])
-def test_number_of_ranks_does_not_change_a_bit(undisturbed, tmp_path, world_size):
-    assert_same(results(tmp_path / "run", [(world_size, 12)]), undisturbed)
-
-
 @pytest.mark.parametrize(
     "strategy",
     [*(pytest.param(each, marks=pytest.mark.long) for each in ("zero1", "zero2", "zero3")), "fsdp"],

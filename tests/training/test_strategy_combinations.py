@@ -45,8 +45,8 @@ FEATURES: dict[str, dict] = {
 SLOW = {"data workers", "`compile`"}
 #: Refused combinations. All others work.
 REFUSED = {
-    ("zero2", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
-    ("zero3", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
+    ("zero2", '`micro_batch_size="auto"`'): "ranks wait for each other in every pass",
+    ("zero3", '`micro_batch_size="auto"`'): "ranks wait for each other in every pass",
     ("pipeline", '`micro_batch_size="auto"`'): "ranks wait for each other in every pass",
     ("horovod", "bf16-true"): "cannot send bfloat16",
     ("pipeline", "16-mixed"): "before the loss can be scaled",
