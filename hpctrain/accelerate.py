@@ -37,10 +37,9 @@ _CONFIGURED = "hpctrain-configured.json"
 
 
 class AcceleratorCheckpointer:
-    """Saves everything that an `Accelerator` has prepared to the run folder.
+    """Collective. Saves everything that an `Accelerator` has prepared to the run folder, if there is one.
 
-    A step is one batch of the loader, even if gradients are accumulated. All ranks must call every method.
-    Without a run folder, nothing is saved.
+    A step is one batch of the loader, even if gradients are accumulated.
     """
 
     def __init__(

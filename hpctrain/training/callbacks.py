@@ -86,7 +86,8 @@ class EarlyStopping(Callback):
         if self.metric not in metrics:
             raise self.missing_metric_error(metrics.keys())
         value = metrics[self.metric]
-        if self._is_better(value):
+        sign = 1 if self.mode == "min" else -1
+        if not math.isnan(value) and (self.best is None or sign * (self.best - value) > self.min_delta):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
@@ -103,14 +104,6 @@ class EarlyStopping(Callback):
             f"EarlyStopping monitors {self.metric!r}, but validation returned only these metrics: "
             f"{', '.join(sorted(names))}."
         )
-
-    def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        if self.best is None:
-            return True
-        gain = self.best - value if self.mode == "min" else value - self.best
-        return gain > self.min_delta
 
     def _end_if_due(self, trainer: Any) -> None:
         if self.waited >= self.patience:
@@ -153,24 +146,12 @@ class CallbackList:
         ending: str | None = self._trainer.ending
         return ending
 
-    def fit_start(self, step: int) -> None:
-        self._call("on_fit_start", step)
-
-    def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call("on_step_end", step, metrics)
-
-    def validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._callbacks:
-            self._trainer.metrics = dict(metrics)
-        self._call("on_validation_end", step, metrics)
-
-    def fit_end(self) -> None:
-        for callback in self._callbacks:
-            callback.on_fit_end(self._trainer, self._module)
-
-    def _call(self, method: str, step: int, *arguments: Any) -> None:
+    def call(self, method: str, step: int, *arguments: Any) -> None:
+        """Call a method of all callbacks after `step`, with the trainer, the module and `arguments`."""
         if self._callbacks:
             self._trainer.step = step
+            if method == "on_validation_end":
+                self._trainer.metrics = dict(*arguments)
         for callback in self._callbacks:
             getattr(callback, method)(self._trainer, self._module, *arguments)
 

@@ -56,7 +56,7 @@ _REMEDIES = {
 def canonical_settings(
     call: Mapping[str, object], names: list[str]
 ) -> tuple[dict[str, object], dict[str, str]]:
-    """Return the settings under hpctrain's names, and for each its name and value in the user's call."""
+    """Return the settings under hpctrain's names, and the name and value of each in the user's call."""
     settings: dict[str, object] = {}
     origins: dict[str, str] = {}
     for name, value in call.items():
@@ -114,8 +114,7 @@ def _translate(name: str, value: Any, call: Mapping[str, object], names: list[st
             f"strategy is a {type(value).__name__} of Lightning. Pass the name of a strategy, such as 'ddp', "
             "and its arguments as settings of the Trainer."
         )
-    settings: Mapping[str, Any] = getattr(value, "trainer_settings", {})  # of a `BaguaStrategy`
-    return settings or {name: value}
+    return getattr(value, "trainer_settings", None) or {name: value}  # of a `BaguaStrategy`
 
 
 def _select(gpus: Any, call: Mapping[str, object]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,9 +74,7 @@ class TrainingState:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "configured": self._configured,
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
-            "algorithm": {} if self.algorithm is None else self.algorithm.state_dict(),
+            **{name: None if part is None else part.state_dict() for name, part in self._parts()},
             "determinism": None if self.determinism is None else self.determinism.state_dict(),
             "loss_guard": self.loss_guard.state_dict(),
             "user": user,
@@ -89,16 +87,16 @@ class TrainingState:
             "latest": self.latest,
         }
 
+    def _parts(self) -> Iterator[tuple[str, Stateful | None]]:
+        yield from (("scaler", self.scaler), ("callbacks", self.callbacks), ("algorithm", self.algorithm))
+
     def _gradients(self) -> dict[str, torch.Tensor]:
         named = self.module.named_parameters()
         return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
     def template(self) -> dict[str, Any]:
         """Return `tree` with parameters in place of the optimizer state, which has the same sharding."""
-        return {
-            **self.tree(),
-            "optimizers": [optimizer_parameters(optimizer) for optimizer in self.optimizers],
-        }
+        return {**self.tree(), "optimizers": [*map(optimizer_parameters, self.optimizers)]}
 
     def load(self, loaded: LoadedCheckpoint) -> None:
         tree = {**loaded.state}
@@ -128,12 +126,9 @@ class TrainingState:
         for name, parameter in self.module.named_parameters():
             if (gradient := tree.get("gradients", {}).get(name)) is not None:
                 parameter.grad = gradient.detach().clone().to(parameter.device)
-        if self.scaler is not None and tree["scaler"] is not None:
-            self.scaler.load_state_dict(tree["scaler"])
-        if self.callbacks is not None:
-            self.callbacks.load_state_dict(tree.get("callbacks", {}))
-        if self.algorithm is not None:
-            self.algorithm.load_state_dict(tree.get("algorithm", {}))
+        for name, part in self._parts():
+            if part is not None and (state := tree.get(name)) is not None:
+                part.load_state_dict(state)
         messages = self._load_determinism(tree.get("determinism"))
         self.loss_guard.load_state_dict(tree.get("loss_guard", {}))
         if tree["user"]:
@@ -147,9 +142,9 @@ class TrainingState:
         self.remarks = messages
         self.step = loaded.step
         # A state that was not verified before is the beginning of the verified steps.
-        known_good = self.step if loaded.verified_step is None else loaded.verified_step
-        self.compared_step = None if self.compared_step is None else known_good
-        self.witnessed_step = None if self.witnessed_step is None else known_good
+        verified_step = self.step if loaded.verified_step is None else loaded.verified_step
+        self.compared_step = None if self.compared_step is None else verified_step
+        self.witnessed_step = None if self.witnessed_step is None else verified_step
         self.validated_step = tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from helpers import SCRIPTS
 from helpers.fork_server import run_forked
 from test_trainer import losses, variables
 from torch import nn
-from torch.utils.data import Dataset
 from train_regression import Gan, Noisy, Regression, Tokens, samples
 
 import hpctrain
@@ -24,7 +22,6 @@ from hpctrain.rundir import RunDir
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.loop.train_step import lr_factor
-from hpctrain.training.observe import environment_info
 from hpctrain.training.optim.optimizer_setup import only_trainable
 from hpctrain.training.optim.step_transforms import activation_checkpointing
 from hpctrain.training.trainer_config import TrainerConfig
@@ -410,27 +407,3 @@ def test_learning_rate_factors():
     assert factors((1, 2, 3, 9), lr_reference_batch_size=16, warmup_steps=3) == [2.0, 3.0, 4.0, 4.0]
     assert factors((1, 2, 4), warmup_steps=4) == [0.25, 0.5, 1.0]
     assert factors((1,), lr_reference_batch_size=16, lr_scaling="sqrt") == [2.0]
-
-
-def test_hint_about_slow_data_appears_once_during_training(monkeypatch, capsys):
-    assert environment_info._SEEN_S <= 10
-    assert "so try num_workers=4." in (environment_info.warn_too_few_workers(4.0, 10.0, 2, 8) or "")
-
-    class SlowData(Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            time.sleep(0.01)
-            return tuple(column[index] for column in samples())
-
-    class Printed(hpctrain.Callback):
-        def on_step_end(self, trainer, module, metrics):
-            output.append(capsys.readouterr().out)
-
-    output: list[str] = []
-    monkeypatch.setattr("hpctrain.training.observe.environment_info._SEEN_S", 0.05)
-    trainer = hpctrain.Trainer(max_steps=8, global_batch_size=4, callbacks=[Printed()])
-    trainer.fit(Regression(), SlowData())
-    assert "s waiting for data with num_workers=0" in "".join(output[:7])
-    assert "".join(output).count("waiting for data") == 1

@@ -1,4 +1,4 @@
-"""Selection of devices by `Trainer(devices=…)` without a launcher."""
+"""Select devices by `Trainer(devices=…)` without a launcher."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FORMS = (
 
 def parse_devices(devices: Devices) -> int | list[int] | None:
     """Return the number of devices (-1: all), their indices, or None for all free devices."""
-    request: int | list[int] | None = None
+    request: int | list[int] = 0
     match devices:
         case "auto":
             return None
@@ -42,8 +42,8 @@ def parse_devices(devices: Devices) -> int | list[int] | None:
         case int():
             request = devices
         case Sequence() if all(type(index) is int and index >= 0 for index in devices):
-            request = [int(index) for index in devices]
-    if request is None or request in (0, []) or (isinstance(request, int) and request < -1):
+            request = [*devices]
+    if request in (0, []) or (isinstance(request, int) and request < -1):
         raise UserError(f"devices is {devices!r}, but must be {_FORMS}.")
     if isinstance(request, list) and len(set(request)) < len(request):
         raise UserError(
@@ -97,14 +97,12 @@ def find_devices(devices: Devices, environ: Mapping[str, str], *, use_gpus: bool
     busy: list[int] = []
     if num_gpus:
         with GpuReader(visible_devices(environ)) as reader:
-            busy = [index for index, pids in enumerate(reader.pids) if _others(index, pids)]
+            for index, pids in enumerate(reader.pids):
+                # In a container, the driver reports pids of the host, which differ from those inside.
+                is_own = os.getpid() in pids or torch.cuda.memory_reserved(index) > 0
+                if len(pids) > is_own:
+                    busy.append(index)
     return choose_devices(devices, num_gpus, busy)
-
-
-def _others(index: int, pids: Collection[int]) -> int:
-    # In a container, the driver reports pids of the host, which differ from those in the container.
-    is_own = os.getpid() in pids or torch.cuda.memory_reserved(index) > 0
-    return len(pids) - is_own if pids else 0
 
 
 def has_launcher(ranks: Ranks) -> bool:

@@ -1,4 +1,4 @@
-"""Random state: seeding, capture into tensors for a checkpoint, and restore."""
+"""Seed the random generators, capture their state into tensors for a checkpoint, and restore it."""
 
 from __future__ import annotations
 

@@ -16,9 +16,14 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base.metric_accumulator import exact_sum
-from hpctrain.training.base.precision import cast_batch, cast_module, forward_context
 from hpctrain.training.base.rng import derive_seed, seed_all, seeded_rng
-from hpctrain.training.base.tensors import align_tensors, map_tensors
+from hpctrain.training.base.tensors import (
+    align_tensors,
+    cast_batch,
+    cast_module,
+    forward_context,
+    map_tensors,
+)
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_validation_set
@@ -110,16 +115,14 @@ def run_validation(
     context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
-    run = find_run(strategy.module)
+    run, kind = find_run(strategy.module), method.removesuffix("_step")
     with eval_mode(strategy.module), torch.no_grad(), closing(data.batches()) as all_batches:
         if run is not None:
-            run.begin_evaluation(method, is_sanity=num_batches is not None)
+            run.begin_evaluation(kind, is_sanity=num_batches is not None)
         limited = islice(all_batches, num_batches)
         batches = loop.iterate(_pad_to_longest(limited, context) if strategy.in_lockstep else limited)
         start = data.first_batch() if strategy.settings.elastic_determinism else None
         for output, logged, num_samples, num_held in _evaluate_batches(strategy, method, batches, start):
-            if run is not None and run.has_hooks:
-                output = {}  # only logged values are metrics
             if num_samples:
                 output = {} if output is None and logged else output
                 means.add(as_scalars(output, lone_name, means.origin), num_samples, logged, num_held)
@@ -127,7 +130,7 @@ def run_validation(
         if loop.interrupted:
             return None
         results = means.over_ranks()
-        return results if run is None else run.end_evaluation(method, results, means.count)
+        return results if run is None else run.end_evaluation(kind, results, means.count)
 
 
 def _evaluate_batches(
@@ -316,7 +319,7 @@ class Validator:
         state.validation, state.validated_step = results, state.step
         state.latest = {**state.latest, **state.validation}
         shared.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
-        shared.callbacks.validation_end(state.step, state.validation)
+        shared.callbacks.call("on_validation_end", state.step, state.validation)
         shared.end_if_requested()
         return True
 

@@ -12,14 +12,15 @@ from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator, exact_sum
 from hpctrain.training.base.tensors import align_tensors
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.data.step_source import MapStepSource, MicroBatch, StepData
+from hpctrain.training.data.step_source import MapStepSource, MicroBatch, StepData, StepSource
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.determinism.fixed_point import exact_norm
 from hpctrain.training.determinism.gradient_sum import GradientSum
-from hpctrain.training.determinism.witness import Witness, hash_gradients
+from hpctrain.training.determinism.witness import Witness, hash_gradients, witness_distance
 from hpctrain.training.loop.train_step import TokenCounter, TrainStep
 from hpctrain.training.module import has_step_end, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
+from hpctrain.training.replica_check import own_suspect
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
@@ -38,10 +39,10 @@ class GrainTrainStep(TrainStep):
         determinism: ElasticDeterminism,
         strategy: Strategy,
         optimization: OptimizerSetup,
-        settings: TrainerConfig,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        super().__init__(strategy, optimization, settings, scaler)
+        super().__init__(strategy, optimization, scaler)
+        settings = strategy.settings
         _check(strategy, settings, optimization)
         assert settings.grain_size is not None
         self._grain_size, self._seed = settings.grain_size, settings.seed
@@ -52,9 +53,18 @@ class GrainTrainStep(TrainStep):
         )
         self._witness: Witness | None = None
 
-    def add_witness(self, witness: Witness, source: MapStepSource, state: TrainingState) -> None:
+    def add_witness(self, every: int, source: StepSource, state: TrainingState) -> None:
         """Compare gradients with those of other ranks every few steps, and record this in `state`."""
-        self._witness, self._source, self._state = witness, source, state
+        assert isinstance(source, MapStepSource)
+        if source.loading.num_workers and source.loading.worker_init_fn is not None:
+            raise UserError(
+                "witness_every recomputes grains in the main process, without the DataLoader's "
+                "worker_init_fn. Remove witness_every or worker_init_fn, or set num_workers=0."
+            )
+        context = self._context
+        devices = own_suspect(context), witness_distance(context)
+        self._witness = Witness(context, every, self._grain_size, self._seed, *devices)
+        self._source, self._state = source, state
         if state.witnessed_step is None:
             state.witnessed_step = 0
 

@@ -262,7 +262,7 @@ class StepExchange:
                 cause = self._describe(result.step, cause, self._loss_of_rank(result.step))
                 raise BadStep(result.step, cause)
             if SKIPPED_FIELD not in result.scalars:
-                self._shared.callbacks.step_end(result.step, result.scalars)
+                self._shared.callbacks.call("on_step_end", result.step, result.scalars)
 
     def _loss_of_rank(self, step: int) -> float:
         for record in self._sent:

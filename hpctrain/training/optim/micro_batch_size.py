@@ -17,9 +17,13 @@ from hpctrain.training.base import rng
 
 def largest_that_fits(share: int, can_train: Callable[[int], bool]) -> int:
     """Return the largest size that fits, among those of `share` divided into 1, 2, 3 … equal parts."""
+
+    def size(num_parts: int) -> int:
+        return -(-share // num_parts)
+
     too_few, num_parts = 0, 1
-    while not can_train(_part(share, num_parts)):
-        if _part(share, num_parts) == 1:
+    while not can_train(size(num_parts)):
+        if size(num_parts) == 1:
             raise UserError(
                 "micro_batch_size is 'auto', but even a training step with one sample does not fit into "
                 "memory. Use a smaller model or smaller inputs."
@@ -27,17 +31,17 @@ def largest_that_fits(share: int, can_train: Callable[[int], bool]) -> int:
         too_few, num_parts = num_parts, min(2 * num_parts, share)
     while num_parts - too_few > 1:
         middle = (too_few + num_parts) // 2
-        if can_train(_part(share, middle)):
+        if can_train(size(middle)):
             num_parts = middle
         else:
             too_few = middle
-    return _part(share, num_parts)
+    return size(num_parts)
 
 
 def find_micro_batch_size(
-    module: nn.Module, context: DistributedContext, share: int, forward_backward: Callable[[int], object]
+    module: nn.Module, context: DistributedContext, share: int, train: Callable[[int], object]
 ) -> int:
-    """Return the largest size that fits on every rank; trials must not wait for other ranks (collective)."""
+    """Collective. Return the largest size that fits on every rank; trials must not wait for other ranks."""
     if context.device.type != "cuda":
         return share
     if context.is_distributed and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
@@ -46,13 +50,16 @@ def find_micro_batch_size(
             "the module. The search for a micro-batch size could deadlock if a rank runs out of memory. "
             "Set micro_batch_size to a number."
         )
+    return largest_that_fits(share, lambda count: fits_on_all_ranks(module, context, count, train))
 
-    def fits(count: int) -> bool:
-        with preserve_state(module):
-            alone = fits_in_memory(module, context.device, lambda: forward_backward(count))
-        return context.all_reduce_min(float(alone)) > 0
 
-    return largest_that_fits(share, fits)
+def fits_on_all_ranks(
+    module: nn.Module, context: DistributedContext, count: int, train: Callable[[int], object]
+) -> bool:
+    """Collective. Return true if passes with `count` samples fit into the memory of every rank."""
+    with preserve_state(module):
+        fits = fits_in_memory(module, context.device, lambda: train(count))
+    return context.all_reduce_min(float(fits)) > 0
 
 
 def fits_in_memory(module: nn.Module, device: torch.device, forward_backward: Callable[[], object]) -> bool:
@@ -110,7 +117,3 @@ def add_oom_hint(error: torch.OutOfMemoryError, setting: Any, num_samples: int) 
         f"hpctrain: This rank processed {pluralize(num_samples, 'sample')} at once "
         f"(micro_batch_size={setting!r}). {remedy}"
     )
-
-
-def _part(share: int, num_parts: int) -> int:
-    return -(-share // num_parts)

@@ -1,4 +1,4 @@
-"""Values of optimizers and schedulers that a resumed run takes from its checkpoint, not from the script."""
+"""Report values of optimizers and schedulers that a resumed run takes from its checkpoint."""
 
 from __future__ import annotations
 
@@ -130,19 +130,17 @@ def check_ends(
         end = _end(scheduler)
         if period is None or end is None or end[1] * period >= last_step:
             continue
-        name, kind = end[0], type(scheduler).__name__
-        script_values = [value for value in ignored if (value.name, value.owner) == (name, kind)]
-        source = "".join(
-            f", the value in the checkpoint; the script sets {value.script_value!r}"
-            for value in script_values
-        )
+        name, kind, source = end[0], type(scheduler).__name__, ""
+        for value in ignored:
+            if (value.name, value.owner) == (name, kind):
+                source = f", the value in the checkpoint; the script sets {value.script_value!r}"
         sentence = (
             f"{kind} ends after step {end[1] * period} ({name}={end[1]}{source}), but training ends after "
             f"step {last_step}."
         )
         if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
             raise UserError(f"{sentence} OneCycleLR refuses further steps. {_REMEDY}")
-        if script_values and can_change:
+        if source and can_change:
             raise UserError(f"{sentence} {_EXTENSION_REMEDY}")
         if end[1] * period * _TOLERANCE < last_step:
             advance = "step" if period == 1 else f"{period} steps"
@@ -165,11 +163,6 @@ def _end(scheduler: Any) -> tuple[str, int] | None:
             return final and (final[0], scheduler._milestones[-1] + final[1])
         case lr_scheduler.ChainedScheduler():
             return min(filter(None, map(_end, scheduler._schedulers)), key=lambda end: end[1], default=None)
-        case lr_scheduler.LambdaLR():  # of Transformers
-            for function in scheduler.lr_lambdas:
-                steps = getattr(function, "keywords", {}).get("num_training_steps")
-                if isinstance(steps, int):
-                    return "num_training_steps", steps
     return None
 
 
