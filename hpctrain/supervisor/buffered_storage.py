@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain import system
-from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.errors import HpctrainError
 from hpctrain.files import IsValid
+from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.rundir import RunDir, RunStorage
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +139,9 @@ class Trainer(TrainerConfig):
                     "fit() received no training data. Pass train_dataset, or define train_dataloader() in "
                     "the module."
                 )
-            loop = build_training_loop(
-                settings=self,
-                module=module,
-                context=context,
-                train_dataset=train_dataset,
-                val_dataset=val_dataset,
-                callbacks=CallbackList([*self.callbacks, *module_run.callbacks], self, module),
-                run=self._find_run(),
-                environ=os.environ,
-                stop=stop,
-            )
+            callbacks = CallbackList([*self.callbacks, *module_run.callbacks], self, module)
+            data, run = (train_dataset, val_dataset), self._find_run()
+            loop = build_training_loop(self, module, context, data, callbacks, run, os.environ, stop)
             training.set_last_step(loop.last_step)
             self.optimizers = list(loop.state.optimizers)
             self.schedulers = [inner_scheduler(scheduler) for scheduler in loop.state.schedulers]
@@ -199,11 +191,9 @@ class Trainer(TrainerConfig):
         # Without a launcher, one device is sufficient; no processes are started.
         context = self._init_distributed(self._selected_devices()[:1])
         with _run_class(module)(self, module, context, datamodule, method) as module_run:
-            evaluation = Evaluation(self, module, context, module_run.find_data(dataset, method), os.environ)
-            try:
+            dataset = module_run.find_data(dataset, method)
+            with closing(Evaluation(self, module, context, dataset, os.environ)) as evaluation:
                 yield evaluation
-            finally:
-                evaluation.finish()
 
     def _selected_devices(self) -> list[int | None]:
         """Return the devices of the user's setting, or those of the launcher if a rank has several."""

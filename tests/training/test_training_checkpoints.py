@@ -14,7 +14,7 @@ import torch
 from helpers.waiting import slowness, wait_for
 
 import hpctrain
-from hpctrain.buffered_writer import BufferedLineWriter
+from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.interval import InterruptionHistory, optimal_interval_s
 from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined

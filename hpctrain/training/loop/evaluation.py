@@ -95,7 +95,7 @@ class Evaluation:
         with self._determinism.deterministic_algorithms(), seeded_rng(self._strategy.settings.seed):
             yield
 
-    def finish(self) -> None:
+    def close(self) -> None:
         self._strategy.finish()
 
 
@@ -108,10 +108,7 @@ def run_validation(
     num_batches: int | None = None,
     stop: StopFlag | None = None,
 ) -> dict[str, float] | None:
-    """Return the means of a module method over all samples of `data`, equal on every rank.
-
-    Returns None if the ranks agreed to stop before the end.
-    """
+    """Collective. Return the means of a method over all samples; None if the ranks agreed to stop."""
     context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
@@ -138,9 +135,8 @@ def _evaluate_batches(
 ) -> Iterator[tuple[Any, dict[str, torch.Tensor], float, int]]:
     """Call a method of the module on each of `batches`, pairs of number of samples and batch.
 
-    With `start`, the number of the first batch among those of all ranks, random numbers depend only on the
-    number of a batch. Yields the output, the logged scalars, the number of samples that the output
-    represents, and the number of this rank's samples.
+    With `start`, the number of the first batch of all ranks, random numbers depend only on the number of a
+    batch. Yields output, logged scalars, the samples that the output represents, and those of this rank.
     """
     device, precision = strategy.context.device, strategy.settings.precision
     origin = f"{type(strategy.module).__name__}.log"
@@ -149,9 +145,7 @@ def _evaluate_batches(
             batch = align_tensors(batch)
             seed_all(derive_seed(strategy.settings.seed, "evaluation", batch_idx))
         # As in Lightning, predictions cannot log.
-        logs: Any = nullcontext({})
-        if method != "predict_step":
-            logs = collect_logged(strategy.module, num_held)
+        logs: Any = nullcontext({}) if method == "predict_step" else collect_logged(strategy.module, num_held)
         with forward_context(precision, device), logs as logged:
             on_device = cast_batch(to_device(batch, device), precision)
             output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
@@ -161,10 +155,9 @@ def _evaluate_batches(
 def _pad_to_longest(
     batches: Iterator[tuple[int, Any]], context: DistributedContext
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number of samples, batch) as many times as the rank with the most batches.
+    """Collective. Yield as many (number of samples, batch) as the rank with the most batches.
 
-    A rank without remaining batches yields its last batch with 0 samples, or the batch of another rank if it
-    never had a batch.
+    A rank without remaining batches yields its last batch, or that of another rank, with 0 samples.
     """
     spare: tuple[int, Any] | None = None
     batch = next(batches, None)
@@ -204,10 +197,7 @@ class _SampleMeans:
         self.count += num_samples
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the means over all ranks' samples.
-
-        The sums are rounded once, so they do not depend on the assignment of batches to ranks.
-        """
+        """Collective. Return the means, whose sums are rounded once, for any assignment of batches."""
         rank_terms = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
         gathered = self._context.all_gather((self.count, rank_terms), "the metrics of the batches")
         # A rank without samples does not have the names.

@@ -1,4 +1,4 @@
-"""Session for a custom training loop: ranks, data order, checkpoints and the coordinated stop."""
+"""Provide ranks, data order, checkpoints and the coordinated stop to a custom training loop."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def session(
     # the ranks cannot agree on a stop yet.
     context = init_distributed(ranks, os.environ)
     with capture_stop_signals(repeats_late=True) as stop:
-        own_loop = Session(context, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
+        custom_loop = Session(context, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
         try:
-            yield own_loop
+            yield custom_loop
         except BaseException as error:
-            own_loop._training.record_exception(error)
+            custom_loop._training.record_exception(error)
             raise
 
 
@@ -104,12 +104,9 @@ class Session:
         self._scalars: MetricAccumulator | None = None
         self._prepared = _PreparedModules()
         self._loop: TrainingLoop | None = None
-        self._training = TrainingMarker(
-            "the loop over batches()", None if run is None else run.path, os.environ
-        )
-        self._part = 1.0
+        self._training = TrainingMarker("the loop over batches()", run and run.path, os.environ)
+        self._part, self._has_backward = 1.0, False
         self._hidden: list[tuple[nn.Parameter, _HiddenGradient]] = []
-        self._has_backward = False
 
     @property
     def is_main(self) -> bool:
@@ -162,9 +159,12 @@ class Session:
             UserError: `prepare` was not called, or the data set is not usable.
         """
         with self._training as training:
-            self._loop = self._make_loop(
-                dataset, global_batch_size=global_batch_size, max_steps=max_steps, max_epochs=max_epochs
-            )
+            length = {
+                "global_batch_size": global_batch_size,
+                "max_steps": max_steps,
+                "max_epochs": max_epochs,
+            }
+            self._loop = self._make_loop(dataset, **length)
             yield from self._batches(training, self._loop)
 
     def end(self, reason: str = "end() was called") -> None:
@@ -231,18 +231,9 @@ class Session:
         if self._is_elastic:
             trained = [p for p in self._prepared.parameters() if p.requires_grad]
             self._hidden = [(p, _HiddenGradient.like(p)) for p in trained]
-        return build_training_loop(
-            settings=settings,
-            module=self._prepared,
-            context=self._context,
-            train_dataset=dataset,
-            val_dataset=None,
-            callbacks=CallbackList((), self, self._prepared),
-            run=self._run,
-            environ=os.environ,
-            stop=self._stop,
-            strategy=_PreparedStrategy,
-        )
+        callbacks, data = CallbackList((), self, self._prepared), (dataset, None)
+        arguments = (settings, self._prepared, self._context, data, callbacks, self._run, os.environ)
+        return build_training_loop(*arguments, self._stop, strategy=_PreparedStrategy)
 
     def _batches(self, training: TrainingMarker, loop: TrainingLoop) -> Iterator[Any]:
         training.set_last_step(loop.last_step)

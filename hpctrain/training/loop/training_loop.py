@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
-from hpctrain.errors import BadLoss, UserError
+from hpctrain.errors import UserError
 from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import MICRO_BATCH_VARIABLE, VERIFY_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
@@ -161,8 +161,9 @@ class TrainingLoop:
             reason = "there is no checkpoint to return to (on_bad_loss='rollback')"
         action = "stop" if reason else "rollback"
         shared.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
+        can_skip = not shared.settings.elastic_determinism
         if reason:
-            raise self._bad_loss(bad, reason, newest)
+            raise bad_loss(bad.cause, reason, newest, guard.policy, can_skip=can_skip)
         shared.progress.print_message(
             f"hpctrain: {bad.cause}, so training returns to {newest} and excludes the batch of this step"
         )
@@ -176,17 +177,13 @@ class TrainingLoop:
                 "train_dataset has no state_dict() or load_state_dict(), so training cannot return to an "
                 "earlier sample (on_bad_loss='rollback')"
             )
-            raise self._bad_loss(bad, reason, newest)
+            raise bad_loss(bad.cause, reason, newest, guard.policy, can_skip=can_skip)
         for message in self.state.remarks:
             self._print_hint(message)
         if shared.replica_check is not None:
             shared.replica_check.reset()
         shared.source.begin(self.state.step)
         self.state.finished = False
-
-    def _bad_loss(self, bad: BadStep, reason: str, newest: str | None) -> BadLoss:
-        can_skip = not self._shared.settings.elastic_determinism
-        return bad_loss(bad.cause, reason, newest, self.state.loss_guard.policy, can_skip=can_skip)
 
     def _check_schedules(self, *, is_advanced: bool) -> None:
         """Refuse or note schedules that end before training, unless a callback has changed them."""
@@ -260,20 +257,19 @@ class TrainingLoop:
 
 
 def build_training_loop(
-    *,
     settings: TrainerConfig,
     module: Module,
     context: DistributedContext,
-    train_dataset: Any,
-    val_dataset: Any,
+    data: tuple[Any, Any],
     callbacks: CallbackList,
     run: RunDir | None,
     environ: Mapping[str, str],
     stop: StopFlag,
     strategy: type[Strategy] | None = None,
 ) -> TrainingLoop:
+    """Collective. Return a loop over the training set in `data`, with validations if there is another set."""
     check_initialized(module)
-    ranks = context.ranks
+    ranks, (train_dataset, val_dataset) = context.ranks, data
     has_grain_size = settings.given.keys() & {"grain_size", "micro_batch_size", "global_batch_size"}
     if settings.elastic_determinism and isinstance(train_dataset, DataLoader) and not has_grain_size:
         raise UserError(

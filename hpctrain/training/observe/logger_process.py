@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from hpctrain.buffered_writer import ReportMessage
+from hpctrain.records.buffered_writer import ReportMessage
 from hpctrain.records.serialization import dumps
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.sidecar import Sidecar

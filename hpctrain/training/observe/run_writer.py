@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from hpctrain.buffered_writer import BufferedLineWriter, ReportMessage
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.files import make_folder
+from hpctrain.records.buffered_writer import BufferedLineWriter, ReportMessage
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
