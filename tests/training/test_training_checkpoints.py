@@ -14,7 +14,6 @@ import torch
 from helpers.waiting import slowness, wait_for
 
 import hpctrain
-from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.interval import InterruptionHistory, optimal_interval_s
 from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
@@ -22,6 +21,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tier.tier_copier import TierCopier
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
+from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
