@@ -142,7 +142,6 @@ class LightningRun(ModuleRun):
         wrong = {
             "strategy": computes_elsewhere and num_devices > 1,
             "compile": trainer.compile is not False,
-            "micro_batch_size": trainer.micro_batch_size == "auto",
             "precision": trainer.precision == "16-mixed" and uses_gradients,
             "elastic_determinism": trainer.elastic_determinism,
         }

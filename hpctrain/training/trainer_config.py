@@ -48,14 +48,13 @@ _COUNT, _NUMBER = "an integer of at least 1", "a number above 0"
 _MAX_REPEATED = "True, False or the maximum number of steps to repeat after a failure (at least 1)"
 _OPTIONAL_COUNTS = (
     *("max_steps", "max_epochs", "lr_reference_batch_size", "num_nodes", "grain_size", "witness_every"),
-    *("keep_last", "keep_every", "log_every", "prefetch_factor", "replica_check_every"),
+    *("keep_last", "keep_every", "log_every", "prefetch_factor", "replica_check_every", "micro_batch_size"),
 )
 _NATURALS = ("warmup_steps", "sanity_val_batches", "num_workers", "keep_best")
 #: Settings, the requirement for a message, permitted values, and a test of other values.
 _RULES: tuple[tuple[tuple[str, ...], str, tuple[object, ...], Callable[[Any], bool] | None], ...] = (
     (_OPTIONAL_COUNTS, _COUNT, (None,), _is_count),
     (("global_batch_size", "accumulate_grad_batches"), _COUNT, (), _is_count),
-    (("micro_batch_size",), f"{_COUNT} or 'auto'", (None, "auto"), _is_count),
     (_NATURALS, "an integer of at least 0", (), _is_natural),
     (("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb"), _NUMBER, (None,), _is_positive),
     (("dataloader_timeout_s",), _NUMBER, (), _is_positive),
@@ -100,7 +99,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     max_steps: int | None = None
     max_epochs: int | None = None
     global_batch_size: int = 32
-    micro_batch_size: int | Literal["auto"] | None = None
+    micro_batch_size: int | None = None
     accumulate_grad_batches: int = 1
     strategy: str = "auto"
     algorithm: str | Any = "allreduce"
@@ -180,8 +179,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             parse_devices(self.devices)
         self.precision = canonical_precision(self.precision)
         if self.elastic_determinism and self.grain_size is None:
-            size = self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
-            self.grain_size = size or max(4, self.global_batch_size // _DEFAULT_GRAINS)
+            self.grain_size = self.micro_batch_size or max(4, self.global_batch_size // _DEFAULT_GRAINS)
 
     def _check_combinations(self) -> None:
         elastic, size = self.elastic_determinism, self.micro_batch_size
@@ -208,13 +206,8 @@ class TrainerConfig(metaclass=_AcceptsAliases):
             },
             "elastic_determinism is True, but seed_samples is False, so random numbers in the data set would "
             "depend on the number of ranks. Remove seed_samples=False.": elastic and not self.seed_samples,
-            "micro_batch_size is 'auto', but elastic_determinism needs a fixed size, because the result "
-            "depends on which samples are processed together. Remove micro_batch_size='auto', and set "
-            "grain_size.": elastic and size == "auto",
             f"micro_batch_size is {size}, but grain_size is {self.grain_size}. micro_batch_size must be a "
-            "multiple of grain_size.": (
-                elastic and isinstance(size, int) and self.grain_size is not None and size % self.grain_size
-            ),
+            "multiple of grain_size.": (elastic and size and self.grain_size and size % self.grain_size),
         }
         for problem, applies in problems.items():
             if applies:

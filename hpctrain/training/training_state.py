@@ -43,8 +43,6 @@ class TrainingState:
         self.step = self.epoch = 0
         #: True if that step was the last step of training.
         self.finished = False
-        #: World size, and the micro-batch size found for this world size; None without a search.
-        self.micro_batches: tuple[int, int] | None = None
         #: Parts of a loaded checkpoint that could not be restored, as sentences.
         self.remarks: list[str] = []
         self.is_position_restored = True
@@ -81,7 +79,6 @@ class TrainingState:
             "plan": self.source.identity(),
             "epoch": self.epoch,
             "position": self.source.state_dict(),
-            "micro_batches": self.micro_batches,
             "validated_step": self.validated_step,
             "validation": self.validation,
             "latest": self.latest,
@@ -136,7 +133,7 @@ class TrainingState:
         if tree["plan"] is not None:
             unrestored = self.source.load_state_dict(tree["position"])
             self.is_position_restored = not unrestored
-            self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
+            self.epoch = tree["epoch"]
             messages = [*messages, *unrestored]
         self._configured = tree.get("configured") or self._script
         self.remarks = messages

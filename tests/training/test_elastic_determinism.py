@@ -602,7 +602,6 @@ REFUSALS = [
     ({"algorithm": "fp16"}, "algorithm is 'fp16'"),
     ({"compile": True}, "compile is True"),
     ({"on_bad_loss": "skip"}, "on_bad_loss is 'skip'"),
-    ({"micro_batch_size": "auto"}, "and set grain_size"),
     ({"micro_batch_size": 12}, "must be a multiple of grain_size"),
     ({"net": Alternating}, "accepts optimizer_idx"),
     ({"net": changed(grow, in_step=True)}, "added the buffer sizes or changed its shape"),

@@ -407,3 +407,44 @@ def test_learning_rate_factors():
     assert factors((1, 2, 3, 9), lr_reference_batch_size=16, warmup_steps=3) == [2.0, 3.0, 4.0, 4.0]
     assert factors((1, 2, 4), warmup_steps=4) == [0.25, 0.5, 1.0]
     assert factors((1,), lr_reference_batch_size=16, lr_scaling="sqrt") == [2.0]
+
+
+class Sizes(hpctrain.Module):
+    """Records the sizes of validation and test batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.sizes = nn.Linear(1, 1), list[int]()
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.sizes.append(len(batch))
+        return batch.mean()
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+def test_evaluations_use_micro_batches(as_stream):
+    data, module = torch.arange(10.0)[:, None], Sizes()
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(data)
+
+    evaluated = Stream() if as_stream else data
+    trainer = hpctrain.Trainer(
+        max_steps=1, global_batch_size=8, micro_batch_size=3, validate_every=1, sanity_val_batches=1
+    )
+    trainer.fit(module, data, evaluated)
+    assert module.sizes == [3, 3, 3, 3, 1]
+    assert trainer.metrics["val_loss"] == pytest.approx(4.5)
+    module.sizes.clear()
+    assert trainer.test(module, evaluated)["test_loss"] == pytest.approx(4.5)
+    assert len(trainer.predict(module, evaluated)) == 4
+    assert module.sizes == [3, 3, 3, 1] * 2

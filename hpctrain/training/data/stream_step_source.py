@@ -199,15 +199,6 @@ class StreamStepSource(StepSource):
     def close(self) -> None:
         self._buffers.close()
 
-    def trial_batches(self) -> tuple[int, Any]:
-        of_ranks = self._rank_of_samples(self._plan.upcoming[0])
-        samples = [*self._buffers.samples()] or [self._padding_sample]
-
-        def batch_of(count: int) -> Any:
-            return self.loading.collate([samples[i % len(samples)] for i in range(count)])
-
-        return int(of_ranks.bincount().max()), batch_of
-
     def local_ends(self) -> float:
         self._plan.plan(self._step)
         return float(bool(self._unplanned_ends()))

@@ -16,7 +16,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.training.base.metric_accumulator import exact_sum
-from hpctrain.training.base.rng import derive_seed, seed_all, seeded_rng
+from hpctrain.training.base.rng import derive_seed, preserve_state, seed_all, seeded_rng, snapshot_buffers
 from hpctrain.training.base.tensors import (
     align_tensors,
     cast_batch,
@@ -32,7 +32,6 @@ from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
 from hpctrain.training.module import Module, as_scalars, collect_logged, find_run
 from hpctrain.training.observe.run_writer import format_scalars
-from hpctrain.training.optim.micro_batch_size import preserve_state, snapshot_buffers
 from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -58,8 +57,7 @@ class Evaluation:
             context,
             name="dataset",
         )
-        if isinstance(settings.micro_batch_size, int):
-            self._data.max_batch_size = settings.micro_batch_size
+        self._data.max_batch_size = settings.micro_batch_size
         cast_module(module, settings.precision)
         self._strategy = strategy(module, context, settings)
         self._determinism = settings.grain_size and ElasticDeterminism(context, settings.grain_size)

@@ -14,19 +14,18 @@ import torch.distributed as dist
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.failure_file import suggest_micro_batch_size
+from hpctrain.text import pluralize
 from hpctrain.torch_compat import BatchNorm
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD, MetricAccumulator
 from hpctrain.training.base.tensors import cast_batch, forward_context, local_part
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import needs_transfer, to_device
-from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
+from hpctrain.training.data.step_source import MicroBatch, StepData
 from hpctrain.training.loop.step_exchange import StepExchange
 from hpctrain.training.module import as_scalars, collect_logged, find_run, has_step_end, takes_optimizer_idx
-from hpctrain.training.optim.micro_batch_size import add_oom_hint, find_micro_batch_size, fits_on_all_ranks
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
-from hpctrain.training.training_state import TrainingState
 
 _NOTHING = contextlib.nullcontext()
 
@@ -119,37 +118,12 @@ class TrainStep:
         sums.values.setdefault("loss", math.nan)
         sums.values[SKIPPED_FIELD] = 1.0 / self._context.ranks.world_size
 
-    def micro_batch_size(self, state: TrainingState, source: StepSource | None = None) -> int | None:
-        """Return the maximum size; None for no limit. For "auto", search for it only with `source`."""
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Maximum number of samples in a micro-batch; None for no limit."""
         if self._runs_backward:
             return None
-        size = self._settings.micro_batch_size
-        if size == "auto":
-            if source is not None:
-                self._search_micro_batch_size(source, state)
-            size = None if state.micro_batches is None else state.micro_batches[1]
-        return min(filter(None, [size, self.max_micro_batch]), default=None)
-
-    def _search_micro_batch_size(self, source: StepSource, state: TrainingState) -> None:
-        module, context = self._module, self._context
-        share, batch_of = source.trial_batches()
-        world_size = context.ranks.world_size
-
-        def train(count: int) -> None:
-            self._try_out(batch_of(count))
-
-        before, size = state.micro_batches or (0, 0)
-        # Another size would change the order of additions.
-        if before != world_size or not fits_on_all_ranks(module, context, min(size, share), train):
-            state.micro_batches = (world_size, find_micro_batch_size(module, context, share, train))
-
-    def _try_out(self, batch: Any) -> None:
-        batch = self._to_device(batch)
-        turn = self._strategy.toggled_optimizer(0) if self._optimizers_alternate else _NOTHING
-        with turn, self._forward_context, collect_logged(self._module, 0):
-            # Ranks must not wait for a rank that runs out of memory.
-            scalars = self._scalars(self._strategy.trial_step(batch))
-        torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
+        return min(filter(None, [self._settings.micro_batch_size, self.max_micro_batch]), default=None)
 
     def _to_device(self, batch: Any) -> Any:
         return cast_batch(to_device(batch, self._context.device), self._settings.precision)
@@ -192,7 +166,15 @@ class TrainStep:
             self._forward_backward(rank_batch, micro_batch, sums, is_last)
         except torch.OutOfMemoryError as error:
             num_samples = max(micro_batch.num_samples, 1)
-            add_oom_hint(error, self._settings.micro_batch_size, num_samples)
+            remedy = (
+                "Set a smaller micro_batch_size"
+                if num_samples > 1
+                else "Use a smaller model or smaller inputs"
+            )
+            error.add_note(
+                f"hpctrain: This rank processed {pluralize(num_samples, 'sample')} at once "
+                f"(micro_batch_size={self._settings.micro_batch_size!r}). {remedy}."
+            )
             if num_samples > 1 and self._can_split_batches():
                 suggest_micro_batch_size(error, -(-num_samples // 2))
             raise

@@ -203,7 +203,8 @@ class TrainingLoop:
         shared, state = self._shared, self.state
         activity.set_phase(RankPhase.LOAD)
         self._checkpoints.resume()
-        self._validator.limit_batches(self.train_step.micro_batch_size(state))
+        shared.source.micro_batch_size = limit = self.train_step.micro_batch_size
+        self._validator.limit_batches(limit)
         remedy = _TRAINER_REMEDY if advances_schedules else _SESSION_REMEDY
         ignored = [f"{value} {remedy}" for value in state.ignored]
         for message in (*shared.source.remarks, *shared.strategy.remarks, *ignored, *state.remarks):
@@ -232,8 +233,6 @@ class TrainingLoop:
                 f"training is already complete: step {state.step} was the last step"
             )
         else:
-            shared.source.micro_batch_size = self.train_step.micro_batch_size(state, shared.source)
-            self._validator.limit_batches(shared.source.micro_batch_size)
             if (limit := self.train_step.max_micro_batch) is not None:
                 self._print_hint(
                     f"Micro-batches are limited to {pluralize(limit, 'sample')}, because an earlier "

@@ -27,7 +27,6 @@ from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.base import Strategy, broadcast_buffers, joint_norm
 from hpctrain.training.strategies.ddp import DataParallelBase
-from hpctrain.training.trainer_config import TrainerConfig
 
 _BUCKET_BYTES = 25 << 20
 #: Optimizers whose updates are impossible with shards, and the reason.
@@ -81,15 +80,6 @@ class FullyShardedBase(Strategy):
     supports_toggling = False
     reshard_after_forward: ClassVar[bool | None]
     """Argument of `fully_shard`. None reshards blocks after their forward pass, but not the root module."""
-
-    @classmethod
-    def check(cls, settings: TrainerConfig) -> None:
-        if settings.micro_batch_size == "auto":
-            raise UserError(
-                f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for "
-                "each other in every forward pass. The search for a micro-batch size could deadlock if a "
-                "rank runs out of memory. Set micro_batch_size to a number."
-            )
 
     def place(self) -> None:
         """Shard the module block by block, so that no device requires memory for the complete module."""
