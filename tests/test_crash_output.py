@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.jobspec.restart_policy import EndKind
-from hpctrain.records.crash_output import find_crash_output, fold, useful_lines
+from hpctrain.records.crash_output import find_crash_output, fold
 from hpctrain.supervisor.failures.failure_files import RankFailure, classify
 
 IMPORT = """Traceback (most recent call last):
@@ -92,20 +92,6 @@ def test_reason_of_an_abort_is_found_above_the_native_stack(logs):
     assert classify(failure) is EndKind.COMMUNICATION
 
 
-def test_native_stacks_are_not_useful():
-    assert useful_lines(ABORT.splitlines()) == [
-        "Received SIGTERM: 15",
-        "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
-        ABORT.splitlines()[2],
-        "Fatal Python error: Aborted",
-        "",
-        "Current thread 0x00007f66 (most recent call first):",
-        '  File "train.py", line 12 in <module>',
-        "",
-        "",
-    ]
-
-
 PACKAGE = Path(__file__).parents[1] / "hpctrain"
 TORCH = "/opt/lib/python3.12/site-packages/torch"
 
@@ -137,11 +123,6 @@ def test_frames_of_hpctrain_and_torch_are_folded():
         "    ~~~~~^^^^^",
         "KeyError: 'x'",
     ]
-
-
-def test_traceback_without_user_frames_is_unchanged():
-    text = f'Traceback (most recent call last):\n  File "{PACKAGE}/x.py", line 1, in f\n    g()\nOSError: m\n'
-    assert fold(text) == text
 
 
 def test_multi_line_message_is_kept():

@@ -29,11 +29,11 @@ from hpctrain.training.module_run import (
 from hpctrain.training.optim.optimizer_setup import parameters_of
 from hpctrain.training.optim.resumed_values import advance_period
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 #: Methods of Lightning that a user's class may override.
 _SUPPORTED = {
-    *(*_STEPS, "load_from_checkpoint", "to_onnx", "to_torchscript", "to_tensorrt", "prepare_data", "setup"),
-    *("teardown", "configure_model", "configure_optimizers", "lr_scheduler_step", "state_dict", "on_fit_end"),
+    *("training_step", "validation_step", "test_step", "predict_step", "prepare_data", "setup", "teardown"),
+    *("load_from_checkpoint", "to_onnx", "to_torchscript", "to_tensorrt", "state_dict", "on_fit_end"),
+    *("configure_model", "configure_optimizers", "lr_scheduler_step"),
     *("load_state_dict", "on_save_checkpoint", "on_load_checkpoint", "on_fit_start", "on_after_backward"),
     *("on_before_optimizer_step", "on_after_batch_transfer"),
     *(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")),
@@ -124,13 +124,6 @@ class LightningRun(ModuleRun):
             ]
             replacements = {**REPLACEMENTS, **_CALLED_REPLACEMENTS}
             refuse_hooks(host, hooks, self._stage, replacements, "hpctrain.lightning.Trainer")
-            for step in _STEPS:
-                parameters = inspect.signature(getattr(host, step, lambda: None)).parameters
-                if unknown := parameters.keys() & {"dataloader_iter", "optimizer_idx", "hiddens"}:
-                    raise UserError(
-                        f"{type(host).__name__}.{step} has the parameter {min(unknown)}, which hpctrain does "
-                        "not pass. Remove the parameter."
-                    )
 
     def _check_settings(self, trainer: Any) -> None:
         module, manual = self._module, is_manual(self._module)
