@@ -1,4 +1,4 @@
-"""Paths of all files of a run, and the event log of the run."""
+"""Define the paths of all files of a run, and the fields of its events."""
 
 from __future__ import annotations
 
@@ -17,29 +17,10 @@ from hpctrain.files import IsValid, append_json_line, make_folder, read_json_lin
 P = ParamSpec("P")
 
 EventKind = Literal[
-    "submitted",
-    "started",
-    "staged",
-    "startup",
-    "resumed",
-    "checkpoint",
-    "memory_copy",
-    "bad_loss",
-    "signal",
-    "failure",
-    "restart",
-    "shrink",
-    "replace",
-    "grow",
-    "excluded",
-    "straggler",
-    "paused",
-    "requeue",
-    "handover",
-    "chaos",
-    "seen",
-    "finished",
-]
+    "submitted", "started", "staged", "startup", "resumed", "checkpoint", "memory_copy", "bad_loss",
+    "signal", "failure", "restart", "shrink", "replace", "grow", "excluded", "straggler", "paused",
+    "requeue", "handover", "chaos", "seen", "finished",
+]  # fmt: skip
 
 
 def _is_count(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Parts of torch that are private or have different names in some versions. Only this module imports them.
+"""Import parts of torch that are private, or have different names in some versions. No other module does.
 
 `tests/test_torch_compat.py` checks them against the installed version.
 """
@@ -22,20 +22,10 @@ from torch.utils.data._utils import worker as dataloader_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 __all__ = [
-    "CURRENT_DCP_VERSION",
-    "FSDP_ATTRIBUTES",
-    "BatchNorm",
-    "DataLoaderIterator",
-    "NormBase",
-    "ShardedTensor",
-    "StorageInfo",
-    "all_gather_single",
-    "buffer_broadcast_kwargs",
-    "dataloader_worker",
-    "fsdp_states",
-    "pytree",
-    "register_first_post_hook",
-]
+    "CURRENT_DCP_VERSION", "FSDP_ATTRIBUTES", "BatchNorm", "DataLoaderIterator", "NormBase", "ShardedTensor",
+    "StorageInfo", "all_gather_single", "buffer_broadcast_kwargs", "dataloader_worker", "fsdp_states",
+    "pytree", "register_first_post_hook",
+]  # fmt: skip
 
 #: Prefixes of the attributes that `fully_shard` and its decorator add to a module.
 FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
