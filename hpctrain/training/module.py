@@ -113,12 +113,10 @@ class Module(nn.Module):
         )
 
     def validation_step_end(self, outputs: Any) -> Any:
-        """Convert the result of `validation_step` to means, as `training_step_end` does in training."""
+        """Convert the result of the step to means, as `training_step_end` does in training."""
         return outputs
 
-    def test_step_end(self, outputs: Any) -> Any:
-        """Convert the result of `test_step` to means, as `training_step_end` does in training."""
-        return outputs
+    test_step_end = validation_step_end
 
     def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
         """Return means for `Trainer.test`, as in `validation_step`; a scalar is logged as `test_loss`."""

@@ -93,6 +93,9 @@ class Trainer(TrainerConfig):
 
         Raises:
             SystemExit: with code 75, after a stop signal, once the state is saved.
+            BadLoss: a loss is NaN, infinite or far too high, and `on_bad_loss` ends the training.
+            CheckpointError: the state after the last step was not saved.
+            SilentCorruption: the replicas of the state differ.
             UserError: a data set is empty, or neither map-style nor a stream; or the process has already
                 completed a training in the run folder.
         """

@@ -62,34 +62,23 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
                 "of processes."
             )
         return [None] * (1 if request in (None, -1) else request or 1)
-    if isinstance(request, list):
-        if max(request) >= num_gpus:
-            raise UserError(
-                f"devices is {devices!r}, but the last visible GPU has index {num_gpus - 1}. Use indices "
-                f"from 0 to {num_gpus - 1}."
-            )
-        return list(request)
-    if request is not None and request > num_gpus:
-        raise UserError(
-            f"devices is {devices!r}, but the number of visible GPUs is {num_gpus}. Set a smaller number."
-        )
-    free = [index for index in range(num_gpus) if index not in busy]
-    if request is None:
-        if not free:
-            raise UserError(
-                f"devices is {devices!r}, but other processes use all visible GPUs ({num_gpus}). Wait for "
-                "a free GPU, or list the GPUs to share: devices=[0, …]."
-            )
-        return list(free)
     if request == -1:
         return list(range(num_gpus))
-    if request > len(free):
-        raise UserError(
-            f"devices is {devices!r}, but other processes use {num_gpus - len(free)} of the {num_gpus} "
-            "visible GPUs. Set a smaller number, wait for free GPUs, or list the GPUs to share: "
-            "devices=[0, …]."
+    free = [index for index in range(num_gpus) if index not in busy]
+    problem = None
+    if isinstance(request, list):
+        if max(request) >= num_gpus:
+            problem = f"the last visible GPU has index {num_gpus - 1}. Use indices from 0 to {num_gpus - 1}"
+    elif request is not None and request > num_gpus:
+        problem = f"the number of visible GPUs is {num_gpus}. Set a smaller number"
+    elif len(free) < (request or 1):
+        problem = (
+            f"other processes use {num_gpus - len(free)} of the {num_gpus} visible GPUs. Wait for free GPUs, "
+            "use fewer, or list the GPUs to share: devices=[0, …]"
         )
-    return list(free[:request])
+    if problem:
+        raise UserError(f"devices is {devices!r}, but {problem}.")
+    return list(request if isinstance(request, list) else free[:request])
 
 
 def find_devices(devices: Devices, environ: Mapping[str, str], *, use_gpus: bool = True) -> list[int | None]:

@@ -232,12 +232,11 @@ class TrainingLoop:
             shared.progress.print_message(
                 f"training is already complete: step {state.step} was the last step"
             )
-        else:
-            if (limit := self.train_step.max_micro_batch) is not None:
-                self._print_hint(
-                    f"Micro-batches are limited to {pluralize(limit, 'sample')}, because an earlier "
-                    "attempt ran out of GPU memory. The gradients are the same except for rounding."
-                )
+        elif (limit := self.train_step.max_micro_batch) is not None:
+            self._print_hint(
+                f"Micro-batches are limited to {pluralize(limit, 'sample')}, because an earlier attempt ran "
+                "out of GPU memory. The gradients are the same except for rounding."
+            )
 
     def _save_and_exit(self) -> NoReturn:
         self._log_step()
