@@ -153,11 +153,7 @@ class LightningRun(ModuleRun):
             )
 
     def find_data(self, data: Any, name: str) -> Any:
-        return None if name == "val" and not self._validates else super().find_data(data, name)
-
-    @property
-    def validates(self) -> bool:
-        return self._validates
+        return None if name == "val" and not self.validates else super().find_data(data, name)
 
     def start_fit(self) -> None:
         """Call `on_fit_start` once, before the first validation."""
@@ -292,7 +288,7 @@ class LightningSteps:
                 f"{name}.configure_optimizers returned {len(optimizers)} optimizers. As in Lightning, "
                 "several optimizers require manual optimization. Set self.automatic_optimization = False."
             )
-        run.schedules = [LightningSchedule(self, run, **schedule) for schedule in schedules]
+        run.schedules = [LightningSchedule(self, run, schedule) for schedule in schedules]
         return optimizers, run.schedules
 
     def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:  # noqa: ARG002
@@ -302,20 +298,13 @@ class LightningSteps:
 class LightningSchedule:
     """Learning-rate schedule that advances when Lightning would advance it."""
 
-    def __init__(
-        self,
-        module: Any,
-        run: LightningRun,
-        *,
-        scheduler: Any,
-        interval: str = "epoch",
-        frequency: int = 1,
-        monitor: str | None = None,
-        reduce_on_plateau: bool = False,
-        **_: Any,
-    ) -> None:
-        self._module, self._run, self.scheduler, self._frequency = module, run, scheduler, frequency
-        needs_metric = reduce_on_plateau or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    def __init__(self, module: Any, run: LightningRun, config: Mapping[str, Any]) -> None:
+        scheduler, monitor = config["scheduler"], config.get("monitor")
+        interval = config.get("interval", "epoch")
+        self._module, self._run, self.scheduler = module, run, scheduler
+        self._frequency = frequency = config.get("frequency", 1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        needs_metric = config.get("reduce_on_plateau", False) or isinstance(scheduler, plateau)
         self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
         self._monitor = monitor if needs_metric else None
         self.is_per_epoch = interval == "epoch" and not needs_metric

@@ -192,7 +192,7 @@ class ModuleRun:
     ) -> None:
         self._module, self._datamodule, self._context, self._stage = module, datamodule, context, stage
         self._check_hooks()
-        self._validates = overrides(module, "validation_step") and trainer.validate_every is not None
+        self.validates = overrides(module, "validation_step") and trainer.validate_every is not None
         #: Type `Any`, because attributes of the proxy are set dynamically.
         self.proxy: Any = TrainerProxy(self, trainer, context, datamodule)
         self.callbacks: list[Callback] = []
@@ -237,7 +237,7 @@ class ModuleRun:
     def find_data(self, data: Any, name: str) -> Any:
         host, method = self._datamodule or self._module, f"{name.removesuffix('idate')}_dataloader"
         if data is None and (overrides(host, method) or method in vars(host)):
-            data = getattr(host, method)() if name != "val" or self._validates else None
+            data = getattr(host, method)() if name != "val" or self.validates else None
         loaders = list(data.values()) if isinstance(data, Mapping) else data
         if isinstance(loaders, (list, tuple)) and all(hasattr(loader, "dataset") for loader in loaders):
             if len(loaders) > 1:
@@ -246,7 +246,7 @@ class ModuleRun:
                     f"one from {method}()."
                 )
             data = loaders[0] if loaders else None
-        self._validates = self._validates and (name != "val" or data is not None)
+        self.validates = self.validates and (name != "val" or data is not None)
         self._batch_sizes.add(getattr(data, "batch_size", None))
         return data
 
@@ -307,11 +307,11 @@ class ModuleRun:
         is_training = self.proxy.training
         ignored = {"on_step": not is_training, "on_epoch": is_training} if self._is_in_batch else {}
         ignored["logger"] = False
-        given = [f"{option}={value}" for option, value in ignored.items() if options.get(option) is value]
-        if given and self._context.ranks.is_main and not self._has_hinted:
+        unused = [f"{option}={value}" for option, value in ignored.items() if options.get(option) is value]
+        if unused and self._context.ranks.is_main and not self._has_hinted:
             self._has_hinted = True
             print(
-                f"hpctrain: {type(self._module).__name__}.log({name!r}, {', '.join(given)}): hpctrain "
+                f"hpctrain: {type(self._module).__name__}.log({name!r}, {', '.join(unused)}): hpctrain "
                 "records each value once per training step, and its mean once per validation or test. The "
                 "mean of an epoch is the mean of its steps.",
                 flush=True,

@@ -72,7 +72,7 @@ class TrainingState:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "configured": self._configured,
-            **{name: None if part is None else part.state_dict() for name, part in self._parts()},
+            **{name: None if source is None else source.state_dict() for name, source in self._optional()},
             "determinism": None if self.determinism is None else self.determinism.state_dict(),
             "loss_guard": self.loss_guard.state_dict(),
             "user": user,
@@ -84,7 +84,7 @@ class TrainingState:
             "latest": self.latest,
         }
 
-    def _parts(self) -> Iterator[tuple[str, Stateful | None]]:
+    def _optional(self) -> Iterator[tuple[str, Stateful | None]]:
         yield from (("scaler", self.scaler), ("callbacks", self.callbacks), ("algorithm", self.algorithm))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
@@ -123,9 +123,9 @@ class TrainingState:
         for name, parameter in self.module.named_parameters():
             if (gradient := tree.get("gradients", {}).get(name)) is not None:
                 parameter.grad = gradient.detach().clone().to(parameter.device)
-        for name, part in self._parts():
-            if part is not None and (state := tree.get(name)) is not None:
-                part.load_state_dict(state)
+        for name, target in self._optional():
+            if target is not None and (state := tree.get(name)) is not None:
+                target.load_state_dict(state)
         messages = self._load_determinism(tree.get("determinism"))
         self.loss_guard.load_state_dict(tree.get("loss_guard", {}))
         if tree["user"]:

@@ -138,10 +138,10 @@ class Session:
         max_steps: int | None = None,
         max_epochs: int | None = None,
     ) -> Iterator[Any]:
-        """Yield this rank's share of each global batch, on its device: one per optimizer step.
+        """Collective. Yield this rank's share of each global batch, on its device: one per optimizer step.
 
         Loads the newest checkpoint first. The loop body performs the step; a due checkpoint is saved when the
-        loop requests the next batch. All ranks must iterate to the end, once per session.
+        loop requests the next batch. Iterate to the end, once per session.
 
         Raises:
             SystemExit: with code 75, after a stop signal, when the state is saved.
@@ -165,10 +165,10 @@ class Session:
         torch.autograd.backward(loss if self.weight == 1.0 else loss * self.weight)
 
     def log(self, **scalars: torch.Tensor | float) -> None:
-        """Average `scalars` over the global batch; show and log them with the step.
+        """Collective. Average `scalars` over the global batch; show and log them with the step.
 
-        Each value must be a mean over the yielded batch. Every rank must call this for every batch, with the
-        same names. If a name is logged twice, the last value is used.
+        Each value must be a mean over the yielded batch. Call this for every batch, with the same names. If a
+        name is logged twice, the last value is used.
         """
         if self._loop is None:
             raise UserError("log() was called before the loop over batches(). Call log() inside this loop.")
