@@ -111,24 +111,19 @@ class EarlyStopping(Callback):
             trainer.end(f"{self.metric} {reached} in {pluralize(self.waited, 'validation run')}")
 
 
-class CallbackList:
+class CallbackList(list[Callback]):
     """All callbacks of a training run, in order; `trainer` is a `Session` in a custom loop."""
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Any, module: Module) -> None:
-        self._callbacks, self._trainer, self._module = callbacks, trainer, module
-
-    def __bool__(self) -> bool:
-        return bool(self._callbacks)
-
-    def __iter__(self) -> Iterator[Callback]:
-        return iter(self._callbacks)
+        super().__init__(callbacks)
+        self._trainer, self._module = trainer, module
 
     @property
     def wants_steps(self) -> bool:
-        return any(map(_wants_steps, self._callbacks))
+        return any(map(_wants_steps, self))
 
     def check(self, *, validates: bool) -> None:
-        for callback in self._callbacks:
+        for callback in self:
             if isinstance(callback, EarlyStopping) and not (validates or _wants_steps(callback)):
                 raise UserError(
                     f"EarlyStopping monitors {callback.metric!r}, but this run has no validation. Define "
@@ -137,7 +132,7 @@ class CallbackList:
                 )
 
     def check_names(self, names: Set[str], accepted: Set[str]) -> None:
-        for callback in self._callbacks:
+        for callback in self:
             if type(callback) is EarlyStopping and callback.metric not in accepted:
                 raise callback.missing_metric_error(names)
 
@@ -148,11 +143,10 @@ class CallbackList:
 
     def call(self, method: str, step: int, *arguments: Any) -> None:
         """Call a method of all callbacks after `step`, with the trainer, the module and `arguments`."""
-        if self._callbacks:
+        for callback in self:
             self._trainer.step = step
             if method == "on_validation_end":
                 self._trainer.metrics = dict(*arguments)
-        for callback in self._callbacks:
             getattr(callback, method)(self._trainer, self._module, *arguments)
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,7 +160,7 @@ class CallbackList:
     def _named(self) -> Iterator[tuple[str, Callback]]:
         """Yield the callbacks with the names of their classes, with a number for repeated classes."""
         counts: Counter[str] = Counter()
-        for callback in self._callbacks:
+        for callback in self:
             kind = type(callback).__qualname__
             counts[kind] += 1
             yield kind if counts[kind] == 1 else f"{kind}-{counts[kind]}", callback

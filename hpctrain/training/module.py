@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -155,15 +155,10 @@ def has_step_end(module: nn.Module, step: str) -> bool:
     return getattr(kind, name, None) not in (None, getattr(Module, name, None))
 
 
-@contextmanager
-def collect_logged(module: nn.Module, num_samples: int) -> Iterator[dict[str, Any]]:
+def collect_logged(module: nn.Module, num_samples: int) -> AbstractContextManager[dict[str, Any]]:
     """Collect the values that the module logs within the block, for this number of samples."""
     run = find_run(module)
-    if run is None:
-        yield {}
-        return
-    with run.logging(num_samples) as logged:
-        yield logged
+    return nullcontext({}) if run is None else run.logging(num_samples)
 
 
 def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str) -> dict[str, torch.Tensor]:
