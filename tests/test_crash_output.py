@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.jobspec.restart_policy import EndKind
-from hpctrain.records.crash_output import find_crash_output, fold
+from hpctrain.records.crash_output import find_crash_output, fold, useful_lines
 from hpctrain.supervisor.failures.failure_files import RankFailure, classify
 
 IMPORT = """Traceback (most recent call last):
@@ -90,6 +90,20 @@ def test_reason_of_an_abort_is_found_above_the_native_stack(logs):
     assert message.startswith("[enforce fail at /pytorch/gloo/transport/tcp/pair.cc:446] op.preamble.length")
     failure = RankFailure(1, "n1", "signal", "SIGABRT", message, "rank.log", None, 0.0)
     assert classify(failure) is EndKind.COMMUNICATION
+
+
+def test_native_stacks_are_not_useful():
+    assert useful_lines(ABORT.splitlines()) == [
+        "Received SIGTERM: 15",
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+        ABORT.splitlines()[2],
+        "Fatal Python error: Aborted",
+        "",
+        "Current thread 0x00007f66 (most recent call first):",
+        '  File "train.py", line 12 in <module>',
+        "",
+        "",
+    ]
 
 
 PACKAGE = Path(__file__).parents[1] / "hpctrain"

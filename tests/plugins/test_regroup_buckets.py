@@ -36,3 +36,16 @@ def test_both_steps_are_equal_after_regrouping_only():
         assert first == second
     first, second = run_on_ranks(gradients_of_first_and_second_step, False, world_size=4)[0]
     assert first != second
+
+
+def replaced_forward_is_kept() -> bool:
+    """Accelerate assigns a forward pass with autocast to the module."""
+    net = nn.Linear(2, 2)
+    net.forward = lambda x: x * 0 + sum(p.sum() for p in net.parameters()) * 0 + 7.0
+    model = DistributedDataParallel(net)
+    regroup_buckets(model)
+    return bool((model(torch.ones(2)) == 7.0).all())
+
+
+def test_forward_of_the_instance_remains():
+    assert run_on_ranks(replaced_forward_is_kept) == [True, True]

@@ -107,6 +107,14 @@ def test_random_numbers_do_not_depend_on_where_an_epoch_is_entered(options):
     assert draws(None) == draws(3) == draws(7)
 
 
+def test_weights_of_a_batch_add_up_to_the_number_of_ranks():
+    ranks = [sampler(rank, 3) for rank in range(3)]
+    for each in ranks:
+        list(each)
+    # The last batch has two samples.
+    assert [each.weight for each in ranks] == [1.5, 1.5, 0.0]
+
+
 def test_set_epoch_keeps_the_position_in_the_present_epoch():
     now = sampler()
     next(iter(now))

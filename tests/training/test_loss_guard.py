@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 import signal
+import statistics
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import hpctrain
@@ -22,7 +25,7 @@ from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.failure_file import failure_record
 from hpctrain.training.data.sample_order import SampleOrder
-from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE
+from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, SpikeDetector
 
 #: They start many processes or trainings, so `make test-fast` leaves them out.
 pytestmark = pytest.mark.slow
@@ -358,6 +361,31 @@ def test_a_spike_is_a_bad_loss_if_there_are_enough_losses_before(tmp_path, polic
     assert bad_events(tmp_path / "off") == []
 
 
+numbers = st.floats(-1e6, 1e6).filter(lambda value: value == 0 or abs(value) > 1e-6)
+
+
+def limit_by_definition(losses: list[float], threshold: float) -> float:
+    """The modified z-score, solved for the loss."""
+    middle = statistics.median(losses)
+    mad = statistics.median(abs(loss - middle) for loss in losses)
+    return middle + threshold * max(mad / 0.6745, 0.01 * abs(middle))
+
+
+@pytest.mark.slow
+@given(st.lists(numbers, min_size=32, max_size=300), numbers, st.floats(1, 100))
+def test_spikes_are_those_of_the_definition(losses, loss, threshold):
+    detector = SpikeDetector(threshold)
+    for number, each in enumerate(losses):
+        assert number >= 32 or not detector.is_spike(1e30)
+        detector.add(each)
+    limit = limit_by_definition(losses[-128:], threshold)
+    if limit > statistics.median(losses[-128:]):
+        assert detector.limit() == pytest.approx(limit, rel=1e-12)
+        assert detector.is_spike(loss) == (loss > detector.limit())
+    else:  # a median of 0 without deviation has no scale
+        assert not detector.is_spike(loss)
+
+
 # --- checkpoints ---------------------------------------------------------------------------------------
 
 
@@ -372,6 +400,14 @@ def test_retention_keeps_the_last_finite_checkpoint_and_resume_prefers_it(tmp_pa
     assert loaded.step == 2
     assert [path.name for path in tmp_path.iterdir() if "broken" in path.name] == ["step-00000004.broken-0"]
     assert "step-00000004 contains NaN or infinite values" in sentences[0]
+
+
+def test_without_a_finite_checkpoint_the_newest_is_loaded(tmp_path):
+    store = CheckpointStore(tmp_path, checked=lambda key: key == "state/module/w")
+    for step in (1, 2):
+        store.save(step, {"module": {"w": torch.tensor([1.0, NAN])}, "n": torch.tensor(1)}, {})
+    loaded, sentences = store.load_newest()
+    assert (loaded.step, sentences) == (2, [])
 
 
 def test_a_checkpointer_checks_parameters_and_optimizers_but_not_buffers(tmp_path):

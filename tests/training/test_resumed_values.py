@@ -106,6 +106,24 @@ def test_longer_schedule_is_refused_until_a_callback_extends_it(tmp_path, capsys
     assert extended[-1] < 0.005
 
 
+def test_longer_sequential_schedule_is_refused(tmp_path):
+    def sequential(num_steps):
+        def make(optimizer):
+            schedules = [
+                torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 2),
+                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps - 2),
+            ]
+            return torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, milestones=[2])
+
+        return with_schedule(make)
+
+    fit(tmp_path, 6, sequential(6))
+    with pytest.raises(
+        UserError, match=r"SequentialLR ends after step 6 \(T_max=6, the value in the checkpoint"
+    ):
+        fit(tmp_path, 12, sequential(12))
+
+
 def test_schedule_of_a_session_that_cannot_continue_is_refused(tmp_path):
     def train(num_steps):
         with hpctrain.session(seed=1, run_dir=tmp_path) as s:
