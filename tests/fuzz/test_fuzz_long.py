@@ -72,7 +72,6 @@ EXEMPT = {
         checkpoint.convert.import_checkpoint._read jobs.executor.job._read_result
         records.serialization.CallPayload.read
         telemetry.loggers.process.LoggerConfig.read telemetry.loggers.process._read_ending
-        training.loop.spawn._read_result
     """,
     "set by hpctrain itself for its own processes": """
         training.saving.checkpoint_schedule.VerificationSteps.from_env
