@@ -297,7 +297,7 @@ Trainer = LightningTrainer
 class _TrackedLoader:
     """A training loader that records the state before the batch that was fetched last."""
 
-    def __init__(self, loader: DataLoader[Any], callback: RunCheckpoint) -> None:
+    def __init__(self, loader: Any, callback: RunCheckpoint) -> None:
         self._original, self._callback = loader, callback
         self.before_fetch: tuple[dict[str, torch.Tensor], dict[str, Any] | None] = ({}, None)
 
@@ -305,7 +305,7 @@ class _TrackedLoader:
         raise NotImplementedError
 
     @property
-    def _inner(self) -> DataLoader[Any]:
+    def _inner(self) -> Any:
         return self._original
 
     def __len__(self) -> int:
@@ -353,7 +353,7 @@ class _ResumableLoader(_TrackedLoader):
         return sampler
 
     @cached_property
-    def _inner(self) -> DataLoader[Any]:
+    def _inner(self) -> Any:
         if self._original.batch_sampler is self.sampler:
             return self._original
         names = (
@@ -376,13 +376,11 @@ class _ResumableLoader(_TrackedLoader):
 class _StatefulLoader(_TrackedLoader):
     """A training loader whose state Lightning saves. Checkpoints contain the one before the last batch."""
 
-    _original: Any
-
     def position(self) -> None:
         self._state_before: dict[str, Any] = self._original.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state_before if self._callback.is_saving else dict(self._original.state_dict())
+        return self._state_before if self._callback.is_saving else {**self._original.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._original.load_state_dict(state)

@@ -203,7 +203,10 @@ class _NumberedPath(Generic[P]):
         self._pattern = pattern
 
     def __get__(self, run: RunDir, _kind: type[RunDir]) -> Callable[P, Path]:
-        return lambda *values: run.path / self._pattern.format(*values)
+        def path(*values: P.args, **_: P.kwargs) -> Path:
+            return run.path / self._pattern.format(*values)
+
+        return path
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ class ModuleRun:
         self._module._hpctrain = self
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _error: type[BaseException] | None, *_: object) -> None:
         del self._module._hpctrain
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> ModuleRun:

@@ -143,8 +143,8 @@ class Trainer(TrainerConfig):
                     "the module."
                 )
             callbacks = CallbackList([*self.callbacks, *module_run.callbacks], self, module)
-            data, run = (train_dataset, val_dataset), self._find_run()
-            loop = build_training_loop(self, module, context, data, callbacks, run, os.environ, stop)
+            data_sets, run = (train_dataset, val_dataset), self._find_run()
+            loop = build_training_loop(self, module, context, data_sets, callbacks, run, os.environ, stop)
             training.set_last_step(loop.last_step)
             self.optimizers = list(loop.state.optimizers)
             self.schedulers = [inner_scheduler(scheduler) for scheduler in loop.state.schedulers]

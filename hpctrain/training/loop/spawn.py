@@ -160,7 +160,7 @@ def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
 def _hide_main_module() -> Iterator[None]:
     """Prevent multiprocessing from importing the script, which would start the training again."""
     main = vars(sys.modules["__main__"])
-    hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    hidden: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
     main["__spec__"] = None
     try:
         yield
