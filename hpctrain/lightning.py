@@ -340,8 +340,8 @@ class _ResumableLoader(_TrackedLoader):
             original = self._original.sampler
             is_distributed = isinstance(original, DistributedSampler)
             sampler = StatefulBatchSampler(
-                self.dataset,
-                (self.batch_size or 1) * ranks["num_replicas"],
+                self._original.dataset,
+                self._original.batch_size * ranks["num_replicas"],
                 seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
                 shuffle=original.shuffle if is_distributed else isinstance(original, RandomSampler),
                 drop_last=self._original.drop_last,
