@@ -26,7 +26,7 @@ from hpctrain.training.optim.resumed_values import (
     advance_period,
     check_ends,
     configured_values,
-    ignored_after_load,
+    ignored_values,
 )
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
@@ -136,7 +136,7 @@ class RunCheckpoint(lightning.Callback):
     def _report_differences(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         schedulers = _schedulers(trainer)
         configured = self.resumed.get("configured")
-        ignored = ignored_after_load(trainer.optimizers, schedulers, self._script, configured)
+        ignored = ignored_values(trainer.optimizers, schedulers, self._script, configured)
         self._script = configured or self._script
         stateful = [
             callback

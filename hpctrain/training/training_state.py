@@ -105,9 +105,6 @@ class TrainingState:
                 f"{self.source.identity()}. The order of samples depends on these values. Restore the old "
                 "values, or start a new run in a new folder."
             )
-        self.ignored = ignored_values(
-            self.schedulers, self._script, (tree["optimizers"], tree["schedulers"]), tree.get("configured")
-        )
         try:
             self.module.load_state_dict(tree["module"])
             _load_each("optimizer", self.optimizers, tree["optimizers"])
@@ -120,6 +117,9 @@ class TrainingState:
                 f"{str(error).rstrip('.')}. Restore the previous module and optimizers, or start a new "
                 "run in a new folder."
             ) from error
+        configured = tree.get("configured")
+        self.ignored = ignored_values(self.optimizers, self.schedulers, self._script, configured)
+        self._configured = configured or self._script
         for name, parameter in self.module.named_parameters():
             if (gradient := tree.get("gradients", {}).get(name)) is not None:
                 parameter.grad = gradient.detach().clone().to(parameter.device)
@@ -135,7 +135,6 @@ class TrainingState:
             self.is_position_restored = not unrestored
             self.epoch = tree["epoch"]
             messages = [*messages, *unrestored]
-        self._configured = tree.get("configured") or self._script
         self.remarks = messages
         self.step = loaded.step
         # A state that was not verified before is the beginning of the verified steps.
