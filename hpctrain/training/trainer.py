@@ -165,14 +165,14 @@ class Trainer(TrainerConfig):
     ) -> dict[str, float]:
         """Collective. Return the means of `validation_step` over `dataset`."""
         with self._evaluation("validate", module, dataset, datamodule, lightning) as evaluation:
-            return evaluation.means("validation_step", "val_loss")
+            return evaluation.means("validation_step")
 
     def test(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> dict[str, float]:
         """Collective. Return the means of `test_step` over `dataset`."""
         with self._evaluation("test", module, dataset, datamodule, lightning) as evaluation:
-            return evaluation.means("test_step", "test_loss")
+            return evaluation.means("test_step")
 
     def predict(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any

@@ -62,9 +62,9 @@ class Evaluation:
         self._strategy = strategy(module, context, settings)
         self._determinism = settings.grain_size and ElasticDeterminism(context, settings.grain_size)
 
-    def means(self, method: str, lone_name: str) -> dict[str, float]:
+    def means(self, method: str) -> dict[str, float]:
         with self._exact():
-            means = run_validation(self._strategy, self._data, method=method, lone_name=lone_name)
+            means = run_validation(self._strategy, self._data, method=method)
         assert means is not None  # no stop flag was passed, so it cannot be interrupted
         return means
 
@@ -102,7 +102,6 @@ def run_validation(
     data: ValidationSet,
     *,
     method: str = "validation_step",
-    lone_name: str = "val_loss",
     num_batches: int | None = None,
     stop: StopFlag | None = None,
 ) -> dict[str, float] | None:
@@ -111,6 +110,7 @@ def run_validation(
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
     run, kind = find_run(strategy.module), method.removesuffix("_step")
+    lone_name = "test_loss" if kind == "test" else "val_loss"
     with eval_mode(strategy.module), torch.no_grad(), closing(data.batches()) as all_batches:
         if run is not None:
             run.begin_evaluation(kind, is_sanity=num_batches is not None)

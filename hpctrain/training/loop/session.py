@@ -23,7 +23,6 @@ from hpctrain.training.base.metric_accumulator import TOKENS_FIELD
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
-from hpctrain.training.data.step_source import StepData
 from hpctrain.training.loop.training_loop import TrainingLoop, build_training_loop
 from hpctrain.training.module import Module, check_initialized
 from hpctrain.training.optim.optimizer_setup import LRScheduler
@@ -210,20 +209,17 @@ class Session:
                 self._part = len(step.rank_batch.indices) / step.rank_batch.batch_size
                 self.weight = self._part * self.ranks.world_size
                 for micro_batch in step.micro_batches:
-                    yield from self._yield_batch(micro_batch.batch, step)
-
-    def _yield_batch(self, batch: Any, step: StepData) -> Iterator[Any]:
-        try:
-            yield to_device(batch, self.device)
-        except GeneratorExit:
-            if self.is_main:
-                print(
-                    f"hpctrain: The loop over batches() ended early, in step {step.rank_batch.step}. Work "
-                    "since the last checkpoint is lost. To end training early, call end() and keep "
-                    "iterating until the loop stops.",
-                    flush=True,
-                )
-            raise
+                    try:
+                        yield to_device(micro_batch.batch, self.device)
+                    except GeneratorExit:
+                        if self.is_main:
+                            print(
+                                f"hpctrain: The loop over batches() ended early, in step "
+                                f"{step.rank_batch.step}. Work since the last checkpoint is lost. To end "
+                                "training early, call end() and keep iterating until the loop stops.",
+                                flush=True,
+                            )
+                        raise
 
     def _prepare(self, value: Any) -> Any:
         if isinstance(value, nn.Module):

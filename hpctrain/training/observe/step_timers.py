@@ -90,13 +90,10 @@ class ComputeTimer:
         self._on_gpu = context.device.type == "cuda"
         self._started_at = self._elsewhere = self._local_done = 0.0
         self._events: list[torch.cuda.Event] = []
-        self._since_sample = 0
-        self._is_sampled = False
+        self._since_sample, self._is_sampled = 0, False
         if self._on_gpu:
             activity.timed_steps = activity.measured_steps = 0
-        first_parameter = next(
-            (parameter for parameter in module.parameters() if parameter.requires_grad), None
-        )
+        first_parameter = next((p for p in module.parameters() if p.requires_grad), None)
         if first_parameter is not None and context.is_distributed:
             first_parameter.register_post_accumulate_grad_hook(self._record_last_gradient)  # type: ignore[no-untyped-call]
             optimizer.register_step_pre_hook(self._record_update)
