@@ -17,7 +17,6 @@ from helpers.run_histories import event
 from helpers.waiting import slowness, wait_for
 
 import hpctrain
-from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.interval import InterruptionHistory, optimal_interval_s
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
@@ -26,6 +25,7 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
+from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.signal_recorder import read_stop_grace
 from hpctrain.runtime.stopping.stop_signals import StopFlag

@@ -63,8 +63,6 @@ class StepSource(Protocol):
     def begin(self, after: int) -> None: ...
     def steps(self) -> Iterator[StepData]: ...
     def close(self) -> None: ...
-    def trial_batches(self) -> tuple[int, Any]:
-        """Return the maximum samples of a rank per step, and a function that creates a batch of n samples."""
 
     def local_ends(self) -> float:
         """Return a number to sum over the ranks, together with the result of the last yielded step."""
@@ -152,19 +150,6 @@ class MapStepSource(StepSource):
     def close(self) -> None:
         if self._batches is not None:
             self._batches.close()
-
-    def trial_batches(self) -> tuple[int, Any]:
-        step = self._step if self.finished else self._step + 1
-        rank_batch = self._plan.rank_batch(step, self._data_rank)
-        # The largest share of any step: the next step may be the shorter last step of an epoch.
-        max_samples = self._data_rank.largest(self._plan.max_batch_size)
-        samples = rank_batch.indices if len(rank_batch.indices) else self._padding_sample(step)
-
-        def batch_of(count: int) -> Any:
-            indices = samples.repeat(-(-count // len(samples)))[:count]
-            return self._fetcher.fetch(rank_batch.epoch, indices)
-
-        return max_samples, batch_of
 
     def grain(self, step: int, number: int) -> MicroBatch:
         all_ranks = DataRank(0, 1, self._data_rank.grain_size)

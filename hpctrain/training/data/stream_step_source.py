@@ -224,15 +224,6 @@ class StreamStepSource(StepSource):
         self._readers = None
         self._buffers.clear()
 
-    def trial_batches(self) -> tuple[int, Any]:
-        of_ranks = self._rank_of_samples(self._upcoming[0])
-        samples = [*self._samples()] or [self._padding_sample]
-
-        def batch_of(count: int) -> Any:
-            return self.loading.collate([samples[i % len(samples)] for i in range(count)])
-
-        return int(of_ranks.bincount().max()), batch_of
-
     def local_ends(self) -> float:
         self._make_plan()
         return float(bool(self._unplanned_ends()))

@@ -256,12 +256,6 @@ class Checkpointer:
                 f"{', '.join(sorted(self._objects))}. Pass objects with the same names, or start a new "
                 "run in a new folder."
             )
-        optimizers, schedulers = (
-            [loaded.state[name] for name in names] for names in (self._optimizers, self._schedulers)
-        )
-        ignored = ignored_values(
-            [*self._schedulers.values()], self._configured, (optimizers, schedulers), configured
-        )
         for name, value in self._objects.items():
             try:
                 value.load_state_dict(loaded.state[name])
@@ -270,6 +264,7 @@ class Checkpointer:
                     f"{name} in {loaded.path} does not match the script: {str(error).rstrip('.')}. Restore "
                     f"the previous {name}, or start a new run in a new folder."
                 ) from error
+        ignored = ignored_values(*self._optimizers_and_schedulers(), self._configured, configured)
         self._configured = configured or self._configured
         self._log.write_ignored(ignored)
         for ignored_value in ignored:

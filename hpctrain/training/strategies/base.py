@@ -120,12 +120,8 @@ class Strategy:
         Returns:
             The result of `training_step_end`, and the number of samples that it represents.
         """
-        return self.trial_step(batch, batch_idx), num_samples
-
-    def trial_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        """Run the module's training step on this rank only, such as to test whether it fits into memory."""
         output = self.module.training_step(batch, batch_idx, *self.optimizer_idx)
-        return self.module.training_step_end(output)
+        return self.module.training_step_end(output), num_samples
 
     def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         """Prepare for steps with one optimizer each; `parameters` are those before `wrap_optimizers`."""
@@ -191,15 +187,6 @@ class Strategy:
     def finish(self) -> str | None:
         """Restore the complete module at the end of training; return a message if this is impossible."""
         return None
-
-
-def refuse_micro_batch_search(settings: TrainerConfig) -> None:
-    if settings.micro_batch_size == "auto":
-        raise UserError(
-            f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for each "
-            "other in every pass. The search for a micro-batch size could deadlock if a rank runs out of "
-            "memory. Set micro_batch_size to a number."
-        )
 
 
 def joint_norm(

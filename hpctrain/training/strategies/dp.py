@@ -64,10 +64,6 @@ class DP(Strategy):
         joined = run_on_devices(self.module, method, batch, (batch_idx,), num_samples, devices)
         return self.end_evaluation_step(method, joined), num_samples
 
-    def trial_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        num_samples = next(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-        return self.training_step(batch, batch_idx, num_samples)[0]
-
 
 def run_on_devices(
     module: Module,

@@ -22,13 +22,12 @@ from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import pytree
-from hpctrain.training.base.rng import derive_seed, seeded_rng
+from hpctrain.training.base.rng import derive_seed, preserve_state, seeded_rng
 from hpctrain.training.base.tensors import slice_batch
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module, as_scalars
-from hpctrain.training.optim.micro_batch_size import preserve_state
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-from hpctrain.training.strategies.base import Strategy, joint_norm, refuse_micro_batch_search
+from hpctrain.training.strategies.base import Strategy, joint_norm
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: Default number of micro-batches per stage: more micro-batches reduce the idle time of stages.
@@ -81,7 +80,6 @@ class Pipeline(Strategy):
                 "precision='16-mixed' does not work with strategy='pipeline': the pipeline schedule "
                 "starts the backward pass before the loss can be scaled. Use 'bf16-mixed'."
             )
-        refuse_micro_batch_search(settings)
 
     @classmethod
     def data_rank(cls, _ranks: Ranks) -> DataRank:
@@ -112,7 +110,6 @@ class Pipeline(Strategy):
         self._drop_states_of_others()
         arguments = (batch_idx, *self.optimizer_idx)
         max_size = self.settings.micro_batch_size
-        assert max_size != "auto"  # See `check`.
         sizes = pipeline_micro_batch_sizes(num_samples, max_size, self.context.ranks.world_size)
         seed = torch.randint(2**62, (1,))
         dist.broadcast(seed, src=0, group=self.context.cpu_group)

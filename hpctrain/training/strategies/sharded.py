@@ -26,10 +26,8 @@ from hpctrain.training.strategies.base import (
     Strategy,
     broadcast_tensors,
     joint_norm,
-    refuse_micro_batch_search,
 )
 from hpctrain.training.strategies.ddp import DataParallelBase
-from hpctrain.training.trainer_config import TrainerConfig
 
 _BUCKET_BYTES = 25 << 20
 #: Optimizers whose updates are impossible with shards, and the reason.
@@ -83,10 +81,6 @@ class FullyShardedBase(Strategy):
     supports_toggling = False
     reshard_after_forward: ClassVar[bool | None]
     """Argument of `fully_shard`. None reshards blocks after their forward pass, but not the root module."""
-
-    @classmethod
-    def check(cls, settings: TrainerConfig) -> None:
-        refuse_micro_batch_search(settings)
 
     def place(self) -> None:
         """Shard the module block by block, so that no device requires memory for the complete module."""
