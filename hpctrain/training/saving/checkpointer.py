@@ -264,7 +264,9 @@ class Checkpointer:
                     f"{name} in {loaded.path} does not match the script: {str(error).rstrip('.')}. Restore "
                     f"the previous {name}, or start a new run in a new folder."
                 ) from error
-        ignored = ignored_values(*self._optimizers_and_schedulers(), self._configured, configured)
+        ignored = ignored_values(
+            [*self._optimizers.values()], [*self._schedulers.values()], self._configured, configured
+        )
         self._configured = configured or self._configured
         self._log.write_ignored(ignored)
         for ignored_value in ignored:
