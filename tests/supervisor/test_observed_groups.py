@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpctrain.rundir import RunDir
+from hpctrain.schema import RankMessage
 from hpctrain.supervisor.launch.job_step import HangDetected
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.observed_groups import ObservedGroups
@@ -38,8 +40,17 @@ class Supervisor:
         return self.groups.join(introduction)
 
     def beat(self, key: int, step: int, **fields: object) -> None:
-        message = {"phase": "script", "step": step, "beats": step, "spent": [0, 0, 0], "timed": [0, 0]}
-        self.groups.on_message(key, {**message, "modules": [], "changed": [], **fields})
+        message: dict[str, object] = {
+            "phase": "script",
+            "step": step,
+            "beats": step,
+            "spent": [0, 0, 0],
+            "timed": [0, 0],
+        }
+        self.receive(key, {**message, **fields})
+
+    def receive(self, key: int, message: dict[str, object]) -> None:
+        self.groups.on_message(key, msgspec.convert(message, RankMessage))
 
 
 @pytest.fixture
@@ -55,7 +66,7 @@ def test_each_group_agrees_on_its_own_last_step(supervisor):
     supervisor.beat(left[1], 4, stop=True)
     assert supervisor.sent == [({"prepare_stop": True}, left)]
     for key, step in zip([*left, *right], (4, 5, 9, 10), strict=True):
-        supervisor.groups.on_message(key, {"can_stop_after": step})
+        supervisor.receive(key, {"can_stop_after": step})
     assert supervisor.sent[1:] == [({"stop_after": 5}, left), ({"stop_after": 10}, right)]
 
 
@@ -94,8 +105,8 @@ def test_only_groups_that_train_can_hang(supervisor):
     assert supervisor.sent == [({"tell": True}, keys)]
     for key, waits in zip(keys, (True, False), strict=True):
         told = {"phase": "script", "step": 2, "place": f"main (train.py:{key})", "waits": waits}
-        supervisor.groups.on_message(key, {"told": told})
-        supervisor.groups.on_message(key, {"written": True})
+        supervisor.receive(key, {"told": told})
+        supervisor.receive(key, {"written": True})
     supervisor.groups.on_tick()
     (hang,) = supervisor.events
     assert isinstance(hang, HangDetected)

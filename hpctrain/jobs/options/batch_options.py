@@ -13,28 +13,12 @@ from typing import Any, cast
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobs.options.table import SubmitOptions
+from hpctrain.jobs.options.table import BATCH_KEYS, SubmitOptions
 from hpctrain.jobspec.batch_header import BatchHeader, parse_batch_header, shell_of
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.validation import check_spec
 from hpctrain.slurm.duration import parse_duration
 
-#: hpctrain's names of the options that sbatch also has.
-_KEYS = {
-    "job-name": "name",
-    **{
-        name.replace("_", "-"): name
-        for name in [
-            "array",
-            "cpus_per_task",
-            "gpus_per_node",
-            "gpus_per_task",
-            "nodes",
-            "ntasks_per_node",
-            "time",
-        ]
-    },
-}
 #: Options of the command sbatch, not of the job.
 _OF_COMMAND = ("help", "ignore-pbs", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait")
 #: Options whose values are paths, relative to the working directory of the job or to that of sbatch.
@@ -78,7 +62,7 @@ class BatchScript:
             if name in ("clusters", "wrap"):
                 raise SpecError(f"Line {line} of {self.path.name} has --{name}, which hpctrain cannot adopt.")
             if name not in _OF_COMMAND:
-                key = _KEYS.get(name, f"sbatch.{name}")
+                key = BATCH_KEYS.get(name, f"sbatch.{name}")
                 values.append(OptionValue(key, value, OptionSource("", self.path, line)))
         return values
 
@@ -95,7 +79,7 @@ class BatchScript:
 
 def _directives(values: Mapping[str, OptionValue]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the options of sbatch by long name, and their origins."""
-    names = {key: name for name, key in _KEYS.items()}
+    names = {key: name for name, key in BATCH_KEYS.items()}
     chosen = {
         names.get(key) or key.removeprefix("sbatch."): setting
         for key, setting in values.items()
@@ -133,7 +117,7 @@ def build_batch_spec(
     for option in _PATHS & directives.keys():
         directives[option] = os.path.normpath(cwd / directives[option])
     own: dict[str, Any] = {
-        name: value for name, value in options.items() if name not in (*_KEYS.values(), "sbatch")
+        name: value for name, value in options.items() if name not in (*BATCH_KEYS.values(), "sbatch")
     }
     if "job-name" in directives:
         own["name"] = directives.pop("job-name")

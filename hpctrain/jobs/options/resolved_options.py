@@ -19,7 +19,7 @@ from hpctrain.jobs.options.option_parser import (
     option_names,
     parse_option,
 )
-from hpctrain.jobs.options.table import BATCH_OPTIONS, SubmitOptions, all_options, sbatch_type
+from hpctrain.jobs.options.table import BATCH_KEYS, BATCH_OPTIONS, SubmitOptions, all_options, sbatch_type
 from hpctrain.slurm.environment import SBATCH_VARIABLES, strip_job_env
 from hpctrain.text import suggest
 
@@ -33,7 +33,8 @@ _SET = OptionSource("--set")
 PREVIOUS_SOURCE = OptionSource("previous submission")
 
 _MEMORY = ("sbatch.mem", "sbatch.mem-per-cpu", "sbatch.mem-per-gpu")
-_FLAG = re.compile(r"--[a-z][a-z-]*[a-z]")
+#: Options have a flag, or a name with an underscore.
+_FLAG = re.compile(r"--[a-z][a-z-]*[a-z]|\b[a-z]+(?:_[a-z]+)+\b")
 
 #: Name of the project's configuration file.
 PROJECT_FILE = "hpctrain.yaml"
@@ -98,7 +99,7 @@ def resolve_options(
 ) -> ResolvedOptions:
     """Merge the options of all files with those of this submission, and those of a batch script."""
     overriding = [
-        *_from_caller(options_given, source, of_batch=header is not None),
+        *_from_caller(cast(Mapping[str, Any], options_given), source, of_batch=header is not None),
         *chain.from_iterable(map(_from_assignment, assignments)),
     ]
     chosen = {setting.key: setting.value for setting in overriding if setting.key in ("config", "profile")}
@@ -130,10 +131,14 @@ def resolve_options(
     return ResolvedOptions({**defaults, **settled}, (*standing, *named))
 
 
-def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
+def previous_values(options: Mapping[str, Any], directives: Mapping[str, str]) -> list[OptionValue]:
+    """Return the options of an earlier submission, and the directives of its batch script."""
     return [
-        *_from_caller(options, PREVIOUS_SOURCE, of_batch=True),
-        *chain.from_iterable(map(_from_assignment, assignments)),
+        *_from_caller(options, PREVIOUS_SOURCE),
+        *(
+            OptionValue(BATCH_KEYS.get(name, f"sbatch.{name}"), value, PREVIOUS_SOURCE)
+            for name, value in directives.items()
+        ),
     ]
 
 
@@ -208,9 +213,9 @@ def _from_files(
 
 
 def _from_caller(
-    options: SubmitOptions, source: OptionSource, *, of_batch: bool = False
+    options: Mapping[str, Any], source: OptionSource, *, of_batch: bool = False
 ) -> Iterator[OptionValue]:
-    for name, value in cast(Mapping[str, Any], options).items():
+    for name, value in options.items():
         if of_batch and name in BATCH_OPTIONS:
             if value is not None:
                 key = "no-requeue" if value is False else name.replace("_", "-")

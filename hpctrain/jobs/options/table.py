@@ -24,7 +24,7 @@ from hpctrain.jobspec.job_spec import (
     ResumeMode,
 )
 from hpctrain.jobspec.launcher import LauncherName, RendezvousBackend, TorchrunConfig
-from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
+from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotificationKind
 from hpctrain.jobspec.shell_setup import is_conda_prefix
 
 _Path = str | os.PathLike[str]
@@ -135,6 +135,19 @@ BATCH_OPTIONS = (
 )
 
 
+#: hpctrain's names of the other options that sbatch also has.
+BATCH_KEYS = {
+    "job-name": "name",
+    "array": "array",
+    "nodes": "nodes",
+    "time": "time",
+    "gpus-per-task": "gpus_per_task",
+    "ntasks-per-node": "ntasks_per_node",
+    "cpus-per-task": "cpus_per_task",
+    "gpus-per-node": "gpus_per_node",
+}
+
+
 class SubmitOptions(SbatchOptions, total=False):
     """All options of a submission except the script and its arguments."""
 
@@ -184,7 +197,7 @@ class SubmitOptions(SbatchOptions, total=False):
     time: int | str
     stop_before_limit: int
     notify: Sequence[str]
-    notify_on: Sequence[str]
+    notify_on: Sequence[NotificationKind]
     notify_stall_after: int
     sbatch: Mapping[str, str]
     config: _Path

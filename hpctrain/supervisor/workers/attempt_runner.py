@@ -12,12 +12,12 @@ from pathlib import Path
 
 from hpctrain import system
 from hpctrain.checkpoint.interval import longest_save_s
-from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
+from hpctrain.checkpoint.listing import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.files import file_size
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.log_tail import read_last_records
+from hpctrain.records.run_record import starts_over
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpctrain.records.rank_phase import RankPhase
+from hpctrain.schema import RankMessage, RankPhase
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
 #: Sends a message to the members with these keys.
@@ -62,11 +62,10 @@ class ObservedGroups:
         group.ranks[key], group.hosts[rank], self._group_of[key] = rank, host, group
         return key
 
-    def on_message(self, key: int, message: Mapping[str, Any]) -> None:
+    def on_message(self, key: int, message: RankMessage) -> None:
         if (group := self._group_of.get(key)) is None:
             return
-        group.trains |= len(group.ranks) > 1 or bool(message.get("step"))
-        group.trains |= message.get("phase") == RankPhase.JOIN
+        group.trains |= len(group.ranks) > 1 or message.step > 0 or message.phase == RankPhase.JOIN
         group.monitor.on_message(group.ranks[key], message)
         self.has_process_group |= group.monitor.has_process_group
         if self._stop_signal is not None and key not in self._asked:
