@@ -56,6 +56,7 @@ EXEMPT = {
         runtime.cpu_binding._read_text
     """,
     "part of functions in the tables, or composed of them": """
+        jobs.options.batch_options.BatchScript.read jobspec.batch_header._parse_words
         cli.report.read_runs cli.report._read_logs cluster.detection._detect_as
         cluster.hostlist._expand jobs.executor.job.JobFailed.from_status
         jobs.options.config_files._read_habits jobs.options.config_files._read_option

@@ -74,7 +74,7 @@ SHORT = {
 PREFIXES = {"partition": "part", "comment": "comm", "ntasks-per-node": "ntasks-per-n", "mail-user": "mail-u"}
 #: Facts of a job that differ between two submissions, or that hpctrain chooses.
 DIFFERENT = re.compile(
-    r"(JobId|AllocNode:Sid|.*Time|Command|WorkDir|LastSchedEval|Scheduler|Priority|Requeue|Stdin|StdIn|Power)"
+    r"(JobId|AllocNode:Sid|SubmitLine|.*Time|Command|WorkDir|LastSchedEval|Scheduler|Priority|Requeue|Stdin|StdIn|Power)"
 )
 
 
@@ -140,7 +140,8 @@ def request(script: Path, environ: dict[str, str]) -> str | dict[str, str]:
         run_command(["scancel", job], environ)
     # Free text contains blanks and equals signs.
     fields = dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", shown))
-    fields = {name: re.sub(rf"(?<!\d){job}(?!\d)", "ID", value) for name, value in fields.items()}
+    for name in {"StdOut", "StdErr"} & fields.keys():
+        fields[name] = re.sub(rf"(?<!\d){job}(?!\d)", "ID", fields[name])
     return {name: value for name, value in fields.items() if not DIFFERENT.fullmatch(name)}
 
 

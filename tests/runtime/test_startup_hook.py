@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster import detect
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.program import process_observer
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
+from hpctrain.supervisor.launch import batch
+from hpctrain.supervisor.workers.heartbeat_server import HeartbeatServer
 
 
 @pytest.fixture
@@ -72,3 +76,51 @@ def test_process_of_another_job_is_not_observed(tmp_path, variables):
     result = run(sys.executable, environ, script)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith(f"{signal.SIG_DFL} 1\n")
+
+
+class Joined:
+    """A supervisor that records the introductions of observed processes."""
+
+    def __init__(self) -> None:
+        self.introductions: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+
+    def on_join(self, attempt, introduction) -> int:
+        self.introductions.put({**introduction, "attempt": attempt})
+        return 0
+
+    def on_message(self, attempt, rank, message) -> None: ...
+
+    def on_disconnect(self, attempt, rank) -> None: ...
+
+    def on_tick(self) -> None: ...
+
+
+@pytest.mark.slow
+def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(tmp_path):
+    """The environment of the script has PyTorch, but not hpctrain and its dependencies."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    (tmp_path / "torch.py").touch()
+    python, supervisor = tmp_path / "venv/bin/python", Joined()
+    hook = Path(process_observer.__file__).with_name("startup_hook")
+    launch = {"TORCHELASTIC_RUN_ID": "r", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "1"}
+    launch |= {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    launch |= {"GROUP_WORLD_SIZE": "1", "SLURMD_NODENAME": "n7", "HPCTRAIN_TELEMETRY": "0"}
+    with HeartbeatServer("127.0.0.1", supervisor) as server:
+        variables = {
+            **launch,
+            **server.variables,
+            RUN_DIR_VARIABLE: str(tmp_path),
+            ATTEMPT_VARIABLE: "3",
+            CHILD_VARIABLE: json.dumps({"packages": batch._PACKAGES}),
+            "PYTHONPATH": os.pathsep.join([str(hook), str(tmp_path)]),
+        }
+        result = run(python, variables, "import torch")
+        assert (result.returncode, result.stderr) == (0, "")
+        introduction = supervisor.introductions.get(timeout=10)
+    assert introduction == {
+        "attempt": 3,
+        "rank": 1,
+        "world_size": 2,
+        "group": "torchrun/127.0.0.1:29500",
+        "host": "n7",
+    }

@@ -141,7 +141,7 @@ def observe_process() -> None:
     address = os.environ.get(SUPERVISOR_ADDRESS_VARIABLE)
     connect: Callable[[], Connection]
     if address is not None:  # of a batch script
-        ranks = _detect_ranks()
+        ranks = _own_ranks()
         connect = partial(SupervisorConnection, address, ranks, attempt, _group_facts(ranks))
     else:
         ranks, connect = Ranks(**command["ranks"]), partial(connect_to_worker, command["socket"])
@@ -169,7 +169,7 @@ def observe_process() -> None:
     observer.start(connect)
 
 
-def _detect_ranks() -> Ranks:
+def _own_ranks() -> Ranks:
     try:
         return detect(os.environ)
     except UserError:  # The script may know its ranks in another way.
@@ -179,9 +179,7 @@ def _detect_ranks() -> Ranks:
 def _group_facts(ranks: Ranks) -> dict[str, object]:
     """Return the name of the process group, equal on all ranks, its size, and the node of this rank."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    name = f"{ranks.rendezvous_id} {ranks.master_addr}:{ranks.master_port}"
-    if ranks.environment == "local":
-        name = f"{host}:{os.getpid()}"
+    name = ranks.rendezvous_id or f"{host}:{os.getpid()}"
     return {"group": name, "world_size": ranks.world_size, "host": host}
 
 
