@@ -74,7 +74,7 @@ SHORT = {
 PREFIXES = {"partition": "part", "comment": "comm", "ntasks-per-node": "ntasks-per-n", "mail-user": "mail-u"}
 #: Facts of a job that differ between two submissions, or that hpctrain chooses.
 DIFFERENT = re.compile(
-    r"(JobId|AllocNode:Sid|SubmitLine|.*Time|Command|WorkDir|LastSchedEval|Scheduler|Priority|Requeue|Stdin|StdIn|Power)"
+    r"((?:Array)?JobId|AllocNode:Sid|SubmitLine|.*Time|Command|WorkDir|LastSchedEval|Scheduler|Priority|Requeue|Stdin|StdIn|Power)"
 )
 
 
