@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE
 from hpctrain.text import is_count
 
 #: Index of the end of the command line in `stat_fields`.
@@ -151,5 +152,15 @@ def _kill_once(run_dir: str, before: int) -> list[int]:
         if process.environ.get(RUN_DIR_VARIABLE) == run_dir
         and is_count(attempt := process.environ.get(ATTEMPT_VARIABLE, ""))
         and int(attempt) < before
+        and not _is_of_other_job(process.environ)
         and process.signal(signal.SIGKILL)
     ]
+
+
+def _is_of_other_job(environ: Mapping[str, str]) -> bool:
+    """True for a process of a job that a batch script has submitted, which inherits its variables."""
+    try:
+        job = json.loads(environ.get(CHILD_VARIABLE, "{}")).get("job")
+    except ValueError:
+        return False
+    return job is not None and environ.get("SLURM_JOB_ID") != job

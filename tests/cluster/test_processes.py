@@ -11,7 +11,7 @@ import time
 import pytest
 
 from hpctrain.cluster.processes import child_pids, kill_orphans
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc to look for processes in")
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /pr
 def start():
     started = []
 
-    def start(run_dir, attempt):
-        env = {**os.environ, RUN_DIR_VARIABLE: str(run_dir), ATTEMPT_VARIABLE: str(attempt)}
+    def start(run_dir, attempt, **variables):
+        env = {**os.environ, RUN_DIR_VARIABLE: str(run_dir), ATTEMPT_VARIABLE: str(attempt), **variables}
         started.append(subprocess.Popen(["sleep", "60"], env=env, start_new_session=True))
         return started[-1]
 
@@ -37,12 +37,14 @@ def test_orphans_of_earlier_attempts_of_this_run_are_killed(start, tmp_path, mon
         monkeypatch.delattr(os, "pidfd_open")
     first, second, current = (start(tmp_path / "run", attempt) for attempt in range(3))
     other = start(tmp_path / "other", 0)
+    # A job that the batch script has submitted inherits its variables.
+    chained = start(tmp_path / "run", 0, **{CHILD_VARIABLE: '{"job": "7"}', "SLURM_JOB_ID": "8"})
     assert sorted(kill_orphans(str(tmp_path / "run"), 2)) == sorted([first.pid, second.pid])
     assert [first.wait(120), second.wait(120)] == [-9, -9]
     assert current.poll() is None
     assert kill_orphans(str(tmp_path / "run"), 2) == []
     assert kill_orphans(str(tmp_path / "run")) == [current.pid]
-    assert other.poll() is None
+    assert (other.poll(), chained.poll()) == (None, None)
 
 
 def test_children_are_found_while_threads_end():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -178,7 +179,7 @@ def test_script_whose_restarts_make_no_progress_ends(tmp_path):
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "job.sh").write_text(
-        "#!/bin/sh\n#SBATCH --job-name=failing\necho 'no such table' >&2\nexit 3\n"
+        "#!/bin/sh\n#SBATCH --comment=x --ntasks=4\necho 'no such table' >&2\nexit 3\n"
     )
     run = Run(folder / "run", {})
     run.hpctrain("submit", "--backend=local", "--run-dir=run", "job.sh", cwd=folder)
@@ -188,6 +189,14 @@ def test_script_whose_restarts_make_no_progress_ends(tmp_path):
     assert len(run.events("started")) <= 3
     shown = run.hpctrain("status", str(run.path)).stdout
     assert "none: a restart starts over" in shown
+    (folder / "job.sh").write_text("#!/bin/sh\n#SBATCH --job-name=other -N 9\ntouch fixed\n")
+    sources = run.hpctrain("resume", str(run.path), "--show-config", "--ntasks=2").stdout
+    assert re.search(r"^comment +x +previous submission$", sources, re.MULTILINE)
+    assert re.search(r"^ntasks +2 +command line$", sources, re.MULTILINE)
+    assert not re.search(r"^nodes +9", sources, re.MULTILINE)
+    run.hpctrain("resume", str(run.path))
+    assert run.wait(100) == 0
+    assert (folder / "fixed").exists()
 
 
 @pytest.mark.extended

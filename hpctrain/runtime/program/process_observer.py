@@ -134,6 +134,8 @@ def observe_process() -> None:
     if CHILD_VARIABLE not in os.environ or os.path.basename(sys.argv[0]) in RANK_LAUNCHERS:
         return
     command = json.loads(os.environ[CHILD_VARIABLE])
+    if command.get("job", (job := os.environ.get("SLURM_JOB_ID"))) != job:
+        return  # Another job has inherited the variables.
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
     if command.get("launch") == launch and command["pid"] != os.getpid():
         return

@@ -87,7 +87,7 @@ class BatchLauncher:
             **self._environ,
             **spec.env,
             **{name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")},
-            CHILD_VARIABLE: json.dumps({"packages": list(dict.fromkeys(_PACKAGES))}),
+            CHILD_VARIABLE: json.dumps({"packages": _PACKAGES, "job": self._environ.get("SLURM_JOB_ID")}),
             "PYTHONPATH": os.pathsep.join(paths),
         }
         if "open-mode" not in spec.directives:
