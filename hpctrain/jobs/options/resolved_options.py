@@ -131,13 +131,15 @@ def resolve_options(
     return ResolvedOptions({**defaults, **settled}, (*standing, *named))
 
 
-def previous_values(options: Mapping[str, Any], directives: Mapping[str, str]) -> list[OptionValue]:
+def previous_values(
+    options: Mapping[str, Any], directives: Mapping[str, str] | None = None
+) -> list[OptionValue]:
     """Return the options of an earlier submission, and the directives of its batch script."""
     return [
         *_from_caller(options, PREVIOUS_SOURCE),
         *(
             OptionValue(BATCH_KEYS.get(name, f"sbatch.{name}"), value, PREVIOUS_SOURCE)
-            for name, value in directives.items()
+            for name, value in (directives or {}).items()
         ),
     ]
 

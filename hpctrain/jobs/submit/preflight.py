@@ -74,16 +74,16 @@ class PreparedSubmission:
     """A folder of the working tree to copy, if the script is elsewhere."""
     notes: tuple[str, ...] = ()
     """Notes for the user, one line each."""
-    batch: BatchScript | None = None
-    """The user's batch script, if the job runs one."""
-    origins: Mapping[str, str] = field(default_factory=dict)
-    """Origins of the directives of a batch script."""
     script: str = ""
     """The batch script, exactly as it will be submitted; set by `check_template`."""
     snapshot: CodeSnapshot | None = None
     """Code to copy into the run folder, if any; set by `check_code`."""
     preflight: PreflightResult = field(default_factory=PreflightResult)
     """Findings of the backend; set by `check_backend`."""
+    batch: BatchScript | None = None
+    """The user's batch script, if the job runs one."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Origins of the directives of a batch script."""
 
     @property
     def forecast(self) -> tuple[str, ...]:

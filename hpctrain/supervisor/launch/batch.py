@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from signal import Signals
 
 import msgspec
 
@@ -127,7 +128,7 @@ class BatchStep(LocalStep):
             self._is_stopping = True
             self.stop_ranks(number)
 
-    def _signal_steps(self, number: signal.Signals) -> None:
+    def _signal_steps(self, number: Signals) -> None:
         if self._job_id is not None and (steps := list_steps(self._job_id, self._outer)):
             signal_steps(steps, number, self._outer)
 
