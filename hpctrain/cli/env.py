@@ -8,9 +8,9 @@ import click
 
 from hpctrain.cli.common import echo_json, json_option
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
+from hpctrain.cluster.addresses import host_name
 from hpctrain.cluster.amd_gpus import list_amd_gpus
 from hpctrain.cluster.device_plan import plan_device
-from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import EnvironmentMismatch
 
 #: Fields of `Ranks` in the order of the table.

@@ -16,9 +16,9 @@ import click
 from hpctrain.cli.common import program_name as called_as
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.addresses import gloo_variables, master_host, own_address
-from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.cluster.ports import bind_socket
 from hpctrain.errors import RendezvousError
+from hpctrain.slurm.environment import apply_env_defaults
 
 #: Exit codes of a shell if a program is not found, and if it cannot be executed.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126

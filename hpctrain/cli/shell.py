@@ -16,7 +16,6 @@ from hpctrain.cli import submit
 from hpctrain.cli.common import open_run
 from hpctrain.cli.exec import become
 from hpctrain.cli.resubmit_command import submit_arguments
-from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE
 from hpctrain.jobs.submit.preflight import check_backend, check_environment, check_program, check_template
@@ -24,7 +23,7 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.render import directive_options, render_setup
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.load_spec import load_spec
-from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.slurm.environment import apply_env_defaults, sbatch_env, strip_job_env
 
 #: Options of a submission that do not affect a shell.
 _WITHOUT_EFFECT = frozenset(

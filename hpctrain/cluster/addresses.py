@@ -1,7 +1,4 @@
-"""Resolve host names with a time limit, and find the addresses for a rendezvous without a supervisor.
-
-An unresponsive resolver would otherwise block its caller for an unlimited time.
-"""
+"""Resolve host names with a time limit, and find the addresses for a rendezvous without a supervisor."""
 
 from __future__ import annotations
 
@@ -48,6 +45,11 @@ def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
     if not addresses:
         raise TimeoutError(f"the name was not resolved within {limit_s:.0f} s")
     return addresses
+
+
+def host_name(environ: Mapping[str, str]) -> str:
+    """Return Slurm's node name, if any: simulated nodes on one machine differ only in this name."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def is_loopback(address: str) -> bool:

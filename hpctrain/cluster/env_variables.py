@@ -67,7 +67,7 @@ def _read(environ: Mapping[str, str], name: str) -> str:
 
 
 def override_hint(*environments: str) -> str:
-    """Return the last sentence of a message about contradictory variables: the way to resolve them."""
+    """Return the sentence on how to resolve contradictory variables."""
     choices = join_or(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
     purpose = "run a single process" if environments == ("local",) else "select the launcher"
     return f"Unset variables left over from another launcher, or set {choices} to {purpose}."

@@ -1,17 +1,22 @@
-"""Compute the port of a rendezvous, bind ports for torch's store, and find other users of a port."""
+"""Compute the port of a rendezvous, bind ports for torch's store, and limit and list connections."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pwd
+import resource
 import socket
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpctrain.errors import HpctrainError
+
 #: Below Linux's ephemeral ports (32768 and up), above the well-known ones.
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
+#: Open files of a process in addition to its connections.
+_SPARE_FILES = 64
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
@@ -57,3 +62,18 @@ def _name(uid: int) -> str:
     with contextlib.suppress(KeyError):
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
     return f"uid {uid}"
+
+
+def raise_fd_limit(number: int) -> None:
+    """Raise the soft limit, which many sites leave at 1024, to `number` connections for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= number:
+        raise HpctrainError(
+            f"This process requires {number} connections, one to each other rank, but may open only {hard} "
+            "files (`ulimit -H -n`). Increase the limit on the nodes (LimitNOFILE of the slurmd service, or "
+            "limits.conf(5)), or start fewer ranks."
+        )
+    required = number + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < required:
+        raised = required if hard == resource.RLIM_INFINITY else min(required, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))

@@ -14,9 +14,9 @@ import torch
 from torch.distributed import DistError, DistNetworkError, Store  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
+from hpctrain.cluster.addresses import host_name
 from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
 from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
-from hpctrain.cluster.host_name import host_name
 from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError
 from hpctrain.files import parse_json_object
 from hpctrain.runtime.rendezvous import REMIND_AFTER_S, remind

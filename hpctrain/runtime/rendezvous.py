@@ -14,8 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.addresses import master_host, resolve_host
-from hpctrain.cluster.fd_limit import raise_fd_limit
-from hpctrain.cluster.ports import bind_socket
+from hpctrain.cluster.ports import bind_socket, raise_fd_limit
 from hpctrain.errors import RendezvousError
 
 #: Time after which a rank reports the peers that it is waiting for.

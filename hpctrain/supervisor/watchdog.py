@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import FrameType
 
 from hpctrain import system
-from hpctrain.cluster.parent_death import die_with_parent
+from hpctrain.cluster.processes import die_with_parent
 from hpctrain.text import signal_name
 
 #: Maximum number of killed supervisors in a job.

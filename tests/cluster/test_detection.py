@@ -6,7 +6,7 @@ import pytest
 from helpers.launch_runner import load_recording
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
-from hpctrain.cluster.environments.slurm import parse_tasks_per_node
+from hpctrain.cluster.slurm_step import parse_tasks_per_node
 from hpctrain.errors import EnvironmentMismatch
 
 

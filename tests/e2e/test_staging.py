@@ -21,7 +21,7 @@ from hpctrain.files import make_folder, read_json, try_lock
 from hpctrain.jobs.runs.run_log_reader import describe_event
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.supervisor.workers.stager import StagePlan
+from hpctrain.supervisor.workers.node_steps import StagePlan
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
 from stage import PACKAGES, count_operations, make_environment, start

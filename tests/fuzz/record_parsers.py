@@ -22,10 +22,10 @@ from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
-from hpctrain.supervisor import buffered_storage, node_steps
+from hpctrain.supervisor import buffered_storage
 from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.workers import attempt_runner, worker_group
+from hpctrain.supervisor.workers import attempt_runner, node_steps, worker_group
 from hpctrain.sweeps import sweep_record
 from hpctrain.sweeps.stopping_rules import TrialReport
 from hpctrain.telemetry.accounting import timeline_events

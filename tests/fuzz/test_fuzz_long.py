@@ -30,7 +30,7 @@ EXEMPT = {
         jobs.submit.render._parse_template
         jobs.runs.run_log_reader.LogPosition.from_json jobs.site.site_check.JobRequest.from_spec
         supervisor.monitors.EarlyStoppingMonitor._read_rule
-        supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
+        slurm.srun_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
         telemetry.sampling.nvml.read_gpu
         training.base.device_selection.parse_devices training.base.rng._from_tensors
@@ -62,7 +62,7 @@ EXEMPT = {
         checkpoint.io.messages._decode
         checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines rundir.RunStorage.read
         runtime.worker._detect_ranks supervisor.failures.failure_files._parse_corruption
-        supervisor.launch.srun.SrunStep._read sweeps.search_space._parse
+        slurm.srun_step.SrunStep._read sweeps.search_space._parse
         telemetry.sampling.sampler.TelemetrySampler.read
     """,
     "content is covered by a checksum or an authentication code": """

@@ -12,15 +12,9 @@ from helpers.waiting import slowness
 from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.srun_step import StepEnded, TaskExit
 from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
-from hpctrain.supervisor.launch.job_step import (
-    HangDetected,
-    RankSignalled,
-    SignalReceived,
-    StepEnded,
-    StopRequested,
-    TaskExit,
-)
+from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, SignalReceived, StopRequested
 from hpctrain.supervisor.workers import attempt_monitor
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 

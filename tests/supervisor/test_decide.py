@@ -17,9 +17,8 @@ from hpctrain.jobspec.restart_policy import (
     RestartPolicy,
     RestartRule,
 )
+from hpctrain.slurm.srun_step import TaskExit, parse_task_report
 from hpctrain.supervisor.failures.failure_files import RankFailure, classify, is_deterministic, root_cause
-from hpctrain.supervisor.launch.job_step import TaskExit
-from hpctrain.supervisor.launch.srun import parse_task_report
 from hpctrain.supervisor.policy.decide import (
     Action,
     Allocation,
@@ -77,13 +76,13 @@ def test_documentation_has_the_causes_and_actions_that_explain_prints():
 def failed(kind, count, host="n2", causes=None):
     """Return a history of failures of a kind, each on its own node unless `host` is given."""
     past = [PastFailure(kind, host, str(i) if causes is None else causes) for i in range(count)]
-    return History(tuple(past), tuple(failure_.kind for failure_ in past))
+    return History(past, [failure_.kind for failure_ in past])
 
 
 def after(
     kind, count=1, *, nodes=None, intent=JobIntent.CONTINUE, policy=POLICY, causes=None, host=None, **fields
 ) -> Decision:
-    history = History(stops=(kind,) * count) if kind.is_stop else failed(kind, count, host, causes)
+    history = History(stops=[kind] * count) if kind.is_stop else failed(kind, count, host, causes)
     fields = {"larger_memory": "mem=96"} | fields
     state = RunSituation(policy, history, intent, nodes or Allocation(FOUR, min_nodes=4), **fields)
     return decide(state, AttemptEnd(kind, "cause", 4 if kind is EndKind.GPU_OOM else None), now=0.0)
@@ -171,12 +170,12 @@ def test_run_in_an_ending_job_is_requeued_unless_it_failed(kind):
 
 def test_kinds_without_a_number_share_max_failures():
     history = History(
-        (PastFailure(EndKind.KILLED), PastFailure(EndKind.COMMUNICATION), PastFailure(EndKind.PYTHON)), ()
+        [PastFailure(EndKind.KILLED), PastFailure(EndKind.COMMUNICATION), PastFailure(EndKind.PYTHON)], []
     )
     decision = decide(RunSituation(POLICY, history), AttemptEnd(EndKind.PYTHON), 0.0)
     assert decision.action is Action.FAIL
     assert decision.reason == "3 consecutive failures without a new checkpoint (limit: --max-failures)"
-    others = History((PastFailure(EndKind.OOM), PastFailure(EndKind.GPU), PastFailure(EndKind.PYTHON)), ())
+    others = History([PastFailure(EndKind.OOM), PastFailure(EndKind.GPU), PastFailure(EndKind.PYTHON)], [])
     assert decide(RunSituation(POLICY, others), AttemptEnd(EndKind.PYTHON), 0.0).action is Action.RESTART
 
 
@@ -186,7 +185,7 @@ def test_kinds_without_a_number_share_max_failures():
 )
 def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed, action):
     """A long attempt may have saved by its own means, unless its ranks agreed to stop."""
-    history = History(stops=(EndKind.TIME_LIMIT,) * 2, agreed_to_stop=agreed)
+    history = History(stops=[EndKind.TIME_LIMIT] * 2, agreed_to_stop=agreed)
     decision = decide(RunSituation(POLICY, history, seconds=seconds), AttemptEnd(EndKind.TIME_LIMIT), 0.0)
     assert decision.action is action
     if action is Action.FAIL:
@@ -405,25 +404,25 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
     ("events", "history"),
     [
         ([], History()),
-        ([FAILURE, SECOND_FAILURE], History((P1, P2), (K, K))),
-        ([FAILURE, event("checkpoint", step=5), SECOND_FAILURE], History((P2,), (K,), has_saved=True)),
+        ([FAILURE, SECOND_FAILURE], History([P1, P2], [K, K])),
+        ([FAILURE, event("checkpoint", step=5), SECOND_FAILURE], History([P2], [K], has_saved=True)),
         (
             [event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), SECOND_FAILURE],
-            History((P1, P2), (K, K), has_saved=True),
+            History([P1, P2], [K, K], has_saved=True),
         ),
-        ([REQUEUE, REQUEUE, FAILURE], History((P1,), (K,), (T, T))),
+        ([REQUEUE, REQUEUE, FAILURE], History([P1], [K], [T, T])),
         # Of a script's own checkpoints, only their existence is known.
         (
             [FAILURE, REQUEUE, event("checkpoint", step=None), SECOND_FAILURE],
-            History((P2,), (K, K)),
+            History([P2], [K, K]),
         ),
         ([FAILURE, REQUEUE, event("excluded", hosts=["n1"]), event("submitted")], History()),
-        ([FAILURE, REQUEUE, event("submitted", after="7")], History((P1,), (K,), (T,))),
+        ([FAILURE, REQUEUE, event("submitted", after="7")], History([P1], [K], [T])),
         # A script that saves by its own means must not be ended because of hourly preemptions.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
         # The checkpoints of ranks that agreed to stop are known, so long attempts count, too.
-        ([*NO_PROGRESS, *NO_PROGRESS], History((), (), (T, T), agreed_to_stop=True)),
-        ([*NO_PROGRESS, event("started")], History((), (), (T,))),
+        ([*NO_PROGRESS, *NO_PROGRESS], History([], [], [T, T], agreed_to_stop=True)),
+        ([*NO_PROGRESS, event("started")], History([], [], [T])),
         (
             [*NO_PROGRESS, event("checkpoint", step=5), *NO_PROGRESS[1:]],
             History(agreed_to_stop=True, has_saved=True),
@@ -434,7 +433,7 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
         ),
         ([event("failure", cause="a checkpoint was not written")], History()),
         ([event("excluded", hosts=["n1", "n2"])], History(excluded=frozenset({"n1", "n2"}))),
-        ([event("straggler", host="n3"), event("straggler", host="n3")], History(slow_nodes=("n3", "n3"))),
+        ([event("straggler", host="n3"), event("straggler", host="n3")], History(slow_nodes=["n3", "n3"])),
         ([event("straggler", host="n3", lasting=False)], History()),
         # Written by an older version.
         (
@@ -442,7 +441,7 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
                 event("failure", rank=1, host="n1", cause="rank 1 on n1: SIGKILL"),
                 event("requeue", seconds=1.0),
             ],
-            History((PastFailure(EndKind.KILLED, "n1", "SIGKILL"),), (EndKind.KILLED,), (EndKind.PREEMPTED,)),
+            History([PastFailure(EndKind.KILLED, "n1", "SIGKILL")], [EndKind.KILLED], [EndKind.PREEMPTED]),
         ),
     ],
 )
@@ -465,7 +464,7 @@ def test_resumption_from_a_later_step_is_progress():
     resumed = {"kind": "resumed", "step": 10, "checkpoint": "x"}
     events = [{"kind": "checkpoint", "step": 10}, failure, resumed, failure]
     assert len(History.from_events(events).failures) == 2
-    assert History.from_events([*events, resumed | {"step": 12}]).failures == ()
+    assert History.from_events([*events, resumed | {"step": 12}]).failures == []
     # The steps that a script counts prove no checkpoint.
     assert len(History.from_events([*events, {"kind": "resumed", "step": 12}]).failures) == 2
 

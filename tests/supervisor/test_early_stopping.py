@@ -42,7 +42,7 @@ def test_losing_trial_is_stopped_with_a_reason(trials):
         "stopped early at step 10 by ASHA: 2 trials of 3 had a better loss than 4, and the best 1 continue"
     )
     assert trials[2].early_stop_reason() == request.reason
-    assert finish_run(trials[2], "CANCELLED").code == 0
+    assert finish_run(trials[2], "CANCELLED") == 0
     end = list(trials[2].read_events())[-1]
     assert (end["state"], end["note"]) == (STOPPED_EARLY, request.reason)
     # The user resumes the trial.

@@ -9,8 +9,9 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.srun_step import StepEnded
 from hpctrain.supervisor.job_control import LocalJobControl
-from hpctrain.supervisor.launch.job_step import LauncherStuck, StepEnded
+from hpctrain.supervisor.launch.job_step import LauncherStuck
 from hpctrain.supervisor.workers import rank_monitor as module
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits

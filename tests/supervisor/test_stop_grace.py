@@ -9,7 +9,7 @@ from helpers.commands import environment
 
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import STOP_GRACE_VARIABLE
-from hpctrain.supervisor.main import stop_grace_env
+from hpctrain.supervisor.batch_main import stop_grace_env
 
 
 def spec(**overrides: Any) -> JobSpec:

@@ -16,12 +16,13 @@ from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import TorchrunConfig
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
+from hpctrain.slurm.srun_step import StepEnded, TaskExit
 from hpctrain.supervisor import requeuer
-from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, StepEnded, TaskExit
-from hpctrain.supervisor.main import main
+from hpctrain.supervisor.batch_main import main
+from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
-from hpctrain.supervisor.workers.stager import StagePlan
+from hpctrain.supervisor.workers.node_steps import StagePlan
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
 STOPPED = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]

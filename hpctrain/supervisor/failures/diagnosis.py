@@ -18,6 +18,7 @@ from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.crash_output import describe_unfinished
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, is_event, is_metrics, is_new_submission
+from hpctrain.slurm.srun_step import TaskResult
 from hpctrain.supervisor.failures.failure_files import (
     Corruption,
     RankFailure,
@@ -32,7 +33,6 @@ from hpctrain.supervisor.job_control import (
     JobControl,
     known_seconds_left,
 )
-from hpctrain.supervisor.launch.job_step import TaskResult
 from hpctrain.supervisor.policy.decide import AttemptEnd, describe_nodes
 from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S, History
 from hpctrain.supervisor.workers.attempt_monitor import AttemptOutcome
@@ -70,11 +70,9 @@ class FailureAnalyzer:
             case AttemptOutcome.NOT_STARTED:
                 end = result.monitor.end
                 assert end is not None
-                cause = (
-                    f"the job step did not start: srun exited with code {end.returncode}: {end.stderr_tail}"
-                )
-                cause, log_path = cause.rstrip(": "), str(self.run.slurm_log)
-                failure = self._record(attempt, EndKind.NOT_STARTED, cause, log_path=log_path)
+                cause = f"the job step did not start: srun exited with code {end.returncode}"
+                cause += f": {end.stderr_tail}" if end.stderr_tail else ""
+                failure = self._record(attempt, EndKind.NOT_STARTED, cause, log_path=str(self.run.slurm_log))
                 return replace(failure, lost=self._find_lost(hosts))
             case AttemptOutcome.DONE | AttemptOutcome.FAILED:
                 return self._analyze_failure(result, hosts, early_exits)
@@ -189,12 +187,14 @@ class FailureAnalyzer:
         )
         if lost:
             # The loss of the node explains all reports of the ranks.
-            return self._record_loss(attempt, lost, hosts, len(failures))
+            host, cause = next(iter(lost)), f"node lost: {describe_nodes(lost)}"
+            rank, count = hosts.index(host) * self.spec.ntasks_per_node, len(failures)
+            end = self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, failed_ranks=count)
+            return replace(end, lost=lost)
         if not failures and monitor.is_stopping:
             return self._diagnose_stop(result)
         if not failures:
-            cause = "the job step failed, but no rank reported a cause"
-            return self._record(attempt, EndKind.KILLED, cause)
+            return self._record(attempt, EndKind.KILLED, "the job step failed, but no rank reported a cause")
         failure = root_cause(failures)
         told_to_leave = any(task.result is TaskResult.CONTINUE for task in monitor.exits)
         if told_to_leave and failure.is_peer_lost:
@@ -215,17 +215,9 @@ class FailureAnalyzer:
             command = f"hpctrain resume {shlex.quote(self.spec.run_dir)}"
             cause = f"{cause.rstrip('.')}. Free up disk space, then resume the run: {command}"
         size = failure.micro_batch_size if kind is EndKind.GPU_OOM else None
-        fields = {"micro_batch_size": size} if size else {}
-        end = self._record(
-            attempt,
-            kind,
-            cause,
-            rank=failure.rank,
-            host=failure.host,
-            log_path=failure.log,
-            failed_ranks=len(failures),
-            **fields,
-        )
+        fields = {"log_path": failure.log, "failed_ranks": len(failures)}
+        fields |= {"micro_batch_size": size} if size else {}
+        end = self._record(attempt, kind, cause, rank=failure.rank, host=failure.host, **fields)
         return replace(end, micro_batch_size=size)
 
     def _record_corruption(
@@ -266,14 +258,6 @@ class FailureAnalyzer:
         except SchedulerError as error:
             log.warning("cannot determine whether a node was lost (%s); assuming that none was", error)
             return {}
-
-    def _record_loss(self, attempt: int, lost: Mapping[str, str], hosts: list[str], count: int) -> AttemptEnd:
-        """Record the loss of nodes as a failure of the first rank on the first lost node."""
-        host = next(iter(lost))
-        rank = hosts.index(host) * self.spec.ntasks_per_node
-        cause = f"node lost: {describe_nodes(lost)}"
-        end = self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, failed_ranks=count)
-        return replace(end, lost=lost)
 
     def _record(
         self,

@@ -57,7 +57,6 @@ class PhaseLimits:
         return max(self.floor_s * floor, self.max_duration_s.get(phase, 0.0) * _DURATION_FACTOR)
 
     def record(self, phase: str, seconds: float) -> None:
-        """Record the time of a rank in a phase until its next progress."""
         self.max_duration_s[phase] = max(seconds, self.max_duration_s.get(phase, 0.0))
 
 
@@ -108,11 +107,9 @@ class HangDetector:
             # A rank waits for suspended ranks, which are silent.
             if not self._is_any_silent(now):
                 self.limits.record(state.limit_phase, now - state.since)
-            last_step_at = state.last_step_at
-            if step != state.step:
-                if phase == state.phase == RankPhase.SCRIPT:
-                    self.limits.record(_STEP_GAP, now - last_step_at)
-                last_step_at = now
+            last_step_at = now if step != state.step else state.last_step_at
+            if step != state.step and phase == state.phase == RankPhase.SCRIPT:
+                self.limits.record(_STEP_GAP, now - state.last_step_at)
             self.ranks[rank] = RankProgress(phase, step, progress_count, now, now, last_step_at)
 
     def _is_any_silent(self, now: float) -> bool:
@@ -139,7 +136,6 @@ class HangDetector:
             self._waiting_since += seconds
 
     def find_hang(self, now: float) -> HangInfo | None:
-        """Return a `HangInfo` if the attempt hangs, else None."""
         if self._waiting_since is not None and RankPhase.START in self.limits.max_duration_s:
             seconds, limit_s = now - self._waiting_since, self.limits.limit_s(RankPhase.START)
             return HangInfo(seconds, limit_s) if seconds > limit_s else None

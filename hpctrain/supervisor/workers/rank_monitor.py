@@ -29,7 +29,6 @@ from hpctrain.supervisor.workers.hang_detection import (
 from hpctrain.supervisor.workers.straggler_detection import (
     LASTING_WINDOWS,
     StepTimes,
-    Straggler,
     StragglerDetector,
 )
 from hpctrain.text import format_ranks, pluralize
@@ -225,34 +224,26 @@ class RankMonitor:
         self._emit(HangDetected(cause, rank, self._host_of(rank)))
 
     def _report_stragglers(self, now: float) -> None:
+        """Report the first detection of each slow rank, then every `LASTING_WINDOWS` windows."""
         for straggler, times in self._straggler_detector.check_window(now):
-            # Report the first detection, then every `LASTING_WINDOWS` windows.
-            lasting = times % LASTING_WINDOWS == 0
-            if not lasting and straggler.rank in self._reported:
+            rank, lasting = straggler.rank, times % LASTING_WINDOWS == 0
+            if not lasting and rank in self._reported:
                 continue
-            self._reported.add(straggler.rank)
-            self._record(straggler, self._host_of(straggler.rank), lasting=lasting)
-
-    def _record(self, straggler: Straggler, host: str, *, lasting: bool) -> None:
-        log.warning(
-            "rank %d on %s %s %.1f times as long per step as most ranks (slow part: %s)",
-            straggler.rank,
-            host,
-            "still takes" if lasting else "takes",
-            straggler.ratio,
-            straggler.part,
-        )
-        self._run.log_event(
-            "straggler",
-            self._attempt,
-            rank=straggler.rank,
-            host=host,
-            ratio=round(straggler.ratio, 2),
-            part=straggler.part,
-            lasting=lasting,
-            seconds=straggler.own_times.by_part(),
-            typical=straggler.typical_times.by_part(),
-        )
+            self._reported.add(rank)
+            host, takes = self._host_of(rank), "still takes" if lasting else "takes"
+            message = "rank %d on %s %s %.1f times as long per step as most ranks (slow part: %s)"
+            log.warning(message, rank, host, takes, straggler.ratio, straggler.part)
+            self._run.log_event(
+                "straggler",
+                self._attempt,
+                rank=rank,
+                host=host,
+                ratio=round(straggler.ratio, 2),
+                part=straggler.part,
+                lasting=lasting,
+                seconds=straggler.own_times.by_part(),
+                typical=straggler.typical_times.by_part(),
+            )
 
 
 def describe_hang(

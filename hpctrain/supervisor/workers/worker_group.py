@@ -66,7 +66,8 @@ class WorkerGroup:
         # Close the connections first: no new standby workers start, and waiting workers detect the closed
         # connection.
         self._server.__exit__()
-        self._stop_standby()
+        if (standby := self._take_standby()) is not None:
+            standby.close()
 
     def start(
         self,
@@ -145,7 +146,12 @@ class WorkerGroup:
             with self._lock:
                 attempt, monitor = self._attempt, self._monitor
             try:
-                self._send_profile_request(read_json(path), attempt, monitor)
+                record = read_json(path)
+                ranks = [int(rank) for rank in record["ranks"]]
+                request = {"number": int(record["number"]), "ranks": ranks, "steps": int(record["steps"])}
+                if monitor is not None and monitor.are_connected(ranks):
+                    path.unlink()
+                    self._server.send(attempt, {"profile": request})
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -153,24 +159,20 @@ class WorkerGroup:
                 with suppress(OSError):
                     path.unlink()
 
-    def _send_profile_request(self, read: Any, attempt: int, monitor: RankMonitor | None) -> None:
-        ranks = [int(rank) for rank in read["ranks"]]
-        request = {"number": int(read["number"]), "ranks": ranks, "steps": int(read["steps"])}
-        if monitor is not None and monitor.are_connected(ranks):
-            self._run.profile_request.unlink()
-            self._server.send(attempt, {"profile": request})
-
     def _start_from_standby(
         self, attempt: int, hosts: list[str], environ: Mapping[str, str], emit: EmitEvent
     ) -> JobStep | None:
-        with self._lock:
-            standby, self._standby = self._standby, None
-        if standby is None:
+        if (standby := self._take_standby()) is None:
             return None
         if standby.is_usable(attempt, hosts):
             return standby.activate(environ, emit)
         standby.close()
         return None
+
+    def _take_standby(self) -> StandbyWorkers | None:
+        with self._lock:
+            standby, self._standby = self._standby, None
+        return standby
 
     def _start_standby_when_due(self, monitor: RankMonitor) -> None:
         """Start standby workers for the next attempt once the current ranks have trained for a while."""
@@ -205,17 +207,10 @@ class WorkerGroup:
             variables = {**self._standby_variables(attempt), **self._server.variables, **new_secret()}
             with self._lock:
                 if self._monitor is monitor:
-                    self._standby = StandbyWorkers(
-                        self._launcher, self._server, command, variables, modules, ranks
-                    )
+                    workers = StandbyWorkers(self._launcher, self._server, command, variables, modules, ranks)
+                    self._standby = workers
         except (OSError, HpctrainError) as error:
             log.warning("cannot start standby workers: %s", error)
-
-    def _stop_standby(self) -> None:
-        with self._lock:
-            standby, self._standby = self._standby, None
-        if standby is not None:
-            standby.close()
 
 
 class StandbyWorkers:

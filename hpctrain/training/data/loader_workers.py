@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hpctrain.cluster.parent_death import die_with_parent
+from hpctrain.cluster.processes import die_with_parent
 from hpctrain.errors import DataWorkerKilled, HpctrainError
 from hpctrain.runtime.failure_file import wait_for_dead_worker
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
