@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from bit_flips import BitFlip
 from torch import nn
+from torch.distributed import PrefixStore
 from torch.nn import functional as F
 
 import hpctrain
@@ -104,6 +105,19 @@ class Stop(hpctrain.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def wait_for_attack(path: str) -> None:
+    """Let this rank read the answers of others only after the file exists."""
+    get = PrefixStore.get
+
+    def get_after_attack(store: PrefixStore, key: str) -> bytes:
+        deadline = time.monotonic() + 60
+        while "answer" in key and not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return get(store, key)
+
+    PrefixStore.get = get_after_attack
+
+
 def slow_down_saves() -> None:
     commit = CheckpointDir.commit
 
@@ -132,6 +146,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     PAUSES.append(args.pause)
     pause("start")
+    if "ATTACKED" in os.environ:
+        wait_for_attack(os.environ["ATTACKED"])
     slow_down_saves()
     trainer = hpctrain.Trainer(
         max_epochs=args.epochs,
