@@ -77,7 +77,12 @@ class Requeuer:
     def _methods(self, intent: JobIntent) -> Sequence[ContinuationMethod]:
         if self.job_control.successors is None:
             return (ContinuationMethod.REQUEUE,)
-        return continuation_methods(self.spec.resume_mode, intent, can_requeue=self._can_requeue())
+        try:
+            can_requeue = self.job_control.can_requeue()
+        except SchedulerError as error:
+            log.warning("cannot determine whether Slurm can requeue this job (%s); trying it", error)
+            can_requeue = True
+        return continuation_methods(self.spec.resume_mode, intent, can_requeue=can_requeue)
 
     def _try_methods(
         self, methods: Sequence[ContinuationMethod], attempt: int, changes: JobChanges
@@ -137,9 +142,8 @@ class Requeuer:
 
     def intent(self, signals: Iterable[Signals] = ()) -> JobIntent:
         """Return the intent for the job, given the signals that its supervisor received."""
-        cancelled = self.run.cancel_request.exists() or bool(
-            self.job_control.cancel_signals.intersection(signals)
-        )
+        cancel_signals = self.job_control.cancel_signals.intersection(signals)
+        cancelled = self.run.cancel_request.exists() or bool(cancel_signals)
         disposition = JobDisposition.STAYS
         if not cancelled:
             try:
@@ -148,20 +152,10 @@ class Requeuer:
                 log.warning("cannot query the state of this job (%s); assuming that the job continues", error)
         return resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=self.spec.resume_mode)
 
-    def _can_requeue(self) -> bool:
-        try:
-            return self.job_control.can_requeue()
-        except SchedulerError as error:
-            log.warning("cannot determine whether Slurm can requeue this job (%s); trying it", error)
-            return True
-
     def _change(self, changes: JobChanges) -> None:
         if changes and self.job_control.nodes is not None:
             try:
                 self.job_control.nodes.change_job(changes)
             except SchedulerError as error:
-                log.warning(
-                    "cannot change the requeued job: %s. It may start on the previous nodes, with the "
-                    "previous memory request",
-                    error,
-                )
+                risk = "It may start on the previous nodes, with the previous memory request"
+                log.warning("cannot change the requeued job: %s. %s", error, risk)

@@ -14,7 +14,7 @@ from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.successor import JobChanges
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import EventKind, RunDir
 from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.failures.diagnosis import FailureAnalyzer
 from hpctrain.supervisor.job_control import JobControl, known_seconds_left
@@ -69,9 +69,8 @@ class FinishedAttempt:
     @property
     def must_release(self) -> bool:
         """True if the ranks were asked to stop, and not to continue on other nodes of the allocation."""
-        return (
-            self.result is not None and self.result.monitor.is_stopping and not self.result.monitor.draining
-        )
+        monitor = None if self.result is None else self.result.monitor
+        return monitor is not None and monitor.is_stopping and not monitor.draining
 
     @property
     def is_clean(self) -> bool:
@@ -151,13 +150,12 @@ class Supervisor:
         return FinishedAttempt(attempt, end, self._requeuer.intent())
 
     def _train(self, attempt: int) -> FinishedAttempt:
+        run, spec, control = self._run, self._spec, self._job_control
         try:
             with (
-                ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)),
-                NodeDrainMonitor(
-                    self._run, self._spec, self._job_control, attempt, self._launcher, self._events
-                ),
-                EarlyStoppingMonitor(self._run, self._events),
+                ScaleUpMonitor(run, spec, control, attempt, len(self._launcher.hosts)),
+                NodeDrainMonitor(run, spec, control, attempt, self._launcher, self._events),
+                EarlyStoppingMonitor(run, self._events),
             ):
                 result = self._attempt_runner.start(attempt)
         finally:
@@ -269,15 +267,10 @@ class Supervisor:
     def _change_nodes(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
         before, hosts = self._launcher.hosts, list(decision.hosts)
         released = {**lost, **decision.exclude}
-        self._run.log_event(
-            "shrink" if decision.action is Action.SHRINK else "replace",
-            attempt,
-            nodes=len(hosts),
-            nodes_before=len(before),
-            hosts=hosts,
-            lost=[host for host in before if host not in hosts],
-            cause=describe_nodes(released),
-        )
+        kind: EventKind = "shrink" if decision.action is Action.SHRINK else "replace"
+        fields = {"nodes": len(hosts), "nodes_before": len(before), "hosts": hosts}
+        fields |= {"lost": [host for host in before if host not in hosts], "cause": describe_nodes(released)}
+        self._run.log_event(kind, attempt, **fields)
         spares = [host for host in self._launcher.spares if host not in hosts and host not in released]
         if lost and self._job_control.nodes is not None:
             try:

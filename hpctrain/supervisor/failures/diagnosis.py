@@ -215,7 +215,7 @@ class FailureAnalyzer:
             command = f"hpctrain resume {shlex.quote(self.spec.run_dir)}"
             cause = f"{cause.rstrip('.')}. Free up disk space, then resume the run: {command}"
         size = failure.micro_batch_size if kind is EndKind.GPU_OOM else None
-        fields = {"log_path": failure.log, "failed_ranks": len(failures)}
+        fields: dict[str, Any] = {"log_path": failure.log, "failed_ranks": len(failures)}
         fields |= {"micro_batch_size": size} if size else {}
         end = self._record(attempt, kind, cause, rank=failure.rank, host=failure.host, **fields)
         return replace(end, micro_batch_size=size)
@@ -226,16 +226,10 @@ class FailureAnalyzer:
         """Record wrong results as a failure of the suspected rank; without a majority, of no node."""
         suspects, per_node = corruption.suspects, self.spec.ntasks_per_node
         nodes = {hosts[rank // per_node] for rank in suspects if rank in range(len(hosts) * per_node)}
-        return self._record(
-            attempt,
-            EndKind.CORRUPTION,
-            failure.message,
-            rank=min(suspects),
-            host=nodes.pop() if len(nodes) == 1 else None,
-            log_path=failure.log,
-            device=next(iter(suspects.values())) if len(suspects) == 1 else None,
-            verified_step=corruption.verified_step,
-        )
+        fields: dict[str, Any] = {"log_path": failure.log, "verified_step": corruption.verified_step}
+        fields["host"] = nodes.pop() if len(nodes) == 1 else None
+        fields["device"] = next(iter(suspects.values())) if len(suspects) == 1 else None
+        return self._record(attempt, EndKind.CORRUPTION, failure.message, rank=min(suspects), **fields)
 
     def _is_user_error(self, result: AttemptResult, failure: RankFailure) -> bool:
         """Return true if the next attempt would fail in the same way, without a checkpoint to continue from.

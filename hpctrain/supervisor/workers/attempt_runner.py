@@ -115,11 +115,8 @@ class AttemptRunner:
         fields = {"nodes": len(hosts), "world_size": self.world_size, "hosts": hosts}
         if starts_over(self.run):
             fields["starts_over"] = True
-            log.warning(
-                "no checkpoint in %s: attempt %d starts over, unless the script saves elsewhere",
-                self.run.checkpoints,
-                attempt,
-            )
+            message = "no checkpoint in %s: attempt %d starts over, unless the script saves elsewhere"
+            log.warning(message, self.run.checkpoints, attempt)
         self.run.log_event("started", attempt, **fields)
         ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
         log.info("attempt %d: starting %s on %s", attempt, ranks, nodes)

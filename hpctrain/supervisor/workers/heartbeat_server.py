@@ -184,11 +184,8 @@ class HeartbeatServer:
         except Unauthenticated as error:
             self._refuse(rank_connection, str(error))
         except Exception:
-            log.exception(
-                "could not handle a message from rank %d (attempt %d)",
-                rank_connection.rank,
-                rank_connection.attempt,
-            )
+            rank, attempt = rank_connection.rank, rank_connection.attempt
+            log.exception("could not handle a message from rank %d (attempt %d)", rank, attempt)
             self._drop(rank_connection)
         else:
             if not data:

@@ -143,11 +143,10 @@ class RankMonitor:
         if self._probe is not None:
             self._probe_ranks(self._probe, now)
         elif (hang := self._hang_detector.find_hang(now)) is not None:
-            log.warning(
-                "no rank has made progress for %.0f s (limit %.0f s): requesting stack traces from all ranks",
-                hang.seconds,
-                hang.limit_s,
+            message = (
+                "no rank has made progress for %.0f s (limit %.0f s): requesting stack traces from all ranks"
             )
+            log.warning(message, hang.seconds, hang.limit_s)
             self._probe = _HangProbe(hang, now)
             self._send({"tell": True})
         else:

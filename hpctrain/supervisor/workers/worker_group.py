@@ -90,16 +90,8 @@ class WorkerGroup:
         if step is None:
             command = worker_command(spec, len(hosts))
             step = self._launcher.start(command, {**environ, **self._server.variables, **new_secret()}, emit)
-        monitor = RankMonitor(
-            self._run,
-            attempt,
-            step,
-            partial(self._server.send, attempt),
-            emit,
-            self._limits,
-            host_of,
-            world_size,
-        )
+        send = partial(self._server.send, attempt)
+        monitor = RankMonitor(self._run, attempt, step, send, emit, self._limits, host_of, world_size)
         with self._lock:
             self._attempt, self._monitor, self._startup = attempt, monitor, startup
             self._standby_variables = variables
@@ -190,11 +182,10 @@ class WorkerGroup:
             return
         self._standby_started = True
         if changed := monitor.changed:
-            log.info(
+            message = (
                 "not starting standby workers: the script sets environment variables that imports may read "
-                "(%s). Set them with --env instead",
-                ", ".join(changed),
             )
+            log.info(message + "(%s). Set them with --env instead", ", ".join(changed))
             return
         # The file system may hang, but this thread must keep receiving from the ranks.
         system.Thread(target=self._start_standby, args=(monitor, modules), daemon=True).start()
@@ -239,9 +230,8 @@ class StandbyWorkers:
         if message.get("ready"):
             self._ready.add(rank)
             if len(self._ready) == self._world_size:
-                log.info(
-                    "%s ready for attempt %d", pluralize(self._world_size, "standby worker"), self.attempt
-                )
+                workers = pluralize(self._world_size, "standby worker")
+                log.info("%s ready for attempt %d", workers, self.attempt)
         elif "why" in message:
             log.warning("standby worker %d failed: %s", rank, message["why"])
             self._is_broken = True
