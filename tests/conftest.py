@@ -27,7 +27,7 @@ from xdist.remote import Producer
 
 from hpctrain import sandbox
 from hpctrain.errors import UserError
-from hpctrain.sandbox.cluster import check_requirements
+from hpctrain.sandbox.sandbox import check_requirements
 
 _SANDBOX_PREFIX = "pytest-"
 

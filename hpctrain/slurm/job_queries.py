@@ -1,4 +1,4 @@
-"""Job queries with Slurm's commands: one call for many jobs, one row for each listed job.
+"""Query jobs with Slurm's commands: one call for many jobs, one row for each listed job.
 
 All output is requested as text in fixed columns. The layout of `--json` changes between releases, and some
 releases lack it.

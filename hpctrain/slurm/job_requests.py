@@ -1,4 +1,4 @@
-"""Requests to Slurm about jobs: submit, cancel, signal, requeue, change.
+"""Send requests about jobs to Slurm: submit, cancel, signal, requeue, change.
 
 Every function raises `SchedulerError` if Slurm rejects a request or does not respond.
 """

@@ -1,4 +1,4 @@
-"""`python -m hpctrain.supervisor RUN`: entry point of a job's script on the batch host."""
+"""Run the supervisor of a job's script on the batch host (`python -m hpctrain.supervisor RUN`)."""
 
 import os
 import sys

@@ -13,9 +13,9 @@ from typing import Any, Self
 from helpers.commands import run_command
 from helpers.separate_hosts import SeparateHosts
 from helpers.waiting import scaled, wait_for
-from hpctrain.sandbox.cluster import create_folder, remove
 from hpctrain.sandbox.daemons import Daemon, daemons
 from hpctrain.sandbox.layout import ROOT, SandboxSize, folder_of, sandbox_lock
+from hpctrain.sandbox.sandbox import create_folder, remove
 
 _START_LIMIT_S = 60.0
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.sandbox.cluster import check_requirements
 from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, allocate, folder_of, list_names
+from hpctrain.sandbox.sandbox import check_requirements
 from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
