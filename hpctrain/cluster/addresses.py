@@ -147,11 +147,7 @@ def _master_names(ranks: Ranks, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def own_address(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
-    """Return the address of this host for other hosts; None if unknown, or if there are no other hosts.
-
-    It is the address on the route to rank 0. On rank 0's host, which may resolve its own name to a loopback
-    address, it is the address on the route to another host.
-    """
+    """Return this host's address on the route to rank 0, or from there to another host; None if unknown."""
     if ranks.num_nodes == 1:
         return None
     try:

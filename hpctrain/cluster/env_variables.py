@@ -82,8 +82,7 @@ def master_endpoint(
 ) -> tuple[str, int, dict[str, str]]:
     """Return the address and port of the rendezvous, and their sources.
 
-    MASTER_ADDR and MASTER_PORT take precedence. Otherwise, `host` returns rank 0's host and its source, and
-    the port is computed from `key`; see `Ranks.rendezvous_id`.
+    MASTER_ADDR and MASTER_PORT take precedence over `host()` and the port computed from `key`.
     """
     sources = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
     address = environ.get("MASTER_ADDR")

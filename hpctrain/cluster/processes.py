@@ -134,8 +134,7 @@ def _strings(path: Path) -> list[str]:
 def kill_orphans(run_dir: str, before: int = sys.maxsize) -> list[int]:
     """Kill the processes of attempts before `before` on this host, and return their pids.
 
-    Slurm ends daemons and data workers only if it keeps the tasks of a step in a control group. They
-    would hold GPUs, ports and files. They are detected by the variables inherited from the rank.
+    Slurm ends daemons and data workers only if it keeps the tasks of a step in a control group.
     """
     killed: list[int] = []
     deadline = time.monotonic() + _ORPHANS_LIMIT_S

@@ -103,10 +103,7 @@ def _key(environ: Mapping[str, str]) -> str:
 
 
 def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
-    """Reject rank 0 in a shell started by `srun --pty --ntasks=4 bash`, whose peers exited immediately.
-
-    Later steps inherit SLURM_PTY_PORT, but are not step 0 of such a job.
-    """
+    """Reject rank 0 in step 0 of `srun --pty --ntasks=4 bash`, a shell whose peers exited immediately."""
     if (
         layout.num_tasks > 1
         and environ.get("SLURM_PTY_PORT")

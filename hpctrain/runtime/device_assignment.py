@@ -80,9 +80,8 @@ def _answer(answer: Mapping[str, Any], store: Store) -> None:
 
 def _decide(placements: list[RankPlacement], environ: Mapping[str, str]) -> dict[str, Any]:
     check_unique_placement(placements)
-    assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
-    indexes = [assignment.indexes.get(placement.rank) for placement in placements]
-    return {"indexes": indexes, "shared": assignment.shared}
+    indexes, shared = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
+    return {"indexes": [indexes.get(placement.rank) for placement in placements], "shared": shared}
 
 
 def _parse_entry(key: str, text: bytes) -> dict[str, Any]:

@@ -147,18 +147,14 @@ def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variable with the grace times of the ranks, unless the user sets it."""
     if STOP_GRACE_VARIABLE in spec.env:
         return {}
-    in_slurm = spec.backend == "slurm"
-    limits = {
-        "SIGTERM": _slurm_term_s(environ) if in_slurm else CANCEL_GRACE_S,
-        "SIGUSR2": float(spec.stop_before_limit_s),
-        REQUEUE_GRACE_KEY: None if in_slurm else STOP_GRACE_S,
-    }
+    limits: dict[str, float | None] = {"SIGTERM": CANCEL_GRACE_S, "SIGUSR2": spec.stop_before_limit_s}
+    if spec.backend == "local":
+        limits[REQUEUE_GRACE_KEY] = STOP_GRACE_S
+    else:
+        limits["SIGTERM"] = None
+        try:
+            partition = environ.get("SLURM_JOB_PARTITION", "")
+            limits["SIGTERM"] = query_grace_s(partition, strip_job_env(environ))
+        except SchedulerError as error:
+            log.warning("cannot determine the grace time, so Slurm may kill ranks while they save: %s", error)
     return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in limits.items() if s is not None)}
-
-
-def _slurm_term_s(environ: Mapping[str, str]) -> float | None:
-    try:
-        return query_grace_s(environ.get("SLURM_JOB_PARTITION", ""), strip_job_env(environ))
-    except SchedulerError as error:
-        log.warning("cannot determine the grace time, so Slurm may kill ranks while they save: %s", error)
-        return None

@@ -54,10 +54,7 @@ class Requeuer:
     def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, changes: JobChanges
     ) -> int | RequeueRefused | None:
-        """Release the allocation after an attempt of `seconds`, and request a new one.
-
-        Returns the exit code of this job; None if the run continues in it.
-        """
+        """Request a new allocation after an attempt; return the exit code, or None to continue here."""
         methods = self._methods(intent)
         fields = {"memory": changes.memory} if changes.memory else {}
         fields |= {"by": methods[0].value, "class": kind}

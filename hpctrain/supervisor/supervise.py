@@ -140,11 +140,11 @@ class Supervisor:
         """Check the nodes if necessary. Returns None if the workers can start on these nodes."""
         if not node_check_is_due(self._spec, last_end):
             return None
-        check = check_nodes(self._run, self._spec, self._launcher, attempt)
-        if check.stopped:
+        bad_nodes = check_nodes(self._run, self._spec, self._launcher, attempt)
+        if bad_nodes is None:
             end = AttemptEnd(self._failure_analyzer.stop_kind(attempt))
-        elif check.bad_nodes:
-            end = self._failure_analyzer.record_bad_nodes(attempt, check.bad_nodes, self._launcher.hosts)
+        elif bad_nodes:
+            end = self._failure_analyzer.record_bad_nodes(attempt, bad_nodes, self._launcher.hosts)
         else:
             return None
         return FinishedAttempt(attempt, end, self._requeuer.intent())

@@ -145,8 +145,7 @@ class FailureAnalyzer:
     def _describe_missing_steps(self, attempt: int) -> str | None:
         """Return the cause if the steps of a failed attempt are lost, but this attempt trained none.
 
-        After a checkpoint of the last step, or of an unknown step, training may be complete. Without one, the
-        script may be complete, but it may also have refused to start again.
+        After a checkpoint of the last step, or of an unknown step, training may be complete.
         """
         newest = self._newest_metrics()
         trained, step = newest.get("attempt", attempt), newest.get("step")
@@ -232,11 +231,7 @@ class FailureAnalyzer:
         return self._record(attempt, EndKind.CORRUPTION, failure.message, rank=min(suspects), **fields)
 
     def _is_user_error(self, result: AttemptResult, failure: RankFailure) -> bool:
-        """Return true if the next attempt would fail in the same way, without a checkpoint to continue from.
-
-        A function marks the failure itself as final. The failure of a script is final if it occurs soon after
-        the launch, in the first step.
-        """
+        """Return true if the next attempt would fail in the same way, and there is no checkpoint."""
         if failure.final or self.run.function.exists():
             return failure.final
         if not is_deterministic(failure) or system.time() - result.started_at > SHORT_ATTEMPT_S:

@@ -1,8 +1,7 @@
 """Detect hangs: no rank makes progress for longer than any earlier phase of this run.
 
-Ranks wait for each other, so one stuck rank blocks all ranks. A slow rank, such as during a save, also blocks
-the others, but legitimately. The attempt hangs if no rank makes progress for longer than a limit. This limit
-is the longest among those of the ranks' current phases.
+One stuck rank blocks all ranks, but so does a slow rank, such as during a save. The attempt hangs if no rank
+makes progress for longer than the longest limit of the ranks' current phases.
 """
 
 from __future__ import annotations
@@ -168,8 +167,7 @@ class RankSnapshot:
 def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:
     """Return the ranks that the others wait for; empty if unknown.
 
-    Returns the first non-empty group: ranks that do not respond, ranks that are steps behind, ranks that are
-    not waiting while others wait, and ranks at a different position than most.
+    They do not respond, are steps behind, do not wait while others wait, or are elsewhere than most.
     """
     if silent and snapshots:
         return sorted(silent)

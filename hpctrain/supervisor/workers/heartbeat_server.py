@@ -61,10 +61,9 @@ class HeartbeatHandler(Protocol):
 
 
 class HeartbeatServer:
-    """Port for the connections of all ranks. Use as a context manager.
+    """Port for the connections of all ranks, which prove that they have the run's secret, as does this side.
 
-    Both sides prove that they have the secret, which only the run's ranks have. Every line has a MAC, which
-    is checked before the line is parsed.
+    Every line has a MAC, which is checked before the line is parsed.
     """
 
     def __init__(self, address: str, handler: HeartbeatHandler) -> None:

@@ -1,7 +1,6 @@
 """Run steps on the nodes outside of training: copies and checks before the start, and a clean-up.
 
-Ranks that exit normally clean up themselves; killed ranks leave checkpoints in node memory. The next attempt
-may use other nodes, and memory that is never freed is unavailable to all jobs on the node.
+Killed ranks leave checkpoints in node memory, which would be unavailable to all later jobs on the node.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Container, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,34 +134,28 @@ def _node_folders(run: RunDir) -> tuple[Path | None, Path | None]:
     return tier, copies
 
 
-@dataclass(frozen=True)
-class NodeCheckResult:
-    bad_nodes: dict[str, str] = field(default_factory=dict)
-    """Nodes on which a rank failed its check, with the reason."""
-    stopped: bool = False
-
-
 def node_check_is_due(spec: JobSpec, last_end: EndKind | None) -> bool:
     """Return true if the nodes must be checked after this end of the previous attempt, if any."""
     return spec.node_check == "always" or (spec.node_check == "auto" and last_end in _SUSPICIOUS)
 
 
-def check_nodes(run: RunDir, spec: JobSpec, launcher: Launcher, attempt: int) -> NodeCheckResult:
+def check_nodes(run: RunDir, spec: JobSpec, launcher: Launcher, attempt: int) -> dict[str, str] | None:
+    """Return the nodes on which a rank failed its check, with the reason; None after a request to stop."""
     begun = system.monotonic()
     command = module_command(spec, "node_check")
     end = run_node_step(run, launcher, command, attempt, _CHECK_LIMIT_S, "the node check", uses_store=True)
-    result = _read_node_check(run, launcher.hosts, spec.processes_per_node, attempt)
-    bad_nodes = describe_nodes(result.bad_nodes) or "no faulty node identified"
-    outcome = "stop requested" if result.stopped else bad_nodes
+    bad_nodes = _read_node_check(run, launcher.hosts, spec.processes_per_node, attempt)
+    nodes = describe_nodes(bad_nodes or {}) or "no faulty node identified"
+    outcome = "stop requested" if bad_nodes is None else nodes
     log.info("node check took %.1f s: %s", system.monotonic() - begun, outcome)
     if end is not None and not any(run.node_check_results(attempt)):
         # If no process could start, no single node is to blame.
         log.warning("the node check did not start: %s", end.stderr_tail)
-        return NodeCheckResult()
-    return result
+        return {}
+    return bad_nodes
 
 
-def _read_node_check(run: RunDir, hosts: list[str], per_node: int, attempt: int) -> NodeCheckResult:
+def _read_node_check(run: RunDir, hosts: list[str], per_node: int, attempt: int) -> dict[str, str] | None:
     bad_nodes: dict[str, str] = {}
     for rank in range(len(hosts) * per_node):
         try:
@@ -171,11 +164,11 @@ def _read_node_check(run: RunDir, hosts: list[str], per_node: int, attempt: int)
         except (OSError, ValueError, KeyError, TypeError):
             record, troubles = {}, ["the check did not finish"]
         if record.get("stopped"):
-            return NodeCheckResult(stopped=True)
+            return None
         if troubles:
             bad_nodes.setdefault(hosts[rank // per_node], "; ".join(troubles))
     # If every node reports a problem, the cause is shared, such as the network.
-    return NodeCheckResult(bad_nodes if len(bad_nodes) < len(hosts) or len(hosts) == 1 else {})
+    return bad_nodes if len(bad_nodes) < len(hosts) or len(hosts) == 1 else {}
 
 
 @dataclass(frozen=True)

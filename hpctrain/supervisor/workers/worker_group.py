@@ -28,11 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """Starts the ranks of an attempt, from standby workers if possible, and receives their messages.
-
-    Use as a context manager: on exit, standby workers are ended. `start` and `stop_monitoring` are called
-    alternately from one thread; another thread receives messages.
-    """
+    """Starts the ranks of an attempt, from standby workers if possible; another thread receives messages."""
 
     def __init__(
         self, run: RunDir, spec: JobSpec, launcher: Launcher, job_started_at: float | None = None
