@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 from helpers.commands import run_command
+from helpers.run_files import make_spec
 from helpers.training_runs import Run, submit_script
 from helpers.waiting import wait_for
 
 from hpctrain.files import make_folder, read_json, try_lock
 from hpctrain.jobs.runs.run_log_reader import describe_event
-from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.supervisor.workers.node_steps import StagePlan
 
@@ -57,16 +57,7 @@ def submit(folder: Path, shape: list[str], env=None, fault="os.kill(os.getpid(),
 
 
 def staged_folder(run: Run, environ: Mapping[str, str] = os.environ) -> Path:
-    spec = JobSpec(
-        script="/train.py",
-        name="train",
-        run_id="run",
-        run_dir=str(run.path),
-        backend="local",
-        python=sys.executable,
-        workdir="/",
-        stage={"data": "/data"},
-    )
+    spec = make_spec(run.path, backend="local", python=sys.executable, stage={"data": "/data"})
     plan = StagePlan.create(spec, environ)
     assert plan is not None
     return Path(plan.folder)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+from hpctrain.jobspec.job_spec import JobSpec
 
 _EVENTS: list[tuple[float, str, dict]] = [
     (0.0, "submitted", {"job_id": "17", "backend": "local"}),
@@ -37,3 +40,8 @@ SPEC = {
 
 def to_jsonl(records: list[dict]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def make_spec(run_dir: object = "/x", **fields: Any) -> JobSpec:
+    facts = {"script": "/x.py", "name": "x", "run_id": "x", "run_dir": str(run_dir), "workdir": "/"}
+    return JobSpec(**facts, **{"backend": "slurm", "python": "python", **fields})

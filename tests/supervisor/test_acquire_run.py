@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from helpers.run_files import make_spec
 
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
@@ -27,10 +28,7 @@ def run(tmp_path) -> RunDir:
 
 @pytest.fixture
 def spec(run) -> JobSpec:
-    folder = str(run.path)
-    return JobSpec(
-        script="/x.py", name="x", run_id="x", run_dir=folder, backend="slurm", python="/p", workdir="/"
-    )
+    return make_spec(run.path)
 
 
 def newest_job(run):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 
 import pytest
+from helpers.run_files import make_spec
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import config, job_requests, node_queries
@@ -89,8 +89,7 @@ def test_refused_change_of_the_job_does_not_prevent_the_others(tmp_path, monkeyp
 
     monkeypatch.setattr(job_requests, "update_job", update_job)
     monkeypatch.setattr(job_requests, "_UPDATE_LIMIT_S", 0.1)
-    facts = {"script": "/x.py", "name": "x", "run_id": "x", "run_dir": "/x", "python": "python"}
-    spec = JobSpec(**facts, workdir="/", backend="slurm", directives={"exclude": "n8"})
+    spec = make_spec(directives={"exclude": "n8"})
     nodes = SlurmNodes(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "7"})
     with pytest.raises(SchedulerError, match="Invalid node name"):
         nodes.change_job(JobChanges(["n9"], "mem-per-cpu=150"))

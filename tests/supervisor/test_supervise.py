@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from helpers.run_files import make_spec
 
 from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
-from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import TorchrunConfig
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
@@ -137,8 +137,7 @@ def run(tmp_path) -> RunDir:
 
 
 def spec_of(run, **fields):
-    facts = {"script": "/x.py", "name": "x", "run_id": "x", "run_dir": str(run.path), "python": "python"}
-    return JobSpec(**facts, backend="slurm", nodes=2, workdir="/", **fields)
+    return make_spec(run.path, nodes=2, **fields)
 
 
 def supervise(run, attempts, job=None, spares=(), **fields):
