@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hpctrain.jobs.submit.submit import submit
     from hpctrain.jobspec.job_spec import JobSpec
     from hpctrain.rundir import RunDir
-    from hpctrain.runtime.stopping.stop_consensus import should_stop
+    from hpctrain.runtime.stopping.stop_signals import should_stop
     from hpctrain.slurm.states import RunState
     from hpctrain.training import Module, Trainer
     from hpctrain.training.algorithms import BaguaStrategy
@@ -127,7 +127,7 @@ _HOMES = {
     "register_strategy": "hpctrain.training.strategies",
     "sample_generator": "hpctrain.training.data.sample_seeds",
     "session": "hpctrain.training.loop.session",
-    "should_stop": "hpctrain.runtime.stopping.stop_consensus",
+    "should_stop": "hpctrain.runtime.stopping.stop_signals",
     "submit": "hpctrain.jobs.submit.submit",
 }
 

@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.program.step_hook import restored_steps
-from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_after_load
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints

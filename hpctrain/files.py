@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from hpctrain import system
+
+_Record = TypeVar("_Record")
 
 #: Modes of a run's files. The umask controls read access; only the owner has write access, regardless of the
 #: umask.
@@ -241,22 +243,25 @@ def _has_partial_line(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) not in (b"\n", b"")
 
 
-#: Checks that an object of a JSON-lines file has the fields that its readers require.
-IsValid = Callable[[Mapping[str, Any]], bool]
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file. See `read_lines`."""
+    return read_lines(path, lambda line: parse_json_object(line.decode(errors="replace"), str(path)))
 
 
-def read_json_lines(path: Path, is_valid: IsValid | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file. Damaged lines are skipped with a warning.
+def read_lines(
+    path: Path, decode: Callable[[bytes], _Record], *, follow_links: bool = True
+) -> Iterator[_Record]:
+    """Yield the records of a file with one record per line. Damaged lines are skipped with a warning.
 
-    A missing file yields no objects.
+    A missing file yields no records.
     """
     try:
-        file = open_regular(path)
+        file = open_regular(path, follow_links=follow_links)
     except FileNotFoundError:
         return
     with file:
         for line in file:
-            if (record := parse_json_line(line.decode(errors="replace"), path, is_valid)) is not None:
+            if (record := decode_line(line, path, decode)) is not None:
                 yield record
 
 
@@ -273,29 +278,19 @@ def read_new_lines(path: Path, offset: int) -> tuple[bytes, int]:
     return text, begin + len(text)
 
 
-def parse_json_line(
-    line: str, path: Path, is_valid: IsValid | None = None, *, ended: bool | None = None
-) -> dict[str, Any] | None:
-    """Return the object of a line; None if the line is damaged, with one warning per file.
+def decode_line(
+    line: bytes, path: Path, decode: Callable[[bytes], _Record], *, ended: bool | None = None
+) -> _Record | None:
+    """Return the record in a line; None if the line is damaged, with one warning per file.
 
     A last line without a line end may still be incomplete, so it causes no warning.
     """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        if line.strip() and (line.endswith("\n") if ended is None else ended):
-            _warn_damaged(path)
+        return decode(line)
+    except ValueError:
+        if line.strip() and (line.endswith(b"\n") if ended is None else ended):
+            warn_once(f"Skipped a damaged line in {path}, possibly truncated by a crash or a full disk.")
         return None
-    if not isinstance(record, dict):
-        return None
-    if is_valid is not None and not is_valid(record):
-        _warn_damaged(path)
-        return None
-    return record
-
-
-def _warn_damaged(path: Path) -> None:
-    warn_once(f"Skipped a damaged line in {path}, possibly truncated by a crash or a full disk.")
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
-from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.optim.resumed_values import configured_values, ignored_after_load
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved

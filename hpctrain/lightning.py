@@ -18,7 +18,7 @@ from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import RUN_DIR_VARIABLE
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
-from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.data.loader_config import is_permutation
 from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler

@@ -8,11 +8,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain import system
 from hpctrain.errors import UserError
-from hpctrain.files import IsValid, append_json_line, make_folder, read_json_lines, read_regular, write_atomic
+from hpctrain.files import append_json_line, make_folder, read_regular, write_atomic
+
+if TYPE_CHECKING:
+    from hpctrain.schema import Event
 
 EventKind = Literal[
     "submitted",
@@ -38,77 +41,6 @@ EventKind = Literal[
     "seen",
     "finished",
 ]
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**53
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**53  # type: ignore[arg-type]
-
-
-def _is_time(value: object) -> bool:
-    # Python's calendar ends with the year 9999.
-    return _is_number(value) and 0 <= value < 253_402_300_800  # type: ignore[operator]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-#: Checks of the event fields that readers require; an existing field must pass its check.
-_FIELDS: dict[str, Callable[[object], bool]] = {
-    "time": _is_time,
-    "attempt": _is_count,
-    # A failure without a rank has rank -1 or none.
-    "rank": lambda value: value is None or value == -1 or _is_count(value),
-    "step": lambda value: value is None or _is_count(value),
-    **dict.fromkeys(
-        ("nodes", "nodes_before", "world_size", "exit_code", "micro_batch_size", "verified_step"), _is_count
-    ),
-    **dict.fromkeys(("hosts", "broken"), lambda value: isinstance(value, list) and all(map(_is_text, value))),
-    "ranks": lambda value: isinstance(value, list) and all(map(_is_count, value)),
-    **dict.fromkeys(("kind", "job_id", "backend", "job_state", "state", "after", "memory"), _is_text),
-    **dict.fromkeys(
-        ("host", "cause", "log", "path", "tier", "by", "class", "device"),
-        lambda value: value is None or _is_text(value),
-    ),
-}
-#: Required fields of each kind of event.
-_REQUIRED: dict[str, tuple[str, ...]] = {
-    "submitted": ("time", "job_id", "backend"),
-    "seen": ("job_id", "job_state"),
-    "handover": ("job_id",),
-    "excluded": ("hosts",),
-    "paused": ("attempt", "rank", "seconds"),
-    "finished": ("time", "state"),
-}
-
-
-def is_event(record: Mapping[str, Any]) -> bool:
-    """True if a line of `events.jsonl` has valid values in all fields that readers of its kind require."""
-    kind = record.get("kind")
-    return (
-        isinstance(kind, str)
-        and all(name in record for name in _REQUIRED.get(kind, ()))
-        and all(name not in _FIELDS or _FIELDS[name](value) for name, value in record.items())
-        and (kind != "requeue" or _is_number(record.get("seconds", 0.0)))
-    )
-
-
-def is_metrics(record: Mapping[str, Any]) -> bool:
-    """True if a line of `metrics.jsonl` has valid values in the fields that hpctrain requires."""
-    return (
-        _is_count(record.get("step", 0))
-        and _is_count(record.get("attempt", 0))
-        and _is_time(record.get("time", 0))
-    )
-
-
-def is_new_submission(event: Mapping[str, Any]) -> bool:
-    """True for a submission by the user; a successor job continues the previous submission."""
-    return event.get("kind") == "submitted" and "after" not in event
 
 
 #: The run folder of a rank, and its attempt.
@@ -183,9 +115,12 @@ class RunStorage:
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
         append_json_line(path, record)
 
-    def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
-        """Yield the JSON lines of a file. Damaged lines are skipped with a warning."""
-        return read_json_lines(path, is_valid)
+    def read_events(self, path: Path) -> Iterator[Event]:
+        """Yield the events in a file. Damaged lines are skipped with a warning."""
+        # Imported here because a submission reads no records.
+        from hpctrain.schema import Event, read_records
+
+        return read_records(path, Event)
 
     def write(self, path: Path, content: str) -> None:
         make_folder(path.parent)
@@ -463,9 +398,9 @@ class RunDir:
                     f"{path.name}, then start the run again."
                 )
 
-    def read_events(self) -> Iterator[dict[str, Any]]:
+    def read_events(self) -> Iterator[Event]:
         """Yield the recorded events. Damaged lines are skipped with a warning."""
-        return self.storage.read(self.events, is_event)
+        return self.storage.read_events(self.events)
 
 
 def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> str | None:

@@ -51,8 +51,8 @@ def test_no_empty_lines_are_written_without_torn_ones(tmp_path):
     "read",
     [
         read_json_lines,
-        lambda path: RecordTail(path).read(),
-        lambda path: reversed(list(read_last_records(path))),
+        lambda path: RecordTail(path, dict).read(),
+        lambda path: reversed(list(read_last_records(path, dict))),
     ],
 )
 def test_readers_skip_a_torn_line_with_one_warning(torn_file, read, caplog):
@@ -75,7 +75,7 @@ def test_run_with_a_torn_record_continues(tmp_path):
     with open(run.events, "a") as file:
         file.write('{"time": 17')
     run_command(submit, timeout=60)
-    kinds = [event["kind"] for event in run.read_events()]
+    kinds = [event["kind"] for event in read_json_lines(run.events)]
     assert kinds == ["submitted", "started", "finished"] * 2
     status = run_command([*hpctrain, "status", run.path, "--json"])
     assert json.loads(status.stdout)["state"] == "COMPLETED"

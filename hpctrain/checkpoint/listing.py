@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
+from hpctrain.schema import Event
 
 TierName = Literal["shared", "local"]
 
@@ -35,7 +36,7 @@ class BestMetric:
 
 def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[CheckpointInfo], BestMetric | None]:
     """Return the checkpoints visible on this host, oldest first, and the metric that ranks them."""
-    events = [event for event in run.read_events() if event.get("kind") == "checkpoint"]
+    events = [event for event in run.read_events() if event.kind == "checkpoint"]
     rule = _best_metric(events)
     checkpoints = list(_inspect(run.checkpoints, "shared", verify=verify))
     for folder in _local_tier_folders(events):
@@ -72,15 +73,15 @@ def _problems(manifest: Manifest, path: Path) -> Iterator[str]:
             yield str(error)
 
 
-def _local_tier_folders(events: Iterable[Mapping[str, Any]]) -> list[Path]:
-    folders = {Path(event["path"]).parent for event in events if event.get("tier") == "local"}
+def _local_tier_folders(events: Iterable[Event]) -> list[Path]:
+    folders = {Path(event.path).parent for event in events if event.tier == "local" and event.path}
     return sorted(folder for folder in folders if folder.is_dir())
 
 
-def _best_metric(events: list[dict[str, Any]]) -> BestMetric | None:
+def _best_metric(events: list[Event]) -> BestMetric | None:
     for event in reversed(events):
-        if (metric := event.get("metric")) is not None:
-            return BestMetric(str(metric), "max" if event.get("mode") == "max" else "min")
+        if event.metric is not None:
+            return BestMetric(event.metric, "max" if event.mode == "max" else "min")
     return None
 
 

@@ -38,12 +38,12 @@ def command(run: str, runs_dir: Path, rank: int, program: tuple[str, ...]) -> No
     spec = load_spec(opened.dir.spec)
     program = program or ("bash" if spec.container else os.environ.get("SHELL", "bash"),)
     command = module_command(spec, "program.attach")
-    command += [str(opened.dir), str(started["attempt"]), str(rank), *program]
+    command += [str(opened.dir), str(started.attempt), str(rank), *program]
     contained = containerize(spec, command, ["TERM"], os.environ.get("PATH"))
     outer = strip_job_env(os.environ)
     if spec.backend == "local":
         become(contained.command, outer)
-    host = started["hosts"][rank // spec.ntasks_per_node]
+    host = (started.hosts or [])[rank // spec.ntasks_per_node]
     _check_node(host, rank, outer)
     step = [
         *("srun", f"--jobid={_number_of(str(status.job_id), outer)}", f"--nodelist={host}", "--overlap"),

@@ -186,7 +186,7 @@ def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
     if status.cause:
         lines += [("cause", one_line(status.cause)), ("log", short_path(status.log or run.logs))]
         failures = failures_since_submission(run.read_events()) if with_traceback else []
-        failures = [failure for failure in failures if failure.get("rank") is not None]
+        failures = [failure for failure in failures if failure.rank is not None]
         trace = rank_traceback(run, failures[-1]) if failures else []
         lines += [("", line) for line in trace or job_log_tail(status.log)]
     step = f", step {progress}" if (progress := describe_progress(status)) else ""

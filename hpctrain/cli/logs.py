@@ -111,7 +111,7 @@ def _print_errors(run: Run, log_filter: LogFilter) -> None:
     status = None if failures else run.status()
     if status is None or (label and status.cause is None):
         return
-    failed_attempts = {event.get("attempt", 0) for event in events if event.get("kind") == "failure"}
+    failed_attempts = {event.attempt for event in events if event.kind == "failure"}
     searched = "" if attempt is None else f" in attempt {attempt}"
     if attempt is None and failed_attempts:
         numbers = format_ranks(sorted(failed_attempts), "attempt")

@@ -12,7 +12,7 @@ import click
 
 from hpctrain.cli.common import open_run, run_argument, run_reference, short_path
 from hpctrain.errors import RunNotFound, SpecError, UserError
-from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.rundir import RunDir
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
@@ -67,6 +67,7 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
 def _check_state(status: RunStatus, *, changed: bool) -> None:
     """Reject a run that is active, or complete with unchanged options."""
     from hpctrain.records.log_tail import read_last_records
+    from hpctrain.schema import StepRecord
     from hpctrain.slurm.states import RunState
 
     handle = run_reference(status.run_dir)
@@ -81,8 +82,8 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
                 f"If you have already cancelled it, wait until it ends: `hpctrain wait {handle}`."
             )
         case RunState.COMPLETED if not changed:
-            record = next(read_last_records(RunDir(Path(status.run_dir)).metrics, is_metrics), {})
-            total = f" of {record['last_step']}" if record.get("last_step") else ""
+            record = next(read_last_records(RunDir(Path(status.run_dir)).metrics, StepRecord), None)
+            total = f" of {record.last_step}" if record is not None and record.last_step else ""
             step = "" if status.step is None else f" (step {status.step}{total})"
             raise SpecError(
                 f"Run {status.run_id} is complete{step}. To train longer, increase max_steps or max_epochs "

@@ -87,18 +87,16 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
 
 def _describe_restarts(run: RunDir) -> str | None:
     """Return the number of restarts since the submission, and the time and cause of the last."""
-    from hpctrain.rundir import is_new_submission
-
     num_restarts, newest = 0, None
     for event in run.read_events():
-        if is_new_submission(event):
+        if event.is_new_submission:
             num_restarts, newest = 0, None
-        elif event.get("kind") in ("restart", "shrink", "replace", "requeue"):
+        elif event.kind in ("restart", "shrink", "replace", "requeue"):
             num_restarts, newest = num_restarts + 1, event
     if newest is None:
         return None
-    cause = str(newest.get("cause") or newest.get("class") or newest["kind"])
-    return f"{num_restarts}, the last at {format_time(newest.get('time'))}: {one_line(cause)}"
+    cause = newest.cause or newest.end_kind or newest.kind
+    return f"{num_restarts}, the last at {format_time(newest.time)}: {one_line(cause)}"
 
 
 def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:

@@ -9,7 +9,8 @@ from datetime import datetime
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir, is_event
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event
 
 
 def save_problem(run: RunDir) -> str | None:
@@ -39,21 +40,21 @@ def starts_over(run: RunDir) -> bool:
         return False
     is_started = False
     for event in run.read_events():
-        is_started |= event["kind"] == "started"
+        is_started |= event.kind == "started"
         # A checkpoint may be in the local tier, or a copy of the state in memory.
-        if event["kind"] in ("checkpoint", "memory_copy"):
+        if event.kind in ("checkpoint", "memory_copy"):
             return False
     return is_started
 
 
 def _last_failure(run: RunDir) -> str | None:
     """Return the cause of the last save failure; None if the last save succeeded."""
-    for event in read_last_records(run.events, is_event):
-        match event.get("kind"):
+    for event in read_last_records(run.events, Event):
+        match event.kind:
             case "checkpoint" | "submitted":
                 return None
-            case "failure" if event.get("rank") is None:
-                return str(event.get("cause"))
+            case "failure" if event.rank is None:
+                return str(event.cause)
     return None
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir, is_event
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event
 
 #: Most events of a long run are checkpoints, which are irrelevant to its state.
 _IGNORED_EVENTS = b'"kind": "checkpoint"'
@@ -33,15 +33,15 @@ class RunRecord:
     """Events of the run since its last submission."""
 
     run: RunDir
-    submitted: dict[str, Any] | None
-    finished: dict[str, Any] | None
-    failure: dict[str, Any] | None
+    submitted: Event | None
+    finished: Event | None
+    failure: Event | None
     #: The observed end of the job; the scheduler forgets it.
-    observed_end: dict[str, Any] | None
+    observed_end: Event | None
     #: The intent to continue the run in a successor job.
-    handover: dict[str, Any] | None = None
+    handover: Event | None = None
     #: The newest start of the ranks.
-    started: dict[str, Any] | None = None
+    started: Event | None = None
 
     @property
     def job(self) -> JobRecord | None:
@@ -49,21 +49,21 @@ class RunRecord:
         if self.submitted is None:
             return None
         return JobRecord(
-            job_id=str(self.submitted["job_id"]),
+            job_id=str(self.submitted.job_id),
             run=self.run,
-            submitted=float(self.submitted["time"]),
-            observed_state=str(self.observed_end["job_state"]) if self.observed_end else None,
+            submitted=self.submitted.time,
+            observed_state=self.observed_end.job_state if self.observed_end else None,
         )
 
     @property
     def job_id(self) -> str | None:
-        return str(self.submitted["job_id"]) if self.submitted else None
+        return self.submitted.job_id if self.submitted else None
 
     @property
     def backend(self) -> BackendName | None:
         if self.submitted is None:
             return None
-        return "slurm" if self.submitted["backend"] == "slurm" else "local"
+        return "slurm" if self.submitted.backend == "slurm" else "local"
 
 
 def read_run_record(run: RunDir) -> RunRecord:
@@ -72,24 +72,25 @@ def read_run_record(run: RunDir) -> RunRecord:
     An end is ignored if workers were started afterwards. A failure without a rank is also ignored: it is a
     failed checkpoint, after which the run continues.
     """
-    return summarize_events(run, read_last_records(run.events, is_event, unless=_IGNORED_EVENTS, whole=True))
+    return summarize_events(run, read_last_records(run.events, Event, unless=_IGNORED_EVENTS, whole=True))
 
 
-def summarize_events(run: RunDir, newest_first: Iterable[dict[str, Any]]) -> RunRecord:
+def summarize_events(run: RunDir, newest_first: Iterable[Event]) -> RunRecord:
     """Return the record of a run from its events. See `read_run_record`."""
-    newest: dict[str, dict[str, Any]] = {}
+    newest: dict[str, Event] = {}
     for event in newest_first:
-        kind = str(event.get("kind"))
+        kind = event.kind
         if kind in ("finished", "failure", "seen", "handover") and "started" in newest:
             continue
-        if kind == "failure" and event.get("rank") is None:
+        if kind == "failure" and event.rank is None:
             continue
         newest.setdefault(kind, event)
         if kind == "submitted":
             break
+    submitted = newest.get("submitted")
     for kind in ("seen", "handover"):
-        if newest.get(kind, {}).get("job_id") != newest.get("submitted", {}).get("job_id"):
-            newest.pop(kind, None)  # A late event of the previous job.
+        if kind in newest and (submitted is None or newest[kind].job_id != submitted.job_id):
+            del newest[kind]  # A late event of the previous job.
     return RunRecord(
         run,
         *(newest.get(kind) for kind in ("submitted", "finished", "failure", "seen", "handover", "started")),

@@ -10,7 +10,7 @@ from pathlib import Path
 #: Name of the torch threads that run gloo's exchanges.
 _GLOO_THREAD = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
-#: Interval between two checks. This thread sleeps in between, so that gloo's threads can acquire the GIL.
+#: This thread sleeps between two checks, so that gloo's threads can acquire the GIL.
 _POLL_INTERVAL_S = 0.005
 #: Time limit. An exchange with a lost peer also sleeps, and is safe to abandon.
 _LIMIT_S = 5.0
@@ -28,9 +28,8 @@ def shut_down_process_group() -> None:
 def drain_gloo_threads() -> None:
     """Wait until no gloo thread can still release the tensors of a finished exchange.
 
-    To release a Python tensor, a thread requires the interpreter, and aborts the process if the interpreter
-    has shut down. The rank would fail after its last line. The threads are idle if all sleep and none has
-    woken since the last check.
+    A thread that releases a tensor after the interpreter has shut down aborts the process. The threads are
+    idle if all sleep and none has woken since the last check.
     """
     if not _TASKS.exists():
         time.sleep(0.1)

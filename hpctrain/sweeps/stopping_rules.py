@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpctrain.errors import UserError
+from hpctrain.schema import StepRecord
 from hpctrain.text import format_number, is_count, pluralize
 
 RuleName = Literal["median", "asha"]
@@ -117,16 +118,16 @@ class TrialCurve:
         self._rule, self._reported = rule, 0
         self._best, self._sum, self._count = math.inf, 0.0, 0
 
-    def add(self, record: Mapping[str, Any]) -> TrialReport | None:
-        """Add a line of `metrics.jsonl`. Return a report if the trial reached another decision step."""
-        step, value = record.get("step"), record.get(self._rule.metric)
-        if not isinstance(step, int) or not isinstance(value, int | float):
+    def add(self, record: StepRecord) -> TrialReport | None:
+        """Add a step. Return a report if the trial reached another decision step."""
+        value = record.metrics.get(self._rule.metric)
+        if not isinstance(value, int | float):
             return None
         if math.isfinite(value):
             signed = -value if self._rule.mode == "max" else float(value)
             self._best = min(self._best, signed)
             self._sum, self._count = self._sum + signed, self._count + 1
-        decision = self._rule.last_decision(step)
+        decision = self._rule.last_decision(record.step)
         if decision is None or decision <= self._reported:
             return None
         self._reported = decision

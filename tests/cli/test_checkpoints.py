@@ -17,6 +17,7 @@ from torch import nn
 import hpctrain
 from hpctrain.checkpoint.convert.export_checkpoint import load_on_cpu
 from hpctrain.cli.main import cli
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir, list_checkpoint_steps
 from hpctrain.telemetry.report.pages import render_run_page
 from hpctrain.telemetry.report.run_data import RunContext, RunData
@@ -232,7 +233,7 @@ def test_import_of_state_dict_starts_a_run(command: Command) -> None:
     )
     assert submitted.exit_code == 0, submitted.stderr
     train(Path("new"), 2)
-    assert next(RunDir(Path("new")).read_events())["kind"] == "resumed"
+    assert next(read_json_lines(RunDir(Path("new")).events))["kind"] == "resumed"
 
 
 @pytest.mark.parametrize(("wrapper", "compiles"), [("_orig_mod", True), ("_fsdp_wrapped_module", False)])

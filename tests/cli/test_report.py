@@ -19,7 +19,7 @@ from helpers.waiting import wait_for
 from hpctrain.cli import submit
 from hpctrain.cli.main import cli
 from hpctrain.cli.resubmit_command import resubmit_command
-from hpctrain.files import is_locked
+from hpctrain.files import is_locked, read_json_lines
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec
@@ -111,7 +111,9 @@ def test_cancelled_run_is_reported_as_cancelled_after_its_supervisor_was_killed(
     submit = ("submit", "--backend", "local", "--run-dir", "r")
     assert hpctrain(*submit, "wait.py").returncode == 0
     run = RunDir(tmp_path / "r")
-    wait_for(lambda: any(event["kind"] == "started" for event in run.read_events()), 30, "the ranks")
+    wait_for(
+        lambda: any(event["kind"] == "started" for event in read_json_lines(run.events)), 30, "the ranks"
+    )
     run.cancel_request.touch()
     kill_run(run)
     report = json.loads(hpctrain("report", "r", "--json").stdout)
@@ -126,7 +128,9 @@ def test_cancelled_run_is_reported_as_cancelled_after_its_supervisor_was_killed(
 
 def kill_run(run: RunDir) -> None:
     """Kill supervisor and ranks, as the failure of a node does."""
-    pids = [int(next(event["job_id"] for event in run.read_events() if event["kind"] == "submitted"))]
+    pids = [
+        int(next(event["job_id"] for event in read_json_lines(run.events) if event["kind"] == "submitted"))
+    ]
     for pid in pids:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         pids.extend(map(int, children))

@@ -12,7 +12,7 @@ import torch
 from fuzzing import FOLDER, Parser, encode, write_file
 from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 
-from hpctrain import files, rundir
+from hpctrain import files, schema
 from hpctrain.checkpoint import interval
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.io import messages
@@ -22,6 +22,7 @@ from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
+from hpctrain.schema import Event, StepRecord
 from hpctrain.supervisor import buffered_storage
 from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.policy.history import History
@@ -40,7 +41,6 @@ from hpctrain.telemetry.report import (
     run_data,
     run_results,
 )
-from hpctrain.telemetry.startup_parts import StartupDurations
 from hpctrain.training.observe import loss_guard
 
 RUN = RunDir(FOLDER / "run")
@@ -53,9 +53,6 @@ NODE_LINES = to_jsonl(
 )
 RANK_FAILURE = {
     **FAILURE,
-    "kind": "exception",
-    "order": 1,
-    "time": 1.0,
     "classes": ["ValueError", "Exception"],
     "corruption": {"suspects": [[0, "GPU-1"]], "verified_step": 3},
 }
@@ -105,8 +102,8 @@ def of_events(function: Callable[..., object], call: Any = None) -> Parser:
 def of_metrics(function: Callable[..., object], call: Any = None) -> Parser:
     """A parser of the metrics of the run."""
     read = call or function
-    lines = lambda: list(files.read_json_lines(RUN.metrics, rundir.is_metrics))  # noqa: E731
-    return of_run(function, RUN.metrics, METRIC_LINES, lambda: read(lines()))
+    records = lambda: list(schema.read_records(RUN.metrics, StepRecord))  # noqa: E731
+    return of_run(function, RUN.metrics, METRIC_LINES, lambda: read(records()))
 
 
 def read_failures() -> object:
@@ -136,9 +133,23 @@ def sealed(text: str) -> bytes:
 
 
 STARTUP = {
+    **EVENTS[0],
+    "kind": "startup",
     "seconds": 3.0,
     "parts": {"launch": {"median": 1, "max": 2, "host": "n1"}},
     "slowest_nodes": {"n1": {"launch": 2}},
+}
+
+STEPS = [schema.to_record(record, StepRecord) for record in METRICS]
+#: The records in a run folder, with valid lines.
+FORMATS = {
+    Event: [*EVENT_LINES.splitlines(), json.dumps(STARTUP)],
+    StepRecord: METRIC_LINES.splitlines(),
+    schema.NodeSample: NODE_LINES.splitlines(),
+    schema.FailureRecord: [json.dumps(RANK_FAILURE)],
+    schema.UnfinishedCall: ['{"what": "fit()", "last_step": 3}'],
+    schema.LogLength: ['{"time": 1.5, "rank": 0, "bytes": 7}'],
+    schema.TrainedSamples: ['{"step": 1, "epoch": 0, "indices": [1, 2]}'],
 }
 
 PARSERS = [
@@ -152,7 +163,7 @@ PARSERS = [
         TrialReport.from_record,
         ['{"step": 3, "best": 0.5, "mean": null}'],
         (KeyError, TypeError, ValueError, OverflowError),
-        lambda text: TrialReport.from_record(files.parse_json_line(text, FOLDER) or {}),
+        lambda text: TrialReport.from_record(files.parse_json_object(text, "a line")),
     ),
     of_run(run_results.read_results, RUN.metrics, METRIC_LINES),
     of_run(
@@ -168,40 +179,42 @@ PARSERS = [
     ),
     of_path(files.read_json, json.dumps(FAILURE), errors=(OSError, ValueError)),
     of_path(files.read_json_lines, EVENT_LINES),
-    Parser(
-        files.parse_json_line, [json.dumps(FAILURE)], call=lambda text: files.parse_json_line(text, FOLDER)
+    *(
+        Parser(
+            schema.decode, examples, (ValueError,), lambda text, kind=kind: schema.decode(encode(text), kind)
+        )
+        for kind, examples in FORMATS.items()
     ),
     of_path(files.read_new_lines, EVENT_LINES, lambda path: files.read_new_lines(path, 0)),
-    of_path(artifacts.read_jsonl, EVENT_LINES, lambda path: artifacts.read_jsonl(path, rundir.is_event)),
-    of_path(log_tail.read_last_records, EVENT_LINES),
+    of_path(
+        artifacts.read_report_records, EVENT_LINES, lambda path: artifacts.read_report_records(path, Event)
+    ),
+    of_path(log_tail.read_last_records, EVENT_LINES, lambda path: log_tail.read_last_records(path, Event)),
     of_path(log_tail.read_last_lines, "a\nb\n", lambda path: log_tail.read_last_lines(path, 5)),
     of_path(log_tail.FileTail.read, "a\né\n", lambda path: log_tail.FileTail(path).read()),
-    of_path(log_tail.RecordTail.read, EVENT_LINES, lambda path: log_tail.RecordTail(path).read()),
+    of_path(log_tail.RecordTail.read, EVENT_LINES, lambda path: log_tail.RecordTail(path, Event).read()),
     of_path(
-        log_tail.RecordTail.read_in_parts, EVENT_LINES, lambda path: log_tail.RecordTail(path).read_in_parts()
+        log_tail.RecordTail.read_in_parts,
+        EVENT_LINES,
+        lambda path: log_tail.RecordTail(path, Event).read_in_parts(),
     ),
     of_events(RunDir.read_events, list),
     of_run(
-        buffered_storage.BufferedStorage.read,
+        buffered_storage.BufferedStorage.read_events,
         RUN.events,
         EVENT_LINES,
-        lambda: list(buffered_storage.BufferedStorage(RUN.path).read(RUN.events, rundir.is_event)),
+        lambda: list(buffered_storage.BufferedStorage(RUN.path).read_events(RUN.events)),
     ),
     of_run(run_record.read_run_record, RUN.events, EVENT_LINES, lambda: run_record.read_run_record(RUN).job),
     of_run(checkpoint_health.save_problem, RUN.events, EVENT_LINES),
-    of_run(lease.newest_lease, RUN.lease(0), lease.LeaseHolder("17", 0, "n1", 5).text().decode()),
+    of_run(lease.newest_lease, RUN.lease(0), lease._encode(lease.LeaseHolder("17", 0, "n1", 5)).decode()),
     Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
-    Parser(
-        StartupDurations.from_event,
-        [json.dumps(STARTUP)],
-        call=lambda text: StartupDurations.from_event(files.parse_json_line(text, FOLDER) or {}),
-    ),
     of_run(failure_files._read, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
     of_run(
         error_report.details,
         RUN.failure(0, 0),
         json.dumps(RANK_FAILURE),
-        lambda: list(error_report.details(RUN, EVENTS[5])),
+        lambda: list(error_report.details(RUN, schema.to_record(EVENTS[5], Event))),
     ),
     of_events(History.from_events),
     of_events(interval.InterruptionHistory.from_events),
@@ -227,14 +240,12 @@ PARSERS = [
     ),
     of_events(
         timeline_events.read_timeline_events,
-        lambda events: timeline_events.read_timeline_events(events, METRICS),
+        lambda events: timeline_events.read_timeline_events(events, STEPS),
     ),
-    of_metrics(TimeBreakdown.from_records, lambda lines: TimeBreakdown.from_records(EVENTS, lines)),
+    of_metrics(TimeBreakdown.from_records, lambda steps: TimeBreakdown.from_records([], steps)),
     of_events(
         attempts.read_attempts,
-        lambda events: attempts.read_attempts(
-            events, TimeBreakdown.from_records(events, METRICS), {0: (3, 4)}
-        ),
+        lambda events: attempts.read_attempts(events, TimeBreakdown.from_records(events, STEPS), {0: (3, 4)}),
     ),
     of_events(artifacts.read_checkpoints, lambda events: artifacts.read_checkpoints(RUN, events)),
     of_run(

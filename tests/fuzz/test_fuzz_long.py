@@ -60,9 +60,10 @@ EXEMPT = {
         jobs.options.resolved_options._from_variables
         jobs.runs.run_log_reader.RunLogReader.read lightning.HpctrainEnvironment.detect
         checkpoint.io.messages._decode
-        checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines rundir.RunStorage.read
-        runtime.worker._detect_ranks supervisor.failures.failure_files._parse_corruption
-        slurm.srun_step.SrunStep._read sweeps.search_space._parse
+        checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines
+        files.decode_line files.read_lines rundir.RunStorage.read_events schema.read_record
+        schema.read_records
+        runtime.worker._detect_ranks slurm.srun_step.SrunStep._read sweeps.search_space._parse
         telemetry.sampling.sampler.TelemetrySampler.read
     """,
     "content is covered by a checksum or an authentication code": """

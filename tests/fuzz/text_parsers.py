@@ -69,7 +69,6 @@ PARSERS = [
     Parser(crash_output.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
     Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
     Parser(failure_files.classify, ERRORS, call=classify_message),
-    Parser(failure_files._numbers, ["[[79, 13]]"]),
     Parser(history.normalize_cause, ["rank 3 on n1: ValueError: at 0xdeadbeef"]),
     Parser(
         job_end._EVICTED.search,

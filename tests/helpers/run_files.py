@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.schema import Event, StepRecord, to_record
 
 _EVENTS: list[tuple[float, str, dict]] = [
     (0.0, "submitted", {"job_id": "17", "backend": "local"}),
@@ -27,7 +28,8 @@ METRICS = [
     {"step": 3, "loss": 0.5, "time": 1_764_000_003.0, "attempt": 0, "last_step": 9, "spent": {"all": 0.5}},
     {"step": 4, "loss": 0.4, "time": 1_764_000_004.0, "attempt": 0, "last_step": 9, "spent": {"data": 0.1}},
 ]
-FAILURE = {"rank": 0, "host": "n1", "error": "E", "message": "m", "traceback": "t", "log": "l"}
+FAILURE = {"rank": 0, "host": "n1", "kind": "exception", "error": "E", "message": "m", "traceback": "t"}
+FAILURE |= {"log": "l", "order": 1, "time": 1.0}
 SPEC = {
     "script": "/x/train.py",
     "workdir": "/x",
@@ -36,6 +38,16 @@ SPEC = {
     "time_limit_s": 60,
     "env": {"A": "b"},
 }
+
+
+def event(kind: str, /, **fields: Any) -> Event:
+    """Return an event, with defaults for the fields that every event of its kind has."""
+    defaults = {"submitted": {"job_id": "1", "backend": "slurm"}}.get(kind, {})
+    return to_record({"time": 1.0, "attempt": 0, "kind": kind, **defaults, **fields}, Event)
+
+
+def step_record(step: int, **fields: Any) -> StepRecord:
+    return to_record({"step": step, **fields}, StepRecord)
 
 
 def to_jsonl(records: list[dict]) -> str:

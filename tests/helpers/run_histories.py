@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
+from helpers.run_files import event, step_record, to_jsonl
 from hpctrain.rundir import RunDir
+from hpctrain.schema import Event, StepRecord
 
 START = 1_764_000_000.0
 
@@ -26,22 +30,22 @@ class RunHistory:
     """The records of a run, second by second."""
 
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.metrics: list[dict[str, Any]] = []
+        self.events: list[Event] = []
+        self.metrics: list[StepRecord] = []
         self.now, self.attempt = START, -1
 
     def after(self, seconds: float, kind: str, /, **fields: Any) -> RunHistory:
         """Add an event, that many seconds after the previous record."""
         self.now += seconds
         self.attempt += kind == "started"
-        self.events.append({"time": self.now, "attempt": max(0, self.attempt), "kind": kind, **fields})
+        self.events.append(event(kind, **{"time": self.now, "attempt": max(0, self.attempt), **fields}))
         return self
 
     def steps(self, first: int, last: int, *, every: float, **fields: Any) -> RunHistory:
         for step in range(first, last + 1):
             self.now += every
-            record = {"loss": 1 / step, "step": step, "epoch": 0, "time": self.now, "attempt": self.attempt}
-            self.metrics.append({**record, **fields})
+            record = {"loss": 1 / step, "epoch": 0, "time": self.now, "attempt": self.attempt, **fields}
+            self.metrics.append(step_record(step, **record))
         return self
 
 
@@ -72,8 +76,9 @@ def disturbed_run(*, last_step: int = 300) -> RunHistory:
 def write_run(folder: Path, history: RunHistory, **spec: Any) -> RunDir:
     run = RunDir(folder)
     run.path.mkdir(parents=True, exist_ok=True)
-    for path, records in ((run.events, history.events), (run.metrics, history.metrics)):
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    run.events.write_text(to_jsonl([record.fields() for record in history.events]))
+    lines = [to_builtins(record) for record in history.metrics]
+    run.metrics.write_text(to_jsonl([line.pop("*") | line for line in lines]))
     if spec:
         run.spec.write_text(json.dumps(spec))  # which is YAML
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from helpers.commands import run_command
+from hpctrain.files import read_json_lines
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.slurm.states import RunState
@@ -51,7 +52,7 @@ def check_status(status: RunStatus, before: JobStates, after: JobStates, run: Ru
     states = before.of(status.job_id)
     if len(states) != 1 or states != after.of(status.job_id):
         return False
-    if any(event["kind"] == "finished" for event in run.dir.read_events()):
+    if any(event["kind"] == "finished" for event in read_json_lines(run.dir.events)):
         return False
     ((state, restarts),) = states
     expected = _MEANING[state]

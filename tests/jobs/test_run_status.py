@@ -11,6 +11,7 @@ import pytest
 from helpers.fake_slurm import UNREACHABLE, FakeSlurm, queued, recorded, shown
 
 from hpctrain.errors import SchedulerError
+from hpctrain.files import read_json_lines
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.status_poller import UnknownStateTracker
@@ -204,7 +205,7 @@ def test_observed_end_outlasts_slurms_memory(run, fake_slurm):
     fake_slurm.answer("squeue", queued("17", "CANCELLED"))
     assert run.status().state is RunState.CANCELLED
     assert run.status().job_state == "CANCELLED"
-    assert [event["kind"] for event in run.dir.read_events()] == ["submitted", "seen"]
+    assert [event["kind"] for event in read_json_lines(run.dir.events)] == ["submitted", "seen"]
     fake_slurm.answer("squeue")
     assert run.status().state is RunState.CANCELLED
     # Slurm reports a requeue that was not observed.

@@ -21,10 +21,8 @@ from torch.distributed import PrefixStore, TCPStore
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.ports import rendezvous_port
 from hpctrain.errors import HpctrainError, RendezvousError
-from hpctrain.runtime import device_assignment
 from hpctrain.runtime import rendezvous as module
-from hpctrain.runtime.device_assignment import assign_device
-from hpctrain.runtime.rendezvous import connect_store
+from hpctrain.runtime.rendezvous import assign_device, connect_store
 
 pytestmark = pytest.mark.ranks
 
@@ -88,7 +86,7 @@ def test_lost_rank_0_is_reported(key):
 
 
 def test_missing_ranks_are_reported_once_and_end_all_present(key, monkeypatch, capfd):
-    monkeypatch.setattr(device_assignment, "REMIND_AFTER_S", 0.1)
+    monkeypatch.setattr(module, "REMIND_AFTER_S", 0.1)
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(join, ranks_of(key, rank, 6), SHORT_S) for rank in (0, 1, 3)]
     for text in failures(futures):

@@ -12,6 +12,7 @@ from helpers.waiting import wait_for
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.supervisor import monitors
 from hpctrain.supervisor.launch.job_step import StopRequested
@@ -72,7 +73,7 @@ def test_ranks_leave_a_draining_node_if_enough_others_remain(run, draining, node
 
 
 def test_ranks_leave_a_node_whose_gpu_reports_a_fault(run):
-    line = {"host": "n2.cluster", "time": time.time() + 5, "gpu_xids": "13 63", "step": 1}
+    line = {"host": "n2.cluster", "time": time.time() + 5, "gpu_xids": [[13, 63]], "step": 1}
     run.telemetry(0).write_text(json.dumps(line) + "\n")
     cause = "the GPU driver reported Xid 63"
     assert requests(run, {}) == [StopRequested(f"n2: {cause}", {"n2": cause})]
@@ -115,7 +116,7 @@ def test_free_nodes_stop_the_ranks_for_a_requeue(monkeypatch, tmp_path, refusals
     with ScaleUpMonitor(run, spec, job_control, attempt=2, num_nodes=2):
         wait_for(lambda: len(requests) == refusals + 1, 10, "the signal")
     assert requests == ["2\n"] * (refusals + 1)
-    grow = [event for event in run.read_events() if event["kind"] == "grow"][-1]
+    grow = [event for event in read_json_lines(run.events) if event["kind"] == "grow"][-1]
     assert (grow["nodes_before"], grow["nodes"]) == (2, 4)
     assert run.is_asked_to_requeue(2)
 
@@ -148,7 +149,7 @@ def test_losing_trial_is_stopped_with_a_reason(trials):
     )
     assert trials[2].early_stop_reason() == request.reason
     assert finish_run(trials[2], "CANCELLED") == 0
-    end = list(trials[2].read_events())[-1]
+    end = list(read_json_lines(trials[2].events))[-1]
     assert (end["state"], end["note"]) == (STOPPED_EARLY, request.reason)
     # The user resumes the trial.
     with EarlyStoppingMonitor(trials[2], events), pytest.raises(queue.Empty):

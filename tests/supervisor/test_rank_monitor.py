@@ -8,6 +8,7 @@ import pytest
 from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.launch.job_step import LauncherStuck
 from hpctrain.supervisor.workers import rank_monitor as module
@@ -122,6 +123,6 @@ def test_pause_of_ranks_is_recorded_once_and_makes_no_straggler(tmp_path, clock,
     for rank in (0, 1) if supervisor_too else (0,):
         monitor.on_message(rank, {**beat(10, compute_s[rank]), "paused": [25.0, 25.0]})
     train(range(11, 60))
-    events = list(RunDir(tmp_path).read_events())
+    events = list(read_json_lines(RunDir(tmp_path).events))
     assert [(event["kind"], event["rank"], event["seconds"]) for event in events] == [("paused", 0, 25.0)]
     assert limits.max_duration_s["step"] < 2.0

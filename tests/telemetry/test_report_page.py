@@ -142,7 +142,7 @@ def hostile_run(folder: Path) -> RunDir:
         history.after(1, "checkpoint", step=index + 6, path=text, tier=text, bytes=1, seconds=0.1)
         history.after(1, "failure", rank=0, host=text, cause=text, log=text)
         history.after(0, "restart", by=text).after(0, "straggler", host=text, cause=text)
-    history.after(1, "signal", signal=HOSTILE[0], step=HOSTILE[1]).after(1, "requeue", by=HOSTILE[0])
+    history.after(1, "signal", signal=HOSTILE[0], step=1).after(1, "requeue", by=HOSTILE[0])
     history.after(1, "finished", state=HOSTILE[0], cause=HOSTILE[1])
     run = write_run(folder, history, script=HOSTILE[0], args=HOSTILE, env={HOSTILE[1]: HOSTILE[2]})
     run.code.mkdir()
@@ -152,8 +152,8 @@ def hostile_run(folder: Path) -> RunDir:
     (run.code / "submission-000.diff").write_text("\n".join(f"+{text}" for text in HOSTILE))
     run.telemetry(0).parent.mkdir()
     lines = [
-        {"time": START + 4, "host": HOSTILE[0], "cpus": HOSTILE[1], "gpu_names": HOSTILE},
-        {"time": START + 5, "host": HOSTILE[0], "gpu_util": [1, "2", None], "gpu_xids": [HOSTILE, [79]]},
+        {"time": START + 4, "host": HOSTILE[0], "cpus": 8, "gpu_names": HOSTILE},
+        {"time": START + 5, "host": HOSTILE[0], "gpu_util": [1, 2, None], "gpu_xids": [[], [79]]},
         {"time": START + 6, "host": HOSTILE[1], "gpu_throttled": [HOSTILE], "cpu": 5.0},
     ]
     run.telemetry(0).write_text("".join(json.dumps(line) + "\n" for line in lines))

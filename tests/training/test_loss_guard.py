@@ -116,7 +116,7 @@ def metrics(run_dir) -> dict[int, dict]:
 
 
 def bad_events(run_dir) -> list[tuple[int, str]]:
-    events = RunDir(run_dir).read_events()
+    events = read_json_lines(RunDir(run_dir).events)
     return [(event["step"], event["action"]) for event in events if event["kind"] == "bad_loss"]
 
 

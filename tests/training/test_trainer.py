@@ -206,7 +206,7 @@ def test_failed_save_is_reported_and_a_failed_final_save_is_an_error(tmp_path, c
         fit(Tiny(), run_dir=tmp_path, checkpoint_every=1)
     assert "step 1 was not written" in (output := capsys.readouterr().out)
     assert "Training continues" in output
-    assert [event["kind"] for event in RunDir(tmp_path).read_events()] == ["failure", "failure"]
+    assert [event["kind"] for event in read_json_lines(RunDir(tmp_path).events)] == ["failure", "failure"]
 
 
 def test_second_training_does_not_use_the_first_ones_checkpoints(tmp_path, monkeypatch):

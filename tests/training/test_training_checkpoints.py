@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from helpers.run_files import event
 from helpers.waiting import slowness, wait_for
 
 import hpctrain
@@ -75,7 +76,7 @@ def fit(run_dir, max_steps=6, module=None, **settings) -> Line:
 
 
 def events(run_dir, kind=None):
-    return [event for event in RunDir(run_dir).read_events() if kind in (None, event["kind"])]
+    return [event for event in read_json_lines(RunDir(run_dir).events) if kind in (None, event["kind"])]
 
 
 def steps(run_dir):
@@ -264,12 +265,12 @@ def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
 
 
 def attempt(begin, end, *, nodes=2, saved=None, state=None):
-    yield {"kind": "started", "time": begin, "nodes": nodes}
+    yield event("started", time=begin, nodes=nodes)
     if saved is not None:
-        yield {"kind": "signal", "time": end, "saved": saved}
+        yield event("signal", time=end, saved=saved)
     if state is not None:
-        yield {"kind": "finished", "time": end, "state": state}
-    yield {"kind": "checkpoint", "time": end, "step": 1}
+        yield event("finished", time=end, state=state)
+    yield event("checkpoint", time=end, step=1)
 
 
 def test_interruptions_are_counted_from_events():

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from hpctrain.checkpoint.format.manifest import TENSORS_NAME
 from hpctrain.checkpoint.format.staged_file import StagedFile
-from hpctrain.torch_compat import CURRENT_DCP_VERSION, StorageInfo
+from hpctrain.torch_compat import DCP_VERSION, StorageInfo
 
 METADATA_NAME = ".metadata"
 
@@ -85,7 +85,7 @@ def _metadata(record: dict[str, Any]) -> Metadata:
         properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
         tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
     # torch's type also allows entries that are not tensors; these do not occur.
-    return Metadata(dict(tensors), storage_data=places, version=CURRENT_DCP_VERSION)
+    return Metadata(dict(tensors), storage_data=places, **DCP_VERSION)
 
 
 class TensorReader(FileSystemReader):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from hpctrain.cluster.signal_processes import signal_ranks
 from hpctrain.errors import SchedulerError, SpecError
@@ -18,6 +17,7 @@ from hpctrain.jobs.runs import control
 from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.records.run_record import read_run_record
+from hpctrain.schema import Event
 from hpctrain.slurm.command import CHAOS_STEP, run_slurm
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_requests import requeue_job
@@ -75,12 +75,10 @@ def faults_for(backend: str | None, requested: Collection[Fault]) -> tuple[Fault
     return tuple(sorted(requested)) or tuple(fault for fault in possible if fault not in _ONLY_ON_REQUEST)
 
 
-def choose_fault(
-    faults: Sequence[Fault], started: Mapping[str, Any], chance: random.Random
-) -> FaultInjection:
+def choose_fault(faults: Sequence[Fault], started: Event, chance: random.Random) -> FaultInjection:
     """Choose the next fault at random, given the event of the last launch of the ranks."""
-    fault, attempt = chance.choice(faults), int(started["attempt"])
-    world_size, hosts = int(started["world_size"]), [str(host) for host in started["hosts"]]
+    fault, attempt = chance.choice(faults), started.attempt
+    world_size, hosts = started.world_size or 1, started.hosts or [""]
     rank, per_node = chance.randrange(world_size), world_size // len(hosts)
     node = rank // per_node
     match fault:
@@ -129,7 +127,7 @@ class ChaosRunner:
 
     def _next(self, status: RunStatus, chance: random.Random) -> FaultInjection | None:
         started = read_run_record(self.run.dir).started
-        if status.state is not RunState.RUNNING or started is None or started["attempt"] != status.attempt:
+        if status.state is not RunState.RUNNING or started is None or started.attempt != status.attempt:
             return None
         return choose_fault(self.faults, started, chance)
 

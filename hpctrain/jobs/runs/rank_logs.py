@@ -10,11 +10,11 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records
-from hpctrain.rundir import RunDir, is_event
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event, LogLength
 
 #: Logs per poll: a run of thousands of ranks must not overload the file system.
 _LOGS_PER_POLL = 64
@@ -114,13 +114,12 @@ def _last_state(line: str) -> str:
 
 
 def _notes(path: Path) -> Iterator[tuple[float, int, int]]:
-    for note in RecordTail(path).read_in_parts():
-        with suppress(KeyError, TypeError, ValueError, OverflowError):
-            yield float(note["time"]), int(note["rank"]), int(note["bytes"])
+    for note in RecordTail(path, LogLength).read_in_parts():
+        yield note.time, note.rank, note.num_bytes
 
 
 def _world_size(run: RunDir, attempt: int) -> int:
-    for event in read_last_records(run.events, is_event, whole=True):
-        if event.get("kind") == "started" and event.get("attempt") == attempt:
-            return int(event.get("world_size", 0))
+    for event in read_last_records(run.events, Event, whole=True):
+        if event.kind == "started" and event.attempt == attempt:
+            return event.world_size or 0
     return 0

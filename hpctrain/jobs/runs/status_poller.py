@@ -118,7 +118,7 @@ class StatusPoller:
     def _remember(self, record: RunRecord, view: JobStateView) -> None:
         if view.state is not RunState.UNKNOWN:
             self._last_known[record.run] = time.time()
-        job_state = record.observed_end["job_state"] if record.observed_end else None
+        job_state = record.observed_end.job_state if record.observed_end else None
         if view.state.ended and view.job_state not in (None, job_state):
             # Record the end: Slurm forgets jobs, and many clusters have no accounting. Only the owner can
             # write it.

@@ -23,7 +23,7 @@ from hpctrain.jobspec.directives import directives_after_start
 from hpctrain.jobspec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
 from hpctrain.jobspec.load_spec import load_spec
-from hpctrain.rundir import RunDir, is_new_submission
+from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
 
 if TYPE_CHECKING:
@@ -262,8 +262,9 @@ def _describe_changes(run: RunDir, job: PreparedSubmission) -> Iterator[str]:
         before = load_spec(run.spec)
     except SpecError:
         return
-    submissions = [event for event in run.read_events() if is_new_submission(event)]
-    modules, earlier_modules = loaded_modules(job.environ), (submissions or [{}])[-1].get("modules") or []
+    submissions = [event for event in run.read_events() if event.is_new_submission]
+    modules = loaded_modules(job.environ)
+    earlier_modules = (submissions[-1].modules if submissions else None) or []
     if earlier_modules != modules and not set(earlier_modules) <= set(spec.shell.modules):
         yield (
             f"This shell has loaded the modules {' '.join(modules) or '(none)'}, but the run was submitted "

@@ -95,7 +95,7 @@ class ScratchRun:
                     shutil.copyfile(file, folder / file.name)
         for step, event in record.rollbacks.items():
             if step <= plan.last:
-                append_json_line(self.run.events, event)
+                append_json_line(self.run.events, event.fields())
         environments = (record.environments.get(attempt, {}) for attempt in plan.attempts)
         threads = next(filter(None, environments), {}).get("threads_per_rank")
         function = [self._verified.function.read_bytes()] if self._verified.function.exists() else []

@@ -11,8 +11,8 @@ from typing import Any
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.errors import SpecError
 from hpctrain.files import read_json_lines
-from hpctrain.rundir import RunDir, is_metrics
-from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event, StepRecord, TrainedSamples, read_records
 from hpctrain.text import join_or
 
 _SAMPLES_FILE = re.compile(r"attempt-(\d+)-rank-(\d+)\.jsonl")
@@ -45,15 +45,14 @@ class TrainingRecord:
         self.steps: dict[int, dict[str, Any]] = {}
         """Metrics by step; the last line of a step counts."""
         self._logged_attempts: dict[int, int] = {}
-        for line in read_json_lines(run.metrics, is_metrics):
-            values = {name: value for name, value in line.items() if name not in RESERVED_FIELDS - {"epoch"}}
+        for record in read_records(run.metrics, StepRecord):
             # Without metrics, the line shows only that a step was completed.
-            if "step" in line and values.keys() - {"epoch"}:
-                self.steps[int(line["step"])] = values
-                self._logged_attempts[int(line["step"])] = int(line.get("attempt", 0))
+            if record.metrics:
+                self.steps[record.step] = {**record.metrics, "epoch": record.epoch}
+                self._logged_attempts[record.step] = record.attempt
 
     @cached_property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         return list(self.run.read_events())
 
     @cached_property
@@ -65,10 +64,10 @@ class TrainingRecord:
         return environments
 
     @cached_property
-    def rollbacks(self) -> dict[int, dict[str, Any]]:
+    def rollbacks(self) -> dict[int, Event]:
         """The events of the steps that the loss guard excluded by a rollback, by step."""
-        bad_losses = [event for event in self.events if event["kind"] == "bad_loss" and event.get("step")]
-        return {event["step"]: event for event in bad_losses if event.get("action") == "rollback"}
+        bad_losses = [event for event in self.events if event.kind == "bad_loss"]
+        return {event.step: event for event in bad_losses if event.step and event.action == "rollback"}
 
     @cached_property
     def unscheduled_saves(self) -> list[int]:
@@ -80,10 +79,10 @@ class TrainingRecord:
         interval = newest["checkpoint_every"]
         steps: list[int] = []
         for event in self.events:
-            if event["kind"] == "resumed":
-                steps = [step for step in steps if step <= event["step"]]
-            elif event["kind"] == "checkpoint" and event.get("step") is not None:
-                steps.append(event["step"])
+            if event.kind == "resumed":
+                steps = [step for step in steps if step <= (event.step or 0)]
+            elif event.kind == "checkpoint" and event.step is not None:
+                steps.append(event.step)
         return sorted({step for step in steps if not (isinstance(interval, int) and step % interval == 0)})
 
     @cached_property
@@ -92,34 +91,34 @@ class TrainingRecord:
         steps: set[int] = set()
         is_complete = False
         for event in self.events:
-            if event["kind"] == "resumed" and is_complete:
-                steps.add(event["step"])
-            if event["kind"] in ("finished", "resumed"):
-                is_complete = event.get("state") == "COMPLETED"
+            if event.kind == "resumed" and is_complete:
+                steps.add(event.step or 0)
+            if event.kind in ("finished", "resumed"):
+                is_complete = event.state == "COMPLETED"
         return steps
 
     @cached_property
     def parts(self) -> tuple[TrainedPart, ...]:
         logged = set(self._logged_attempts.values())
-        started: dict[int, dict[str, Any]] = {}
+        started: dict[int, Event] = {}
         segments: list[TrainedPart] = []
         micro_batch_size: int | None = None
         for event in self.events:
-            attempt = int(event.get("attempt", 0))
+            attempt = event.attempt
             start: int | None = None
-            if event["kind"] == "started":
+            if event.kind == "started":
                 started[attempt] = event
                 if attempt in logged and not self._begins_with_resume(attempt):
                     start = 0
-            elif event["kind"] == "resumed" and attempt in started:
-                start = int(event["step"])
-            elif event["kind"] == "failure":
-                micro_batch_size = event.get("micro_batch_size", micro_batch_size)
+            elif event.kind == "resumed" and attempt in started:
+                start = event.step or 0
+            elif event.kind == "failure":
+                micro_batch_size = event.micro_batch_size or micro_batch_size
             if start is None:
                 continue
             # An attempt trains all steps after its start again.
             segments = [segment for segment in segments if segment.start < start]
-            nodes, world_size = (int(started[attempt].get(name, 1)) for name in ("nodes", "world_size"))
+            nodes, world_size = started[attempt].nodes or 1, started[attempt].world_size or 1
             if segments and segments[-1].shape == (nodes, world_size, micro_batch_size):
                 segments[-1] = replace(segments[-1], attempts=(*segments[-1].attempts, attempt))
             else:
@@ -128,7 +127,7 @@ class TrainingRecord:
 
     def _begins_with_resume(self, attempt: int) -> bool:
         """Return true if an attempt began by loading a checkpoint. A rollback loads one later."""
-        kinds = [event["kind"] for event in self.events if event.get("attempt") == attempt]
+        kinds = [event.kind for event in self.events if event.attempt == attempt]
         return next((kind for kind in kinds if kind in _TRAINING_EVENTS), None) == "resumed"
 
     @cached_property
@@ -138,13 +137,12 @@ class TrainingRecord:
         folder = self.run.samples(0, 0).parent
         for match in filter(None, map(_SAMPLES_FILE.fullmatch, sorted(self.run.storage.names(folder)))):
             attempt, rank = int(match[1]), int(match[2])
-            for line in read_json_lines(folder / match[0]):
-                step = int(line["step"])
-                latest_attempt, ranks = latest.get(step, (attempt, {}))
+            for trained in read_records(folder / match[0], TrainedSamples):
+                latest_attempt, ranks = latest.get(trained.step, (attempt, {}))
                 if attempt > latest_attempt:
                     ranks = {}
                 if attempt >= latest_attempt:
-                    latest[step] = attempt, {**ranks, rank: line["indices"]}
+                    latest[trained.step] = attempt, {**ranks, rank: trained.indices}
         # The samples of an excluded step were trained only before the rollback.
         return {step: ranks for step, (_, ranks) in latest.items() if step not in self.rollbacks}
 
@@ -194,7 +192,7 @@ def plan_verification(
             "requires a script with the Trainer or session(), or one that calls log_metrics() and uses the "
             "Checkpointer."
         )
-    if not any(event["kind"] == "checkpoint" and event.get("step") is not None for event in record.events):
+    if not any(event.kind == "checkpoint" and event.step is not None for event in record.events):
         raise SpecError(
             f"Run {name} recorded metrics, but no hpctrain checkpoint, so its state cannot be compared. "
             "Use the Trainer, session() or the Checkpointer in the script."

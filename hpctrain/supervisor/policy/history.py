@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 from hpctrain.jobspec.restart_policy import EndKind
-from hpctrain.rundir import is_new_submission
+from hpctrain.schema import Event
 
 #: Longer attempts may have made progress: scripts may save without a record.
 SHORT_ATTEMPT_S = 300.0
@@ -52,7 +51,7 @@ class History:
     """Last verified step, until the run has resumed after wrong results; None otherwise."""
 
     @classmethod
-    def from_events(cls, events: Iterable[Mapping[str, Any]]) -> History:
+    def from_events(cls, events: Iterable[Event]) -> History:
         """Compute the history from the run's events, oldest first.
 
         A successor job continues the counts; only a submission by the user resets them. A step saved twice is
@@ -61,9 +60,9 @@ class History:
         """
         past, newest, progressed = cls(), 0, False
         for event in events:
-            kind, step = event.get("kind"), event.get("step")
+            kind, step = event.kind, event.step
             # Copies of the state in memory are recorded only when a run resumes from one.
-            is_loaded = kind == "resumed" and "checkpoint" in event
+            is_loaded = kind == "resumed" and event.checkpoint is not None
             is_saved = kind == "checkpoint" or is_loaded
             is_new = is_saved and (step or 0) > newest
             if is_new or (kind == "checkpoint" and step is None):
@@ -71,12 +70,12 @@ class History:
                 past.failures.clear()
                 past.stops.clear()
             if is_new:
-                newest = int(step or 0)
+                newest = step or 0
                 past.crashes.clear()
             if kind in ("resumed", "checkpoint", "memory_copy"):
                 past.resume_limit = None
             match kind:
-                case "submitted" if is_new_submission(event):
+                case "submitted" if event.is_new_submission:
                     past = cls(resume_limit=past.resume_limit)
                 case "started":
                     past.agreed_to_stop = past.has_saved = False
@@ -84,33 +83,32 @@ class History:
                     past.agreed_to_stop = True
                 case "checkpoint":
                     past.has_saved |= is_new
-                case "failure" if event.get("rank") is not None:
+                case "failure" if event.rank is not None:
                     past._add_failure(event)
-                case "straggler" if event.get("lasting", True):
-                    past.slow_nodes.append(str(event.get("host")))
+                case "straggler" if event.lasting:
+                    past.slow_nodes.append(str(event.host))
                 case "excluded":
-                    past.excluded |= set(event["hosts"])
+                    past.excluded |= set(event.hosts or ())
                 case "requeue":
-                    past.memory = event.get("memory", past.memory)
-                    end = _kind(event.get("class"), EndKind.PREEMPTED)
-                    if not shows_no_progress(end, event.get("seconds", 0.0), agreed=past.agreed_to_stop):
+                    past.memory = event.memory or past.memory
+                    end = _kind(event.end_kind, EndKind.PREEMPTED)
+                    if not shows_no_progress(end, event.duration_s or 0.0, agreed=past.agreed_to_stop):
                         past.stops.clear()
                     elif end.is_stop and not progressed:
                         past.stops.append(end)
                     progressed = False
         return past
 
-    def _add_failure(self, event: Mapping[str, Any]) -> None:
+    def _add_failure(self, event: Event) -> None:
         # Events of older versions have no class.
-        kind = _kind(event.get("class"), EndKind.NOT_STARTED if event["rank"] == -1 else EndKind.KILLED)
-        failure = PastFailure(kind, event.get("host"), normalize_cause(str(event.get("cause"))))
+        kind = _kind(event.end_kind, EndKind.NOT_STARTED if event.rank == -1 else EndKind.KILLED)
+        failure = PastFailure(kind, event.host, normalize_cause(str(event.cause)))
         self.failures.append(failure)
         self.crashes.append(kind)
-        self.micro_batch_size = event.get("micro_batch_size", self.micro_batch_size)
+        self.micro_batch_size = event.micro_batch_size or self.micro_batch_size
         if kind is EndKind.CORRUPTION:
-            self.resume_limit = event.get("verified_step")
-            device = event.get("device")
-            self.faulty_devices.append(None if device is None else f"{device} on {failure.host}")
+            self.resume_limit = event.verified_step
+            self.faulty_devices.append(event.device and f"{event.device} on {failure.host}")
 
     def consecutive_identical(self) -> int:
         causes = [(past.kind, past.normalized_cause) for past in reversed(self.failures)]

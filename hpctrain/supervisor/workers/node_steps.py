@@ -32,7 +32,9 @@ from hpctrain.rundir import (
     STAGED_CODE,
     STAGED_ENVIRONMENT,
     RunDir,
+    event_record,
 )
+from hpctrain.schema import Event, NodeCheck, read_record, to_record
 from hpctrain.slurm.srun_step import StepEnded
 from hpctrain.supervisor.launch.job_step import HangDetected, Launcher, RendezvousStore, StepEvent
 from hpctrain.supervisor.launch.task_command import module_command
@@ -127,10 +129,10 @@ def _node_folders(run: RunDir) -> tuple[Path | None, Path | None]:
     """Return the folders of the local tier and of the copies in memory on each node, if any."""
     tier = copies = None
     for event in run.read_events():
-        if event.get("kind") == "checkpoint" and event.get("tier") == "local":
-            tier = Path(str(event.get("path"))).parent.parent
-        elif event.get("kind") == "memory_copy":
-            copies = Path(str(event.get("path")))
+        if event.kind == "checkpoint" and event.tier == "local":
+            tier = Path(str(event.path)).parent.parent
+        elif event.kind == "memory_copy":
+            copies = Path(str(event.path))
     return tier, copies
 
 
@@ -159,14 +161,13 @@ def _read_node_check(run: RunDir, hosts: list[str], per_node: int, attempt: int)
     bad_nodes: dict[str, str] = {}
     for rank in range(len(hosts) * per_node):
         try:
-            record = read_json(run.node_check_result(attempt, rank))
-            troubles = [str(trouble) for trouble in record["trouble"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            record, troubles = {}, ["the check did not finish"]
-        if record.get("stopped"):
+            check = read_record(run.node_check_result(attempt, rank), NodeCheck)
+        except (OSError, ValueError):
+            check = NodeCheck(["the check did not finish"])
+        if check.stopped:
             return None
-        if troubles:
-            bad_nodes.setdefault(hosts[rank // per_node], "; ".join(troubles))
+        if check.trouble:
+            bad_nodes.setdefault(hosts[rank // per_node], "; ".join(check.trouble))
     # If every node reports a problem, the cause is shared, such as the network.
     return bad_nodes if len(bad_nodes) < len(hosts) or len(hosts) == 1 else {}
 
@@ -288,5 +289,6 @@ class Stager:
             "saved_s": round(max(saved_s, default=0.0), 3),
             "digests": {name: copy["source"] for name, copy in expected.items()},
         }
-        self.run.log_event("staged", attempt, **summary)
-        log.info("attempt %d: %s", attempt, describe_staging(summary))
+        record = event_record("staged", attempt, **summary)
+        self.run.storage.append(self.run.events, record)
+        log.info("attempt %d: %s", attempt, describe_staging(to_record(record, Event)))

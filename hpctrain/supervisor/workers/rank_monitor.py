@@ -84,8 +84,6 @@ class RankMonitor:
         self._modules: dict[int, list[str]] = {}
         self._changed: set[str] = set()
         self._reported: set[int] = set()
-        #: True if a rank has formed a process group.
-        self.has_process_group = False
 
     def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
         self._check_for_pause(system.monotonic())
@@ -103,7 +101,6 @@ class RankMonitor:
             self._straggler_detector.on_heartbeat(rank, times)
             self._modules[rank] = [str(name) for name in message["modules"]]
             self._changed.update(map(str, message["changed"]))
-            self.has_process_group |= "group" in message
         elif "stop_signal" in message:
             self._emit(RankSignalled(rank, str(message["stop_signal"])))
         elif self._probe is not None and "told" in message:

@@ -10,18 +10,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
+from msgspec.structs import asdict
+
 from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
+from hpctrain.schema import PartDuration, read_record
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
-from hpctrain.telemetry.startup_parts import PartDuration, StartupDurations, StartupPart, durations_s
+from hpctrain.telemetry.startup_parts import StartupPart, describe_startup, durations_s
 from hpctrain.text import pluralize
 
 log = logging.getLogger(__name__)
@@ -48,8 +51,6 @@ class WorkerGroup:
         self._modules: list[str] = []
         self._standby_started = False
         self._closed = system.Event()
-        #: True if a rank of the last attempt has formed a process group.
-        self.has_process_group = False
 
     def __enter__(self) -> Self:
         self._server = HeartbeatServer(self._launcher.address, self)
@@ -99,7 +100,6 @@ class WorkerGroup:
             monitor, self._monitor = self._monitor, None
         if monitor is not None:
             monitor.close()
-            self.has_process_group = monitor.has_process_group
         with suppress(OSError):
             record = json.dumps(self._limits.max_duration_s) + "\n"
             write_atomic(self._run.phase_durations, record, durable=False)
@@ -267,9 +267,8 @@ class StandbyWorkers:
 
 def _read_phase_durations(run: RunDir) -> dict[str, float]:
     try:
-        record = read_json(run.phase_durations)
-        return {str(phase): float(seconds) for phase, seconds in record.items()}
-    except (OSError, ValueError, TypeError, OverflowError):
+        return read_record(run.phase_durations, dict[str, float])
+    except (OSError, ValueError):
         return {}
 
 
@@ -297,11 +296,14 @@ class StartupRecord:
         part_ends = {str(name): float(end) for name, end in ends.items()}
         self._durations[rank] = durations_s(self._begun, part_ends)
         if len(self._durations) == self._world_size:
-            durations = self._summarize()
-            self._run.log_event("startup", self._attempt, **durations.fields())
-            log.info("attempt %d: %s", self._attempt, durations.describe())
+            seconds, parts, slowest_nodes = self._summarize()
+            fields = {name: asdict(part) for name, part in parts.items()}
+            self._run.log_event(
+                "startup", self._attempt, seconds=seconds, parts=fields, slowest_nodes=slowest_nodes
+            )
+            log.info("attempt %d: %s", self._attempt, describe_startup(seconds, parts))
 
-    def _summarize(self) -> StartupDurations:
+    def _summarize(self) -> tuple[float, dict[str, PartDuration], dict[str, dict[str, float]]]:
         job_s, ranks = self._job_s, self._durations
         durations = {} if job_s is None else {StartupPart.JOB.value: PartDuration(job_s, job_s)}
         for part in StartupPart:
@@ -315,4 +317,4 @@ class StartupRecord:
             node |= {name: max(seconds, node.get(name, 0.0)) for name, seconds in spent.items()}
         slowest_nodes = sorted(nodes, key=lambda host: -sum(nodes[host].values()))[:_MAX_NODES]
         total_s = max(sum(spent.values()) for spent in ranks.values())
-        return StartupDurations(round(total_s, 3), durations, {host: nodes[host] for host in slowest_nodes})
+        return round(total_s, 3), durations, {host: nodes[host] for host in slowest_nodes}

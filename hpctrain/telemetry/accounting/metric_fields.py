@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from hpctrain.rundir import RunDir
+from hpctrain.schema import StepRecord
 from hpctrain.text import format_count
 
-#: Fields that hpctrain writes to a line; metrics cannot have these names.
-RESERVED_FIELDS = frozenset({"step", "epoch", "time", "attempt", "spent", "first_step", "last_step"})
-#: Fields that are not shown as curves. FLOPs are logged only for the model FLOPs utilization.
-NOT_CURVES = RESERVED_FIELDS | {"model_flops", "peak_flops"}
+#: Metrics that are not shown as curves. FLOPs are logged only for the model FLOPs utilization.
+NOT_CURVES = frozenset({"model_flops", "peak_flops"})
 
 #: Placeholder for a figure derived from steps, for runs without reported steps.
 NO_STEPS = "the script reports no steps"
@@ -42,10 +38,10 @@ def describe_step(step: int | None, reports: bool | None) -> str:
     return "none so far" if reports else f"unknown: {why_unknown(reports)}"
 
 
-def metric_values(record: Mapping[str, Any]) -> dict[str, float]:
+def metric_values(record: StepRecord) -> dict[str, float]:
     """Return the metrics of a line by name, including infinite and NaN values."""
     return {
         name: float(value)
-        for name, value in record.items()
+        for name, value in record.metrics.items()
         if name not in NOT_CURVES and (type(value) is float or (type(value) is int and abs(value) < 1e300))
     }

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from hpctrain.schema import Event, StepRecord
 from hpctrain.telemetry.accounting.timeline_events import (
     STATE_CHANGES,
     BlockedSpan,
@@ -276,8 +276,8 @@ class TimeBreakdown:
     @classmethod
     def from_records(
         cls,
-        events: Iterable[Mapping[str, Any]],
-        metrics: Iterable[Mapping[str, Any]] = (),
+        events: Iterable[Event],
+        metrics: Iterable[StepRecord] = (),
         *,
         until: float | None = None,
         waits: bool = False,
@@ -296,8 +296,7 @@ class TimeBreakdown:
         timeline, saves = read_timeline_events(events, metrics)
         if not timeline:
             return cls()
-        now_us = microseconds(until)
-        end_us = timeline[-1].time_us if now_us is None else now_us
+        end_us = timeline[-1].time_us if until is None else microseconds(until)
         if not reports_steps:
             reports_steps = any(event.kind in ("step", "resumed") for event in timeline)
         book = _TimeAccountant(timeline[0], end_us, saves, logs_steps=reports_steps)
@@ -367,7 +366,7 @@ class Goodput:
 
 
 def compute_goodput(
-    breakdown: TimeBreakdown, metrics: Iterable[Mapping[str, Any]] = (), first_step: int = 0
+    breakdown: TimeBreakdown, metrics: Iterable[StepRecord] = (), first_step: int = 0
 ) -> Goodput:
     """Return the goodput ratios of a run. `metrics` are the records of the steps that count.
 
@@ -386,13 +385,13 @@ def compute_goodput(
     )
 
 
-def _mfu(seconds: float, metrics: Iterable[Mapping[str, Any]], first_step: int) -> float | None:
+def _mfu(seconds: float, metrics: Iterable[StepRecord], first_step: int) -> float | None:
     total_flops, peak, num_steps, last_step = 0.0, 0.0, 0, 0
     for record in metrics:
-        flops, step_peak, step = (record.get(name) for name in ("model_flops", "peak_flops", "step"))
-        if is_finite(flops) and is_finite(step_peak) and isinstance(step, int):
+        flops, step_peak = record.metrics.get("model_flops"), record.metrics.get("peak_flops")
+        if is_finite(flops) and is_finite(step_peak):
             total_flops, peak = total_flops + flops, max(peak, step_peak)
-            num_steps, last_step = num_steps + 1, max(last_step, step)
+            num_steps, last_step = num_steps + 1, max(last_step, record.step)
     if not num_steps or not seconds or not math.isfinite(total_flops) or not 0 < peak < math.inf:
         return None
     # If only some steps are logged, their mean is used for all steps.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from hpctrain.files import file_size, make_folder, parse_json_line, read_json, read_new_lines, write_atomic
+from hpctrain.files import file_size, make_folder, read_new_lines, write_atomic
 from hpctrain.rundir import RunDir
+from hpctrain.schema import DeliveryState, NodeSample, StepRecord, decode, read_record
 from hpctrain.telemetry.accounting.metric_fields import metric_values
 from hpctrain.telemetry.loggers.logger import LoggedRun, Logger, MetricRecord, TrainingEnd
-from hpctrain.text import is_finite
 
 #: Seconds between two deliveries: short at first, when the user may be watching, longer after a minute.
 _FIRST_S, _LATER_S, _FIRST_FOR_S = 1.0, 5.0, 60.0
@@ -55,14 +57,11 @@ class LoggerState:
     def load(cls, path: Path) -> Self:
         """Load the saved state; return an empty one if the file is damaged or missing."""
         try:
-            record = read_json(path)
-            offset, attempt = int(record["offset"]), int(record["attempt"])
-            # Lines in flight at the end of the process may have been delivered: they are not sent again.
-            steps = {str(name): int(step) for name, step in (record["sending"] or record["steps"]).items()}
-            tracker_run = None if record["known"] is None else str(record["known"])
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            state = read_record(path, DeliveryState)
+        except (OSError, ValueError):
             return cls(path)
-        return cls(path, tracker_run, offset, attempt, steps)
+        # Lines in flight at the end of the process may have been delivered: they are not sent again.
+        return cls(path, state.known, state.offset, state.attempt, dict(state.sending or state.steps))
 
     def save(self, sending: dict[str, int] | None = None) -> None:
         """Write the state. `sending` is the value of `steps` after the next delivery."""
@@ -182,12 +181,11 @@ def _lines(text: bytes) -> Iterator[tuple[MetricRecord, int]]:
     for row in text.splitlines(keepends=True):
         read += len(row)
         try:
-            record = json.loads(row)
-            step, time = int(record["step"]), float(record["time"])
-            attempt, epoch = int(record.get("attempt", 0)), int(record.get("epoch", 0))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            record = decode(row, StepRecord)
+        except ValueError:
             continue  # Truncated by a crash.
-        yield MetricRecord(step, time, attempt, epoch, metric_values(record)), read
+        values = metric_values(record)
+        yield MetricRecord(record.step, record.time, record.attempt, int(record.epoch), values), read
 
 
 class GpuMetrics:
@@ -206,9 +204,9 @@ class GpuMetrics:
     def read(self) -> None:
         paths = self._run.all_telemetry()
         for path in paths:
-            for record in self._new_records(path):
-                if gpus := _values_by_gpu(record):
-                    self._newest[path.stem] = float(record["time"]), gpus
+            for sample in self._new_samples(path):
+                if gpus := _values_by_gpu(sample):
+                    self._newest[path.stem] = sample.time, gpus
                     self._unsent.add(path.stem)
         # Nodes that have not reported yet have as many GPUs as the others.
         self._num_gpus = len(paths) * max((len(gpus) for _, gpus in self._newest.values()), default=0)
@@ -239,28 +237,20 @@ class GpuMetrics:
         """Record that the measurements of the last call of `values` have been sent."""
         self._unsent -= self._offered
 
-    def _new_records(self, path: Path) -> Iterator[Mapping[str, Any]]:
+    def _new_samples(self, path: Path) -> Iterator[NodeSample]:
         try:
             text, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
         except OSError:
             return
         for line in text.splitlines():
-            record = parse_json_line(line.decode(errors="replace"), path)
-            if record is not None and is_finite(record.get("time")):
-                yield record
+            with suppress(ValueError):
+                yield decode(line, NodeSample)
 
 
-def _values_by_gpu(record: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return the measurements of each GPU in a line of a telemetry file."""
-    columns = {
-        name: record[field] for field, name in _GPU_FIELDS.items() if isinstance(record.get(field), list)
-    }
-    count = max(map(len, columns.values()), default=0)
+def _values_by_gpu(sample: NodeSample) -> list[dict[str, float]]:
+    """Return the measurements of each GPU."""
+    columns = {name: getattr(sample, field) or () for field, name in _GPU_FIELDS.items()}
     return [
-        {
-            name: float(values[index])
-            for name, values in columns.items()
-            if index < len(values) and is_finite(values[index])
-        }
-        for index in range(count)
+        {name: float(value) for name, value in zip(columns, values, strict=True) if value is not None}
+        for values in zip_longest(*columns.values())
     ]

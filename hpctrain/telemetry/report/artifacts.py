@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import gc
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hpctrain.files import IsValid, open_regular, parse_json_line, parse_yaml, read_json, read_regular
+from hpctrain.files import parse_yaml, read_regular
 from hpctrain.rundir import RunDir, list_checkpoint_steps
-from hpctrain.telemetry.report.metric_curves import as_number
+from hpctrain.schema import CodeRecord, Event, Record, decode, read_records
 
-#: Number of lines parsed together. A damaged line makes the batch slow, and batches use extra memory.
-_LINES_AT_ONCE = 10_000
 #: Longer diffs are truncated, to keep the report readable.
 _MAX_DIFF = 200_000
 
@@ -33,23 +29,11 @@ def gc_disabled() -> Iterator[None]:
             gc.enable()
 
 
-def read_jsonl(path: Path, is_valid: IsValid | None = None) -> list[dict[str, Any]]:
-    """Return the objects that `read_json_lines` yields, in half the time by parsing many lines together.
-
-    An unreadable file yields no objects, so that a report does not depend on every file.
-    """
-    records: list[dict[str, Any]] = []
-    with suppress(OSError), open_regular(path, follow_links=False) as file:
-        while lines := list(islice(file, _LINES_AT_ONCE)):
-            try:
-                batch = json.loads(b"[" + b",".join(line for line in lines if line.strip()) + b"]")
-            except (ValueError, RecursionError):
-                batch = [parse_json_line(line.decode(errors="replace"), path) for line in lines]
-            records += [
-                record
-                for record in batch
-                if isinstance(record, dict) and (is_valid is None or is_valid(record))
-            ]
+def read_report_records(path: Path, kind: type[Record]) -> list[Record]:
+    """Return the records of a file; an unreadable file has none, so that a report can do without it."""
+    records: list[Record] = []
+    with suppress(OSError):
+        records.extend(read_records(path, kind, follow_links=False))
     return records
 
 
@@ -74,25 +58,22 @@ class CodeVersion:
     diff: str
 
 
-def read_checkpoints(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[CheckpointRecord]:
+def read_checkpoints(run: RunDir, events: Sequence[Event]) -> list[CheckpointRecord]:
     kept_steps = set(list_checkpoint_steps(run.checkpoints))
-    checkpoints = []
-    for event in events:
-        if event.get("kind") == "checkpoint" and (time := as_number(event.get("time"))) is not None:
-            step, size = event.get("step"), event.get("bytes")
-            checkpoints.append(
-                CheckpointRecord(
-                    time=time,
-                    attempt=event["attempt"] if isinstance(event.get("attempt"), int) else 0,
-                    step=step if isinstance(step, int) else None,
-                    num_bytes=size if isinstance(size, int) else None,
-                    seconds=as_number(event.get("seconds")),
-                    stall_s=as_number(event.get("stall_s")),
-                    tier=str(event["tier"]) if "tier" in event else None,
-                    kept=step in kept_steps,
-                )
-            )
-    return checkpoints
+    return [
+        CheckpointRecord(
+            time=event.time,
+            attempt=event.attempt,
+            step=event.step,
+            num_bytes=event.num_bytes,
+            seconds=event.duration_s,
+            stall_s=event.stall_s,
+            tier=event.tier,
+            kept=event.step in kept_steps,
+        )
+        for event in events
+        if event.kind == "checkpoint"
+    ]
 
 
 def count_saves(checkpoints: Sequence[CheckpointRecord]) -> int:
@@ -103,7 +84,7 @@ def count_saves(checkpoints: Sequence[CheckpointRecord]) -> int:
 def read_environment(run: RunDir) -> dict[str, Any]:
     """Return the newest recorded value of each field of the environment, over all attempts."""
     environment: dict[str, Any] = {}
-    for line in read_jsonl(run.environment):
+    for line in read_report_records(run.environment, dict):
         environment |= line
     # Checksums, for `hpctrain verify`.
     environment.pop("code", None)
@@ -119,7 +100,7 @@ def read_codes(run: RunDir) -> list[CodeVersion]:
     codes = []
     for file in sorted(run.code.glob("submission-*.json")):
         try:
-            record = read_json(file, follow_links=False)
+            record = decode(read_regular(file, follow_links=False), CodeRecord)
         except (OSError, ValueError):
             continue
         diff = ""
@@ -127,16 +108,7 @@ def read_codes(run: RunDir) -> list[CodeVersion]:
             diff = read_regular(file.with_suffix(".diff"), follow_links=False).decode("utf-8", "replace")
         if len(diff) > _MAX_DIFF:
             diff = f"{diff[:_MAX_DIFF]}\n… truncated; the run folder contains the complete diff"
-        new_files = record.get("new_files")
-        codes.append(
-            CodeVersion(
-                commit=str(record["commit"]) if record.get("commit") else None,
-                changed=bool(record.get("changed")),
-                new_files=[str(name) for name in new_files] if isinstance(new_files, list) else [],
-                source=str(record["source"]) if record.get("source") else None,
-                diff=diff,
-            )
-        )
+        codes.append(CodeVersion(record.commit, record.changed, record.new_files, record.source, diff))
     return codes
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from msgspec.structs import replace
+
+from hpctrain.schema import StepRecord
 from hpctrain.telemetry.accounting.metric_fields import NOT_CURVES
 from hpctrain.text import format_number, is_finite
 
@@ -18,29 +20,26 @@ CurvePoint = tuple[float, float | None]
 
 @dataclass
 class MetricCurves:
-    effective: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    effective: dict[int, StepRecord] = field(default_factory=dict)
     """The valid line of each logged step, in order of steps."""
-    superseded: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    superseded: dict[int, StepRecord] = field(default_factory=dict)
     """The previous line of each step that was repeated."""
     by_attempt: dict[int, tuple[int, int]] = field(default_factory=dict)
     """First and last logged step of each attempt."""
     _points: dict[str, list[CurvePoint]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def from_records(cls, metrics: Iterable[Mapping[str, Any]]) -> MetricCurves:
+    def from_records(cls, metrics: Iterable[StepRecord]) -> MetricCurves:
         """Read the lines of `metrics.jsonl`; lines of the same step and attempt are merged."""
         curves = cls()
         for record in metrics:
-            step = record.get("step")
-            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-                continue
-            attempt = record_attempt(record)
+            step, attempt = record.step, record.attempt
             first_step, _ = curves.by_attempt.get(attempt, (step, step))
             curves.by_attempt[attempt] = (first_step, step)
             if (before := curves.effective.get(step)) is None:
                 curves.effective[step] = record
-            elif record_attempt(before) == attempt:
-                curves.effective[step] = {**before, **record}
+            elif before.attempt == attempt:
+                curves.effective[step] = replace(record, metrics=before.metrics | record.metrics)
             else:
                 curves.superseded[step] = before
                 curves.effective[step] = record
@@ -51,17 +50,20 @@ class MetricCurves:
     @property
     def names(self) -> list[str]:
         """Names of all metrics: loss, then validation metrics, then others."""
-        names = filter(self._has_numbers, set().union(*self.effective.values()) - NOT_CURVES)
+        logged = set().union(*(record.metrics for record in self.effective.values()))
+        names = filter(self._has_numbers, logged - NOT_CURVES)
         return sorted(names, key=lambda name: (name != "loss", not name.startswith("val"), name))
 
     def _has_numbers(self, name: str) -> bool:
-        values = (record.get(name) for record in self.effective.values())
+        values = (record.metrics.get(name) for record in self.effective.values())
         return any(type(value) is float or is_finite(value) for value in values)
 
     def points(self, name: str) -> list[CurvePoint]:
         if name not in self._points:
             self._points[name] = [
-                (step, as_number(record[name])) for step, record in self.effective.items() if name in record
+                (step, as_number(record.metrics[name]))
+                for step, record in self.effective.items()
+                if name in record.metrics
             ]
         return self._points[name]
 
@@ -69,15 +71,15 @@ class MetricCurves:
         """Return the previous values of a metric at repeated steps, with gaps at the other steps."""
         points: list[CurvePoint] = []
         for step, record in self.superseded.items():
-            if name in record:
+            if name in record.metrics:
                 if points and step - points[-1][0] > 1:
                     points.append((points[-1][0] + 0.5, None))
-                points.append((step, as_number(record[name])))
+                points.append((step, as_number(record.metrics[name])))
         return points
 
     def last(self, name: str) -> float | None:
         for record in reversed(self.effective.values()):
-            if is_finite(value := record.get(name)):
+            if is_finite(value := record.metrics.get(name)):
                 return float(value)
         return None
 
@@ -85,8 +87,8 @@ class MetricCurves:
         """Return the first step of a metric's final NaN or infinite values; None if the last is finite."""
         since = None
         for step, record in reversed(self.effective.items()):
-            if name in record:
-                if type(value := record[name]) is not float or math.isfinite(value):
+            if name in record.metrics:
+                if type(value := record.metrics[name]) is not float or math.isfinite(value):
                     break
                 since = step
         return since
@@ -96,7 +98,7 @@ class MetricCurves:
         return [
             (step, format_number(value))
             for step, record in self.effective.items()
-            if type(value := record.get(name)) is float and not math.isfinite(value)
+            if type(value := record.metrics.get(name)) is float and not math.isfinite(value)
         ]
 
     def last_text(self, name: str) -> str:
@@ -113,7 +115,7 @@ class MetricCurves:
         return step, value
 
 
-def step_rates(metrics: Sequence[Mapping[str, Any]]) -> list[CurvePoint]:
+def step_rates(metrics: Sequence[StepRecord]) -> list[CurvePoint]:
     """Return steps per second by step; for a repeated step, those of the last attempt.
 
     Each rate covers several lines, because the time between two lines is noisy. A line is normally written
@@ -121,18 +123,15 @@ def step_rates(metrics: Sequence[Mapping[str, Any]]) -> list[CurvePoint]:
     """
     lines_per_rate = max(_MIN_LINES_PER_RATE, len(metrics) // _NUM_RATES)
     rates: dict[int, float] = {}
-    before: tuple[int, int, float] | None = None
+    before: StepRecord | None = None
     num_lines = 0
     for record in metrics:
-        step, time, attempt = record.get("step"), record.get("time"), record_attempt(record)
-        if not isinstance(step, int) or not is_finite(time):
-            continue
         num_lines += 1
-        if before is None or attempt != before[0]:
-            before, num_lines = (attempt, step, time), 0
-        elif num_lines >= lines_per_rate and step > before[1] and time > before[2]:
-            rates[step] = (step - before[1]) / (time - before[2])
-            before, num_lines = (attempt, step, time), 0
+        if before is None or record.attempt != before.attempt:
+            before, num_lines = record, 0
+        elif num_lines >= lines_per_rate and record.step > before.step and record.time > before.time:
+            rates[record.step] = (record.step - before.step) / (record.time - before.time)
+            before, num_lines = record, 0
     return [(step, rates[step]) for step in sorted(rates)]
 
 
@@ -156,8 +155,3 @@ def downsample(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
 
 def as_number(value: object) -> float | None:
     return float(value) if is_finite(value) else None
-
-
-def record_attempt(record: Mapping[str, Any]) -> int:
-    attempt = record.get("attempt")
-    return attempt if type(attempt) is int else 0

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.jobspec.redaction import redact_environment, redact_spec
-from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
+from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.schema import Event, StepRecord
 from hpctrain.telemetry.accounting.metric_fields import reports_steps
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
@@ -20,7 +21,7 @@ from hpctrain.telemetry.report.artifacts import (
     read_checkpoints,
     read_codes,
     read_environment,
-    read_jsonl,
+    read_report_records,
     read_spec,
 )
 from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
@@ -61,13 +62,11 @@ class RunData:
     @gc_disabled()
     def __init__(self, run: RunDir, context: RunContext, *, now: float) -> None:
         self.run_id, self.folder, self.now, self.words = run.run_id, str(run.path), now, context.words
-        self.events: list[dict[str, Any]] = read_jsonl(run.events, is_event)
-        metrics = read_jsonl(run.metrics)
+        self.events = read_report_records(run.events, Event)
+        metrics = read_report_records(run.metrics, StepRecord)
         self.state = context.name or _recorded_state(run, self.events)
         self.curves = MetricCurves.from_records(metrics)
-        has_steps = bool(self.curves.effective) or any(
-            event.get("kind") == "resumed" for event in self.events
-        )
+        has_steps = bool(self.curves.effective) or any(event.kind == "resumed" for event in self.events)
         #: True if the script reports its steps; None if unknown.
         self.reports_steps = reports_steps(run, has_steps=has_steps, completed=self.state == "COMPLETED")
         self.breakdown = TimeBreakdown.from_records(
@@ -161,25 +160,23 @@ def _energy_use(
     return EnergyUse(total_kwh, lost_j / _J_PER_KWH, total_kwh / samples if samples else None)
 
 
-def _recorded_state(run: RunDir, events: Sequence[Mapping[str, Any]]) -> str:
+def _recorded_state(run: RunDir, events: Sequence[Event]) -> str:
     for event in reversed(events):
-        if event.get("kind") == "finished":
-            return str(event.get("state"))
-        if event.get("kind") == "seen" and run.cancel_request.exists():
+        if event.kind == "finished":
+            return str(event.state)
+        if event.kind == "seen" and run.cancel_request.exists():
             return "CANCELLED"
-        if event.get("kind") in ("started", "submitted"):
+        if event.kind in ("started", "submitted"):
             break
     return "UNKNOWN"
 
 
-def _recorded_cause(
-    events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt], state: str
-) -> str | None:
+def _recorded_cause(events: Sequence[Event], attempts: Sequence[Attempt], state: str) -> str | None:
     if state != "FAILED":
         return None
-    finished = [event for event in events if event.get("kind") == "finished"]
-    cause = finished[-1].get("cause") if finished else None
-    return str(cause) if cause else (attempts[-1].cause if attempts else None)
+    ends = [event for event in events if event.kind == "finished"]
+    cause = ends[-1].cause if ends else None
+    return cause or (attempts[-1].cause if attempts else None)
 
 
 def format_setting(value: object) -> str:

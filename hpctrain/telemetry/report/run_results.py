@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 
 from hpctrain.files import read_json
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
+from hpctrain.schema import StepRecord
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
-from hpctrain.telemetry.report.artifacts import gc_disabled, read_environment, read_jsonl, read_spec
+from hpctrain.telemetry.report.artifacts import gc_disabled, read_environment, read_report_records, read_spec
 from hpctrain.telemetry.report.metric_curves import MetricCurves
 from hpctrain.text import format_count, format_number
 
@@ -51,7 +52,7 @@ def read_results(
         mode: direction of the metric; None selects that of the sweep, then that of `keep_best`, or `min`.
         with_metrics: read the metrics, which takes seconds for millions of steps.
     """
-    curves = MetricCurves.from_records(read_jsonl(run.metrics) if with_metrics else ())
+    curves = MetricCurves.from_records(read_report_records(run.metrics, StepRecord) if with_metrics else ())
     environment = read_environment(run)
     metrics = {name: value for name in curves.names if (value := curves.last(name)) is not None}
     best = find_best(run.checkpoints, curves, environment, *read_ranking(run, metric, mode))

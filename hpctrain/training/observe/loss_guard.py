@@ -10,6 +10,7 @@ from typing import Any
 
 from hpctrain.errors import BadLoss
 from hpctrain.runtime.failure_file import mark_non_retryable
+from hpctrain.schema import Event
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -129,12 +130,12 @@ def bad_loss(cause: str, reason: str, newest: str | None, policy: str | None, *,
     return error
 
 
-def read_excluded_steps(events: Iterable[Mapping[str, Any]]) -> list[int]:
+def read_excluded_steps(events: Iterable[Event]) -> list[int]:
     """Return the steps that a run excluded when it returned to an earlier checkpoint."""
     return [
-        event["step"]
+        event.step
         for event in events
-        if event["kind"] == "bad_loss" and event.get("action") == "rollback" and event.get("step")
+        if event.kind == "bad_loss" and event.action == "rollback" and event.step
     ]
 
 

@@ -20,7 +20,7 @@ from hpctrain.files import make_folder
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
+from hpctrain.schema import RESERVED_FIELDS
 from hpctrain.text import format_number
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.observe.step_timers import TimingSample

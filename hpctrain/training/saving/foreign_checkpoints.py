@@ -22,7 +22,7 @@ from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.base.tensors import local_part
 from hpctrain.training.observe.run_writer import RunWriter

@@ -50,7 +50,7 @@ class TrainingCheckpoints:
                 recorded = list(run.read_events())
                 history = InterruptionHistory.from_events(recorded)
                 excluded_steps = read_excluded_steps(recorded)
-                was_out_of_memory = any(event.get("class") == "oom" for event in recorded)
+                was_out_of_memory = any(event.end_kind == "oom" for event in recorded)
             excluded_steps, was_out_of_memory = components.context.broadcast_from_main(
                 (excluded_steps, was_out_of_memory)
             )

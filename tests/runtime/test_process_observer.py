@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import ModuleType
 
-import pytest
 from helpers.waiting import wait_for
 
 from hpctrain.cluster import detect
 from hpctrain.rundir import CHILD_VARIABLE
-from hpctrain.runtime.program.child_relay import ChildRelay, connect_to_worker
+from hpctrain.runtime.program.process_observer import ChildRelay, connect_to_worker
+from hpctrain.runtime.rank_activity import has_process_group
 from hpctrain.runtime.supervisor_connection import Connection
 
 
@@ -21,15 +23,17 @@ class FakeConnection:
         self.sent.append(message)
 
 
-@pytest.fixture
-def own() -> list[dict]:
-    """Messages that the worker handled itself."""
-    return []
+class FakeWorker:
+    ranks = detect({})
 
+    def __init__(self) -> None:
+        self.handled: list[dict] = []
 
-@pytest.fixture
-def relay(own) -> ChildRelay:
-    return ChildRelay(detect({}), lambda: {"beats": 0, "step": 0}, lambda _, message: own.append(message))
+    def heartbeat_message(self) -> dict:
+        return {"beats": 0, "step": 0}
+
+    def on_message(self, _connection: object, message: dict) -> None:
+        self.handled.append(message)
 
 
 def connect(relay: ChildRelay) -> Connection:
@@ -42,10 +46,11 @@ def beat(connection: Connection, relay: ChildRelay, beats: int, step: int, obser
     wait_for(lambda: relay.heartbeat_message()["beats"] == observed, 10, f"the beat {observed}")
 
 
-def test_process_with_steps_is_observed_first_and_the_worker_last(relay, own):
-    supervisor = FakeConnection()
+def test_process_with_steps_is_observed_first_and_the_worker_last():
+    supervisor, worker = FakeConnection(), FakeWorker()
+    relay = ChildRelay(worker)
     relay.on_message(supervisor, {"tell": 1})
-    assert own == [{"tell": 1}]
+    assert worker.handled == [{"tell": 1}]
     launcher, trainer, helper = connect(relay), connect(relay), connect(relay)
     beat(launcher, relay, 1, step=0, observed=1)
     beat(trainer, relay, 2, step=0, observed=1)
@@ -58,10 +63,16 @@ def test_process_with_steps_is_observed_first_and_the_worker_last(relay, own):
     trainer.send({"told": "trainer"})
     wait_for(lambda: supervisor.sent, 10, "the answer")
     assert supervisor.sent == [{"told": "trainer"}]
-    assert len(own) == 1
+    assert len(worker.handled) == 1
     for connection in (trainer, helper):
         connection.close()
     wait_for(lambda: relay.heartbeat_message()["beats"] == 1, 10, "the launcher")
     launcher.close()
     relay.wait_until_exited(10)
     assert relay.heartbeat_message()["beats"] == 0
+
+
+def test_process_group_may_be_requested_while_torch_is_imported(monkeypatch):
+    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert not has_process_group()

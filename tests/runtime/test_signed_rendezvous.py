@@ -1,4 +1,4 @@
-"""Options and rendezvous of torchrun agents. tests/e2e/test_torchrun.py runs them."""
+"""Signed rendezvous of torchrun agents. tests/e2e/test_torchrun.py runs them."""
 
 from __future__ import annotations
 
@@ -12,34 +12,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from hpctrain.runtime.program.signed_rendezvous import ForgedState, SignedBackend, register
-from hpctrain.runtime.torchrun_agent import torchrun_options
 
 pytestmark = pytest.mark.ranks
-
-PLAN = {"nodes": 2, "ranks_per_node": 4, "backend": "c10d", "endpoint": None, "worker": ["python", "x"]}
-ENVIRON = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "SLURM_JOB_ID": "7", "HPCTRAIN_ATTEMPT": "3"}
-
-
-@pytest.mark.parametrize(
-    ("plan", "endpoint", "conf"),
-    [
-        ({}, "127.0.0.1:1234", "join_timeout=300,is_host=false"),
-        ({"backend": "etcd-v2", "endpoint": "etcd:2379"}, "etcd:2379", "join_timeout=300"),
-    ],
-)
-def test_agents_use_the_rendezvous_of_the_plan(plan, endpoint, conf):
-    options = torchrun_options(PLAN | plan, ENVIRON, "some-backend")
-    assert {
-        f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-conf={conf}",
-        "--rdzv-id=hpctrain-7-3",
-        "--local-addr=127.0.0.1",
-        "--nnodes=2",
-        "--nproc-per-node=4",
-        "--max-restarts=0",
-        "--rdzv-backend=some-backend",
-    } <= set(options)
-    assert options[-3:] == ["--no-python", "python", "x"]
 
 
 class Evil:

@@ -1,8 +1,8 @@
-"""Observe the Python processes of a command, such as a shell script.
+"""Observe the processes of a rank: its worker, or the Python processes of a command such as a shell script.
 
-Such a process reports like a rank, but to the worker, over a socket that only processes of the same user can
-open. The worker sends the messages of one of them to the supervisor: the first that completes optimizer
-steps, or else the first that imported torch. Without such a process, the worker reports on itself.
+A process of a command reports like a rank, but to the worker, over a socket that only processes of the same
+user can open. The worker sends the messages of one of them to the supervisor: the first that completes
+optimizer steps, or else the first that imported torch. Without such a process, the worker reports on itself.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
 from hpctrain.cluster import Ranks
-from hpctrain.errors import UserError
+from hpctrain.errors import EnvironmentMismatch, UserError
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
-from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import (
+    ATTEMPT_VARIABLE,
+    CHILD_VARIABLE,
+    INDEPENDENT_RANKS_VARIABLE,
+    RUN_DIR_VARIABLE,
+    RunDir,
+)
 from hpctrain.runtime.failure_file import failure_record, write_failure
-from hpctrain.runtime.program.heartbeat import heartbeat_message, on_message
-from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
+from hpctrain.runtime.program import heartbeat
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
+from hpctrain.runtime.rank_activity import activity, has_process_group
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
 from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal
@@ -43,6 +49,64 @@ _HOOK_FOLDER = Path(__file__).with_name("startup_hook")
 _CREDENTIALS = struct.Struct("3i")
 #: Variables that a launcher inside of the command, such as torchrun, sets for each of its processes.
 _LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
+#: Optimizer steps without a process group after which a rank fails.
+MAX_STEPS_ALONE = 20
+
+#: Remedies for frameworks that silently train on a single rank, by module.
+_ADVICE = {
+    "lightning.pytorch": "Pass devices and num_nodes to Lightning's Trainer",
+    "pytorch_lightning": "Pass devices and num_nodes to Lightning's Trainer",
+    "accelerate": "If the nodes have no GPUs, set ACCELERATE_USE_CPU=true or pass cpu=True to Accelerator",
+}
+_OTHER_ADVICE = (
+    "Call torch.distributed.init_process_group and wrap the model in DistributedDataParallel. If the script "
+    "has an argument --local_rank, which neither hpctrain nor torchrun passes, use the variable LOCAL_RANK "
+    "instead"
+)
+
+
+class ProcessObserver:
+    """Counts and records the steps of this process, samples its main thread, and sends both as heartbeats."""
+
+    def __init__(
+        self, run: RunDir, attempt: int, ranks: Ranks, environ: Mapping[str, str], *, records_steps: bool
+    ) -> None:
+        self.run, self.attempt, self.ranks = run, attempt, ranks
+        self._environ, self._started_with = environ, dict(environ)
+        self._world_size = int(environ["WORLD_SIZE"])
+        self._may_train_alone = self._world_size == 1 or environ.get(INDEPENDENT_RANKS_VARIABLE) == "1"
+        self._step_log = StepLog(run, attempt) if records_steps else None
+
+    def start(self, connect: Callable[[], Connection]) -> None:
+        """Sample this process, and report it through a connection."""
+        ScriptMonitor(step_log=self._step_log).start()
+        start_heartbeat(connect, self.heartbeat_message, self.on_message)
+
+    def heartbeat_message(self) -> Message:
+        return heartbeat.heartbeat_message(self._started_with)
+
+    def on_message(self, connection: Connection, message: Message) -> None:
+        heartbeat.on_message(self.run, self.attempt, self.ranks, connection, message)
+
+    def after_step(self) -> None:
+        """Check the rank after an optimizer step, and exit if all ranks stop after this step."""
+        if not self._may_train_alone:
+            self._may_train_alone = has_process_group()
+            if not self._may_train_alone and activity.optimizer_steps >= MAX_STEPS_ALONE:
+                self.check_end()
+        exit_after_step()
+
+    def check_end(self) -> None:
+        """Raise an error if the program has trained alone, in a run with several ranks."""
+        if self._may_train_alone or activity.is_managed or not activity.optimizer_steps:
+            return
+        self._may_train_alone = True
+        advice = next((_ADVICE[module] for module in _ADVICE if module in sys.modules), _OTHER_ADVICE)
+        raise EnvironmentMismatch(
+            f"The run has {self._world_size} ranks, but rank {self._environ['RANK']} completed "
+            f"{activity.optimizer_steps} optimizer steps without a process group, so each rank trains alone. "
+            f"{advice}. If the ranks are supposed to be independent, submit with --independent-ranks."
+        )
 
 
 def observe_process() -> None:
@@ -71,29 +135,21 @@ def observe_process() -> None:
             agreed_stop.is_enabled = True
             start_signal_recorder()
             exit_on_stop_signal()
-    group_check = ProcessGroupCheck(os.environ)
-    install_step_hook(partial(_after_step, group_check, run, attempt, ranks), is_restart=attempt > 0)
-    start_heartbeat(
-        partial(connect_to_worker, command["socket"]),
-        partial(heartbeat_message, dict(os.environ)),
-        partial(on_message, run, attempt, ranks),
-    )
-    step_log = StepLog(run, attempt) if launch[1] == "0" else None
-    if step_log is not None:
-        step_log.write_at_exit()
-    ScriptMonitor(step_log=step_log).start()
+    observer = ProcessObserver(run, attempt, ranks, os.environ, records_steps=launch[1] == "0")
+    install_step_hook(partial(_after_step, observer), is_restart=attempt > 0)
+    observer.start(partial(connect_to_worker, command["socket"]))
 
 
-def _after_step(group_check: ProcessGroupCheck, run: RunDir, attempt: int, ranks: Ranks) -> None:
+def _after_step(observer: ProcessObserver) -> None:
     """Check the process after an optimizer step. An error of the user becomes the failure of the rank."""
     try:
-        group_check.after_step()
+        observer.after_step()
     except UserError as error:
-        log = run.rank_log(attempt, ranks.rank)
-        environ = {**os.environ, "RANK": str(ranks.rank)}
-        write_failure(run.failure(attempt, ranks.rank), failure_record(error, environ), log, environ)
+        run, attempt, rank = observer.run, observer.attempt, observer.ranks.rank
+        environ = {**os.environ, "RANK": str(rank)}
+        record = failure_record(error, environ)
+        write_failure(run.failure(attempt, rank), record, run.rank_log(attempt, rank), environ)
         raise
-    exit_after_step()
 
 
 def connect_to_worker(name: str) -> Connection:
@@ -112,14 +168,10 @@ def _is_own_process(connected: socket.socket) -> bool:
 
 
 class ChildRelay:
-    def __init__(
-        self,
-        ranks: Ranks,
-        heartbeat_message: Callable[[], Message],
-        on_message: Callable[[Connection, Message], None],
-    ) -> None:
-        """Start to listen. The functions are those of the worker itself."""
-        self._ranks, self._own_heartbeat, self._handle = ranks, heartbeat_message, on_message
+    """Reports one process of a command to the supervisor, or the worker itself while there is none."""
+
+    def __init__(self, worker: ProcessObserver) -> None:
+        self._worker = worker
         self._changed = threading.Condition()
         #: The last heartbeat of each connected process; empty before the first.
         self._children: dict[Connection, Message] = {}
@@ -133,23 +185,24 @@ class ChildRelay:
 
     @property
     def variables(self) -> dict[str, str]:
-        ranks = {name: value for name, value in vars(self._ranks).items() if name != "sources"}
+        ranks = {name: value for name, value in vars(self._worker.ranks).items() if name != "sources"}
         paths = [str(_HOOK_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = json.dumps({"socket": self._name, "ranks": ranks})
         return {CHILD_VARIABLE: command, "PYTHONPATH": os.pathsep.join(paths)}
 
+    def start(self, connect: Callable[[], Connection]) -> None:
+        start_heartbeat(connect, self.heartbeat_message, self.on_message)
+
     def heartbeat_message(self) -> Message:
-        """Return the heartbeat of the observed process, or of the worker."""
-        _, heartbeat = self._observed()
+        _, message = self._observed()
         # Standby workers must not import the modules of the command.
-        return {**heartbeat, "modules": []} if heartbeat else self._own_heartbeat()
+        return {**message, "modules": []} if message else self._worker.heartbeat_message()
 
     def on_message(self, connection: Connection, message: Message) -> None:
-        """Pass a message of the supervisor to the observed process, or handle it in the worker."""
         self._supervisor = connection
         child, _ = self._observed()
         if child is None:
-            self._handle(connection, message)
+            self._worker.on_message(connection, message)
         else:
             with suppress(OSError):
                 child.send(message)
