@@ -266,14 +266,8 @@ def test_too_few_nodes_release_the_allocation(run):
 def write_failure(run, attempt=0, rank=1, **fields):
     """Write the failure file of a rank that raised an exception."""
     run.failures.mkdir(exist_ok=True)
-    record = {
-        "rank": rank,
-        "host": f"n{rank + 1}",
-        "kind": "exception",
-        "error": "KeyError",
-        "message": "'x'",
-    }
-    record |= {"classes": ["KeyError", "Exception"], "log": "/log", "order": rank, "time": 0.0, **fields}
+    record = {"rank": rank, "host": f"n{rank + 1}", "kind": "exception", "error": "KeyError", "time": 0.0}
+    record |= {"message": "'x'", "classes": ["KeyError", "Exception"], "log": "/log", "order": rank, **fields}
     run.failure(attempt, rank).write_text(json.dumps(record))
 
 
