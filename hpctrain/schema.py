@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from hpctrain.files import read_lines, read_regular
 
@@ -146,7 +147,7 @@ class StepRecord(Struct):
     step: Count
     time: Seconds = 0.0
     attempt: Count = 0
-    epoch: int | float = 0
+    epoch: int | float | None = None
     spent: dict[str, Seconds] = {}
     """Seconds before the end of the step by category; `all` is their sum."""
     first_step: Count | None = None
@@ -155,6 +156,12 @@ class StepRecord(Struct):
     """The last step of the training."""
     metrics: dict[str, Any] = field(name="*", default_factory=dict)
     """All other fields."""
+
+    def line(self) -> dict[str, Any]:
+        """Return the fields in the order of writing, without those that are not known."""
+        names = ("step", "epoch", "time", "attempt", "first_step", "spent", "last_step")
+        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**self.metrics, **fields}
 
 
 class NodeSample(Struct, kw_only=True):
@@ -274,21 +281,100 @@ class CodeRecord(Struct, frozen=True):
     changed: bool = False
     new_files: list[str] = []
     source: str | None = None
+    diff: str = ""
+    """Content of the file `code/submission-NNN.diff`."""
 
 
-class DeliveryState(Struct, frozen=True):
+class LoggerState(Struct):
     """A file in `loggers`: the progress of a logger, from which that of the next attempt continues."""
 
-    offset: Count
-    """Offset of the delivered lines in `metrics.jsonl`, in bytes."""
-    attempt: Annotated[int, Meta(ge=-1)]
-    """The newest attempt with delivered lines."""
-    steps: dict[str, Count]
-    """The last delivered step of each metric."""
     known: str | None = None
     """Name of the run in the tracker."""
+    offset: Count = 0
+    """Offset of the delivered lines in `metrics.jsonl`, in bytes."""
+    attempt: Annotated[int, Meta(ge=-1)] = -1
+    """The newest attempt with delivered lines."""
+    steps: dict[str, Count] = {}
+    """The last delivered step of each metric."""
     sending: dict[str, Count] | None = None
     """The value of `steps` after the delivery in progress."""
+
+
+class RankPhase(StrEnum):
+    """Activity of a rank."""
+
+    START = "start"
+    """Until a `Trainer` starts, or until the first call of `hpctrain.should_stop`."""
+    JOIN = "join"
+    """In `init_process_group` of a script, until all ranks have arrived."""
+    SCRIPT = "script"
+    """From the first optimizer step of a script without a `Trainer`."""
+    LOAD = "load"
+    FIRST = "first"
+    """The first step, which may compile. Only the supervisor distinguishes it from `DATA` and `STEP`."""
+    DATA = "data"
+    STEP = "step"
+    VALIDATE = "validate"
+    SAVE = "save"
+    END = "end"
+
+
+class RankSnapshot(Struct, frozen=True):
+    """Report of a rank on its position in a hung attempt."""
+
+    phase: str
+    step: int
+    place: str
+    """The innermost line of user code, as `training_step (train.py:12)`."""
+    waits: bool
+    rendezvous: str | None = None
+    """Address at which the rank is waiting for the process group."""
+
+
+class RankMessage(Struct, frozen=True):
+    """A message of a rank to the supervisor: a heartbeat, or one of the fields after `startup`."""
+
+    beats: int | None = None
+    """Number of activities that ended; None in a message that is not a heartbeat."""
+    phase: str = ""
+    step: int = 0
+    spent: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Seconds of waiting for data, computing, and exchanging gradients."""
+    timed: tuple[int, int] = (0, 0)
+    """Steps that these times contain, and measured steps."""
+    modules: list[str] = []
+    changed: list[str] = []
+    """Environment variables that the script has changed."""
+    stop: bool = False
+    paused: tuple[float, float] | None = None
+    """Seconds of suspension, by the system clock and the monotonic clock."""
+    startup: dict[str, float] | None = None
+    """Times at which the parts of the start ended."""
+
+    stop_signal: str | None = None
+    told: RankSnapshot | None = None
+    written: bool = False
+    """True if the diagnostics are written."""
+    can_stop_after: int | UnsetType | None = UNSET
+    """Earliest step after which the rank can stop; None for a rank without counted steps."""
+    ready: bool = False
+    why: str | None = None
+    """Failure of a standby worker."""
+
+
+class TrialLine(Struct, frozen=True):
+    """A line of `early_stopping.jsonl`; None for a value that is not finite."""
+
+    step: Count
+    best: float | None
+    mean: float | None
+
+
+class SweepRanking(Struct, frozen=True):
+    """The part of `sweep.json` that ranks the trials."""
+
+    metric: str | None = None
+    mode: Literal["min", "max"] | None = None
 
 
 @functools.cache

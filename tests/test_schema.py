@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run_command
-from helpers.run_files import EVENTS, event, step_record
+from helpers.run_histories import EVENTS, event, step_record
 from msgspec import structs
 
 import hpctrain

@@ -65,8 +65,8 @@ def check_spec(spec: JobSpec) -> None:
             )
     for field, minimum in _LEAST.items():
         if (value := getattr(spec, field)) is not None and value < minimum:
-            option = field.removesuffix("_s").replace("_", "-")
-            raise SpecError(f"--{option} is {value}, but must be at least {minimum}.")
+            option = "scale_up_after" if field == "scale_up_after_s" else f"--{field.replace('_', '-')}"
+            raise SpecError(f"{option} is {value}, but must be at least {minimum}.")
     if spec.array is not None:
         JobArray.parse(spec.array)
     if spec.backend == "slurm" and "\\" in spec.run_dir:

@@ -111,7 +111,9 @@ class Lease:
 
     def _claim(self, number: int) -> bool:
         """Create the lease with this number. Return False if another process was faster."""
-        if not create_atomic(self._run.lease(number), _encode(self._me), f"{self._me.host}.{self._me.pid}"):
+        if not create_atomic(
+            self._run.lease(number), encode_holder(self._me), f"{self._me.host}.{self._me.pid}"
+        ):
             return False
         self._number = number
         for older in self._run.leases()[:-KEPT_LEASES]:
@@ -146,12 +148,12 @@ class Lease:
         # Written in place: other hosts see new content of a file sooner than a new file of the same name.
         fd = os.open(self._run.lease(number), os.O_WRONLY)
         try:
-            os.pwrite(fd, _encode(holder), 0)
+            os.pwrite(fd, encode_holder(holder), 0)
         finally:
             os.close(fd)
 
 
-def _encode(holder: LeaseHolder) -> bytes:
+def encode_holder(holder: LeaseHolder) -> bytes:
     return json.dumps(structs.asdict(holder)).ljust(_BYTES - 1).encode() + b"\n"
 
 

@@ -97,15 +97,12 @@ def _is_final(error: Exception, payload: CallPayload, run: RunDir) -> bool:
     """True if another attempt would fail in the same way."""
     if isinstance(error, UserError):
         return True
-    # Another attempt may succeed if a network or a device was the cause, or if there is a saved state.
+    # Another attempt may succeed if a network or a device was the cause, or if there is a saved state: a
+    # complete checkpoint of the `Trainer`, or any file of the function.
     may_pass = isinstance(error, (dist.DistError, torch.AcceleratorError))
-    return not (payload.retry_on_exception or may_pass or run.resume_call.exists() or _has_checkpoint(run))
-
-
-def _has_checkpoint(run: RunDir) -> bool:
-    """True if there is a complete checkpoint of the `Trainer`, or any file of the function."""
     own_files = (path for path in run.checkpoints.glob("*") if not path.name.startswith((".", "step-")))
-    return any(True for _ in chain(committed_steps(run.checkpoints), own_files))
+    has_checkpoint = any(True for _ in chain(committed_steps(run.checkpoints), own_files))
+    return not (payload.retry_on_exception or may_pass or run.resume_call.exists() or has_checkpoint)
 
 
 def _checkpoint_of(call: FunctionCall) -> Callable[..., Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -18,11 +17,11 @@ _LIMIT_S = 5.0
 
 def shut_down_process_group() -> None:
     """Destroy the default process group, if there is one, when its threads are idle."""
-    # A process that has not imported torch has no group.
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+    import torch.distributed as dist
+
+    if dist.is_initialized():
         drain_gloo_threads()
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def drain_gloo_threads() -> None:

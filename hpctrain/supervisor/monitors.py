@@ -10,11 +10,11 @@ from typing import Self
 
 from hpctrain import system
 from hpctrain.errors import HpctrainError, SchedulerError, UserError
-from hpctrain.files import read_json_lines, write_atomic
+from hpctrain.files import write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import STOPPED_EARLY, RunDir
-from hpctrain.schema import StepRecord
+from hpctrain.schema import StepRecord, TrialLine, read_records
 from hpctrain.slurm.job_end import REQUEUE_HOLD_S
 from hpctrain.supervisor.failures.failure_files import gpu_faults
 from hpctrain.supervisor.job_control import JobControl
@@ -222,9 +222,7 @@ class EarlyStoppingMonitor(PeriodicCheck):
         return [trial for trial in map(array.task, array.tasks()) if trial.path != self.run.path]
 
     def _reports(self, trial: RunDir) -> Iterator[TrialReport]:
-        for record in read_json_lines(trial.early_stopping):
-            with suppress(KeyError, TypeError, ValueError, OverflowError):
-                yield TrialReport.from_record(record)
+        return map(TrialReport.from_line, read_records(trial.early_stopping, TrialLine))
 
     def _stop(self, reason: str) -> None:
         if self._ended.is_set():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpctrain.errors import UserError
-from hpctrain.schema import StepRecord
+from hpctrain.schema import StepRecord, TrialLine
 from hpctrain.text import format_number, is_count, pluralize
 
 RuleName = Literal["median", "asha"]
@@ -31,9 +31,9 @@ class TrialReport:
         return {"step": self.step} | {name: v if math.isfinite(v) else None for name, v in values.items()}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> TrialReport:
-        best, mean = (math.inf if record[name] is None else float(record[name]) for name in ("best", "mean"))
-        return cls(int(record["step"]), best, mean)
+    def from_line(cls, line: TrialLine) -> TrialReport:
+        best, mean = (math.inf if value is None else value for value in (line.best, line.mean))
+        return cls(line.step, best, mean)
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         if (self.max_steps is None) == (self.max_epochs is None):
             raise UserError(
                 f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}. Set exactly "
-                "one of them."
+                "one of them; -1 counts as None."
             )
         for rule in _RULES:
             for name in rule.settings:

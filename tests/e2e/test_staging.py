@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 from helpers.commands import run_command
-from helpers.run_files import make_spec
+from helpers.run_histories import make_spec
 from helpers.training_runs import Run, submit_script
 from helpers.waiting import wait_for
 

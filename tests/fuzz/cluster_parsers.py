@@ -20,7 +20,7 @@ from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserve
 from hpctrain.runtime.stopping import signal_recorder
 from hpctrain.runtime.supervisor_connection import Connection
 from hpctrain.telemetry.sampling import nvml
-from hpctrain.telemetry.sampling.procfs import ProcfsReader
+from hpctrain.telemetry.sampling.sampler import ProcfsReader
 
 LAUNCHES = ["srun-cyclic", "het-job-unsorted", "array", "batch-script", "openmpi-three-hosts"]
 LAUNCHES += ["mpich-told-the-nodes", "horovodrun-two-hosts-told-the-address", "torchrun-under-srun"]

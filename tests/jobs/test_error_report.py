@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers.run_files import event
+from helpers.run_histories import event
 
 from hpctrain.jobs.runs.error_report import failures_since_submission, report_failure
 from hpctrain.rundir import RunDir

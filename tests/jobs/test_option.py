@@ -9,6 +9,7 @@ from typing import Literal, get_type_hints
 
 import click
 import pytest
+import yaml
 
 from hpctrain.cli import submit
 from hpctrain.jobs.options.option import OptionType
@@ -89,4 +90,4 @@ def test_every_option_is_documented(option):
     assert option.default or about.example or option.kind.choices or option.kind.flag or not about.in_files
     for value in filter(None, [about.example, about.default]):
         if not option.kind.pairs:
-            assert option.kind.parse(value) is not None
+            assert option.kind.parse(yaml.safe_load(value) if option.kind.many else value) is not None

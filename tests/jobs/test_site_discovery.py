@@ -9,7 +9,8 @@ import yaml
 from helpers.commands import environment
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.doctor.run_checks import DoctorReport, profile_options
+from hpctrain.jobs.doctor.probe import DoctorReport
+from hpctrain.jobs.doctor.run_checks import profile_options
 from hpctrain.jobs.options.resolved_options import resolve_options
 from hpctrain.jobs.site.mounts import find_mount
 from hpctrain.slurm import parsing

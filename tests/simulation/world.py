@@ -13,7 +13,7 @@ from typing import Any
 
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.jobspec.restart_policy import EndKind
-from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, _encode
+from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, encode_holder
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.schema import LeaseHolder
@@ -203,7 +203,7 @@ class World:
         if not numbers or self._lease_process(numbers[-1]) is not holder:
             return
         newer, moment = self.run.lease(numbers[-1] + 1), system.time()
-        newer.write_bytes(_encode(LeaseHolder("99")))
+        newer.write_bytes(encode_holder(LeaseHolder("99")))
         os.utime(newer, (moment, moment))
         excused = {"pause-supervisor", *(f.kind for f in self.faults if f.kind.startswith("disk-"))}
 

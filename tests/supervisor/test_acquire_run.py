@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from helpers.run_files import make_spec
+from helpers.run_histories import make_spec
 
 from hpctrain.files import read_json_lines
 from hpctrain.jobspec.job_spec import JobSpec

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from helpers.run_files import make_spec
+from helpers.run_histories import make_spec
 from helpers.waiting import slowness
 
 from hpctrain.errors import SchedulerError

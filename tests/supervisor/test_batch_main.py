@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.commands import environment
-from helpers.run_files import make_spec
+from helpers.run_histories import make_spec
 
 from hpctrain.rundir import STOP_GRACE_VARIABLE
 from hpctrain.supervisor.batch_main import stop_grace_env

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import REPOSITORY
-from helpers.run_files import event
+from helpers.run_histories import event
 
 from hpctrain.jobspec.restart_policy import (
     DEFAULT_RULES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from helpers.run_files import make_spec
+from helpers.run_histories import make_spec
 
 from hpctrain.errors import SchedulerError
 from hpctrain.records.successor import JobChanges

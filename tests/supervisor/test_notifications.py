@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.commands import run_command
 from helpers.disks import mounted_disk
-from helpers.run_files import event
+from helpers.run_histories import event
 from helpers.waiting import slowness, wait_for
 
 from hpctrain.cluster.processes import processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from helpers.run_files import event
+from helpers.run_histories import event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from helpers.run_files import make_spec
+from helpers.run_histories import make_spec
 
 from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
 from hpctrain.files import read_json_lines

@@ -7,7 +7,7 @@ import pytest
 from hpctrain import system
 from hpctrain.jobs.runs.run_log_reader import describe_event
 from hpctrain.rundir import RunDir
-from hpctrain.schema import PartDuration
+from hpctrain.schema import PartDuration, RankMessage
 from hpctrain.supervisor.workers.worker_group import StartupRecord
 from hpctrain.telemetry.startup_parts import StartupPart, durations_s
 
@@ -30,7 +30,7 @@ def startup_message(*seconds, begun=1000.0):
     ends, end = {}, begun
     for part, duration in zip(PARTS, seconds, strict=False):
         ends[part] = end = end + duration
-    return {"startup": ends}
+    return RankMessage(startup=ends)
 
 
 def test_event_names_the_slowest_node_of_each_part(start_record):

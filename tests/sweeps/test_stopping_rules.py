@@ -6,9 +6,10 @@ import math
 import random
 
 import pytest
-from helpers.run_files import step_record
+from helpers.run_histories import step_record
 
 from hpctrain.errors import UserError
+from hpctrain.schema import TrialLine, to_record
 from hpctrain.sweeps.stopping_rules import StoppingRule, TrialCurve, TrialReport
 
 MEDIAN = StoppingRule("median", "loss", "min", 10)
@@ -61,7 +62,8 @@ def test_curve_reports_the_best_and_the_mean():
     assert curve.add(step_record(17, acc=1)) == TrialReport(16, -1, pytest.approx(-0.66))
     assert curve.add(step_record(9, acc=1)) is None
     nothing = TrialCurve(MEDIAN).add(step_record(10, loss=math.inf))
-    assert TrialReport.from_record(nothing.record()) == nothing == TrialReport(10, math.inf, math.inf)
+    assert nothing == TrialReport(10, math.inf, math.inf)
+    assert TrialReport.from_line(to_record(nothing.record(), TrialLine)) == nothing
 
 
 @pytest.mark.parametrize("rule", [MEDIAN, ASHA], ids=["median", "asha"])

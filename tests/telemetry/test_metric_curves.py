@@ -3,8 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from helpers.run_files import step_record
-from helpers.run_histories import started_run
+from helpers.run_histories import started_run, step_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

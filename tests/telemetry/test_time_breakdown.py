@@ -4,8 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from helpers.run_files import event
-from helpers.run_histories import START, RunHistory, started_run
+from helpers.run_histories import START, RunHistory, event, started_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -16,7 +16,7 @@ from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.hparams import applied_hparams
 from hpctrain.telemetry.report.pages import render_run_page
-from hpctrain.telemetry.report.run_data import RunContext, RunData
+from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_results import read_results
 
 torch.manual_seed(0)
@@ -260,8 +260,8 @@ def test_hyper_parameters_show_the_rate_that_trained(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.001"])
     fit(tmp_path, 4, lambda parameters: [sgd(parameters, 0.001)])
     assert read_results(RunDir(tmp_path)).hparams == {"lr": 0.1}
-    context = RunContext("COMPLETED", resubmit_command=["hpctrain submit train.py --lr 0.001"])
-    run_data = RunData(RunDir(tmp_path), context, now=time.time())
+    command = ["hpctrain submit train.py --lr 0.001"]
+    run_data = RunData(RunDir(tmp_path), "COMPLETED", now=time.time(), resubmit_command=command)
     assert len(run_data.resubmit_command) == 2
     page = render_run_page(run_data)
     assert "# lr remained 0.1, the value in the checkpoint, although the script set 0.001" in page

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from helpers.run_files import event
+from helpers.run_histories import event
 from helpers.waiting import slowness, wait_for
 
 import hpctrain

@@ -228,10 +228,11 @@ def _submit_calls(
                 "one result per rank, so the number of nodes must be fixed. Request a single number, "
                 "such as 4."
             )
+        advice = f"--array {array.partition('%')[0]}%2"
         for note in submission.notes:
             if note not in shown_notes:
                 shown_notes.add(note)
-                log.warning(note)
+                log.warning(note.replace(advice, "slurm_array_parallelism=2"))
         run = submit_prepared(submission, payloads)
         for prospect in submission.forecast:
             log.info(prospect)

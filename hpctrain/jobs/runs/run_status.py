@@ -12,14 +12,13 @@ from pathlib import Path
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.files import warn_once
-from hpctrain.records.checkpoint_health import save_problem
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.records.run_record import RunRecord, last_activity, read_run_record
+from hpctrain.records.run_record import RunRecord, last_activity, read_run_record, save_problem
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Event, StepRecord
 from hpctrain.slurm.pending_reasons import DEPENDENCY_NEVER_SATISFIED
 from hpctrain.slurm.states import JobStateView, RunState, combine_states, count_states, describe_counts
-from hpctrain.telemetry.accounting.metric_fields import reports_steps
+from hpctrain.telemetry.report.metric_curves import reports_steps
 from hpctrain.text import pluralize
 
 #: Records of metrics.jsonl to search for a loss: validation may write records without one.

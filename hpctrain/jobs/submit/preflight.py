@@ -102,6 +102,10 @@ def check_options(job: PreparedSubmission) -> list[str]:
         reasons |= dict.fromkeys(_OF_SLURM, "the run uses the local backend")
     if not spec.notify.targets:
         reasons |= dict.fromkeys(("notify_on", "notify_stall_after"), "--notify is not given")
+    if spec.torchrun is not None:
+        reasons |= dict.fromkeys(("standby_workers", "mpi"), "torchrun starts the ranks (--launcher)")
+    elif spec.mpi != "none":
+        reasons["standby_workers"] = "the ranks use MPI (--mpi)"
     if not spec.is_elastic:
         reasons["scale_up_after"] = f"the number of nodes is fixed (--nodes {spec.nodes})"
     return [f"{flag} has no effect: {reasons[name]}." for name, flag in flags.items() if name in reasons]

@@ -79,8 +79,9 @@ class ScratchRun:
                 if self._backend.name == "slurm":
                     raise
                 raise SpecError(
-                    f"The run trained on {segment.world_size} ranks, which this machine cannot host: {error} "
-                    "Use --backend slurm, or train the steps on N ranks of this machine with --ranks N."
+                    f"The run trained on {segment.shape.world_size} ranks, which this machine cannot host: "
+                    f"{error} Use --backend slurm, or train the steps on N ranks of this machine with "
+                    "--ranks N."
                 ) from error
 
     def train(self, plan: VerificationPlan, record: TrainingRecord) -> None:
@@ -103,8 +104,9 @@ class ScratchRun:
             # The grouping of additions on a CPU depends on the number of threads.
             variables = {"OMP_NUM_THREADS": str(threads)} if type(threads) is int else {}
             spec = self._spec_of(segment, self.run.path, variables)
+            settings = ResolvedOptions({})
             submission = PreparedSubmission(
-                spec, ResolvedOptions({}), self._backend, self._environ, None, script=render(spec)
+                spec, settings, self._backend, self._environ, None, (), render(spec)
             )
             status = submit_prepared(submission, function).wait_for_end()
             if segment.last not in list_checkpoint_steps(self.run.checkpoints) and (
@@ -117,20 +119,21 @@ class ScratchRun:
                 )
 
     def _spec_of(self, segment: ReplayedPart, folder: Path, variables: Mapping[str, str]) -> JobSpec:
-        per_node = segment.world_size // segment.nodes
+        nodes, world_size, micro_batch_size = segment.shape
+        per_node = world_size // nodes
         env = {**variables, **self._spec.env, VERIFY_STEPS_VARIABLE: ",".join(map(str, segment.saved))}
         env[VERIFY_SYNC_STEPS_VARIABLE] = ",".join(map(str, segment.synced))
         # The ranks import modules from the code snapshot of the verified run, which must not change.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
-        if segment.micro_batch_size is not None:
-            env[MICRO_BATCH_VARIABLE] = str(segment.micro_batch_size)
+        if micro_batch_size is not None:
+            env[MICRO_BATCH_VARIABLE] = str(micro_batch_size)
         return replace(
             self._spec,
             env=env,
             run_dir=str(folder),
             run_id=folder.name,
-            nodes=segment.nodes,
-            min_nodes=segment.nodes,
+            nodes=nodes,
+            min_nodes=nodes,
             ntasks_per_node=per_node,
             gpus_per_node=per_node * self._spec.gpus_per_task,
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.errors import SpecError
@@ -20,21 +20,20 @@ _SAMPLES_FILE = re.compile(r"attempt-(\d+)-rank-(\d+)\.jsonl")
 _TRAINING_EVENTS = ("resumed", "checkpoint", "bad_loss")
 
 
-@dataclass(frozen=True)
-class TrainedPart:
+class RankShape(NamedTuple):
+    nodes: int
+    world_size: int
+    micro_batch_size: int | None = None
+    """Maximum micro-batch size after a GPU ran out of memory; None for the script's own size."""
+
+
+class TrainedPart(NamedTuple):
     """Consecutive steps that the same ranks trained."""
 
     start: int
     """Step of the checkpoint that it started from; 0 if it started from the beginning."""
-    nodes: int
-    world_size: int
+    shape: RankShape
     attempts: tuple[int, ...]
-    micro_batch_size: int | None = None
-    """Maximum micro-batch size after a GPU ran out of memory; None for the script's own size."""
-
-    @property
-    def shape(self) -> tuple[int, int, int | None]:
-        return self.nodes, self.world_size, self.micro_batch_size
 
 
 class TrainingRecord:
@@ -48,7 +47,8 @@ class TrainingRecord:
         for record in read_records(run.metrics, StepRecord):
             # Without metrics, the line shows only that a step was completed.
             if record.metrics:
-                self.steps[record.step] = {**record.metrics, "epoch": record.epoch}
+                epoch = {} if record.epoch is None else {"epoch": record.epoch}
+                self.steps[record.step] = {**record.metrics, **epoch}
                 self._logged_attempts[record.step] = record.attempt
 
     @cached_property
@@ -119,10 +119,12 @@ class TrainingRecord:
             # An attempt trains all steps after its start again.
             segments = [segment for segment in segments if segment.start < start]
             nodes, world_size = started[attempt].nodes or 1, started[attempt].world_size or 1
-            if segments and segments[-1].shape == (nodes, world_size, micro_batch_size):
-                segments[-1] = replace(segments[-1], attempts=(*segments[-1].attempts, attempt))
-            else:
-                segments.append(TrainedPart(start, nodes, world_size, (attempt,), micro_batch_size))
+            shape = RankShape(nodes, world_size, micro_batch_size)
+            attempts: tuple[int, ...] = (attempt,)
+            if segments and segments[-1].shape == shape:
+                start, _, earlier = segments.pop()
+                attempts = (*earlier, attempt)
+            segments.append(TrainedPart(start, shape, attempts))
         return tuple(segments)
 
     def _begins_with_resume(self, attempt: int) -> bool:
@@ -147,12 +149,9 @@ class TrainingRecord:
         return {step: ranks for step, (_, ranks) in latest.items() if step not in self.rollbacks}
 
 
-@dataclass(frozen=True)
-class ReplayedPart:
+class ReplayedPart(NamedTuple):
     last: int
-    nodes: int
-    world_size: int
-    micro_batch_size: int | None
+    shape: RankShape
     saved: tuple[int, ...]
     """Steps whose states are saved, ascending; ends with `last`."""
     synced: tuple[int, ...]
@@ -227,12 +226,14 @@ def plan_verification(
         for segment, end in zip(record.parts, ends, strict=True)
         if end > start and segment.start < last_step
     ]
-    replayed = trained if num_ranks is None else [(TrainedPart(0, 1, num_ranks, ()), trained[-1][1])]
+    replayed = [(segment.shape, end) for segment, end in trained]
+    if num_ranks is not None:
+        replayed = [(RankShape(1, num_ranks), trained[-1][1])]
     segments, begin = [], 0
-    for segment, end in replayed:
+    for shape, end in replayed:
         saved = {end} | ({state} if state is not None and begin < state <= end else set())
         synced = tuple(step for step in record.unscheduled_saves if begin < step < end)
-        segments.append(ReplayedPart(end, *segment.shape, tuple(sorted(saved)), synced))
+        segments.append(ReplayedPart(end, shape, tuple(sorted(saved)), synced))
         begin = end
     return VerificationPlan(
         start,
@@ -241,6 +242,6 @@ def plan_verification(
         None if state is None else (state, checkpoints[state]),
         tuple(segments),
         tuple(attempt for segment, _ in trained for attempt in segment.attempts),
-        tuple(segment.world_size for segment, _ in trained),
+        tuple(segment.shape.world_size for segment, _ in trained),
         tuple(notes),
     )

@@ -63,7 +63,7 @@ class StepLog:
         step, now = activity.optimizer_steps, time.perf_counter()
         if activity.logs_metrics or has_started() or step == self._written:
             return
-        first_fields: dict[str, int] = {}
+        first_step: int | None = None
         if self._first_step is None:
             try:
                 # The time of the steps in the first line is unknown.
@@ -71,20 +71,14 @@ class StepLog:
             except OSError:
                 return  # another attempt follows
             self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
-            first_fields = {"first_step": self._first_step + 1}
+            first_step = self._first_step + 1
         spent = {"all": now - self._since, "data": activity.data_s - self._data_s}
         # DDP communicates in the backward pass, in which the wait cannot be observed.
         if (exchange_s := activity.exchange_s - self._exchange_s) > 0:
             spent["communication"] = exchange_s
-        self._metrics.append(
-            {
-                "step": self._first_step + step,
-                "time": time.time(),
-                "attempt": self._attempt,
-                **first_fields,
-                "spent": {name: round(seconds, 6) for name, seconds in spent.items()},
-            }
-        )
+        spent = {name: round(seconds, 6) for name, seconds in spent.items()}
+        place = self._first_step + step, time.time(), self._attempt
+        self._metrics.append(StepRecord(*place, spent=spent, first_step=first_step).line())
         self._written, self._since = step, now
         self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
 

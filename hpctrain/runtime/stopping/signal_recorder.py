@@ -49,8 +49,8 @@ def read_stop_grace(environ: Mapping[str, str]) -> dict[str, float]:
 class _SignalRecord:
     def __init__(self) -> None:
         """Start to record signals, in the main thread."""
-        self._reading, writing = os.pipe()
-        for end in (self._reading, writing):
+        self.pipe, writing = os.pipe()
+        for end in (self.pipe, writing):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         # A signal to a child, such as the SIGTERM of a process pool, does not affect this rank.
@@ -64,7 +64,7 @@ class _SignalRecord:
     def first_stop_signal(self) -> signal.Signals | None:
         with self._lock:
             with contextlib.suppress(BlockingIOError):
-                numbers = os.read(self._reading, 4096)
+                numbers = os.read(self.pipe, 4096)
                 if new := [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]:
                     self._stop_signals += new
                     self.received_at = time.monotonic()
@@ -74,9 +74,6 @@ class _SignalRecord:
         self.first_stop_signal()
         with self._lock:
             self._stop_signals.clear()
-
-    def wait(self) -> None:
-        select.select([self._reading], [], [])
 
 
 _record: _SignalRecord | None = None
@@ -128,7 +125,7 @@ def _watch(record: _SignalRecord) -> None:
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     while True:
-        record.wait()
+        select.select([record.pipe], [], [])
         number = record.first_stop_signal()
         if number is not None and record.report is not None:
             with contextlib.suppress(OSError):  # The supervisor has exited.

@@ -24,12 +24,12 @@ from typing import NoReturn
 from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals
 from hpctrain.runtime.unfinished_training import has_started
+from hpctrain.schema import RankPhase
 from hpctrain.text import format_duration
 
 #: Time limit for the clean-up of a process that exits on a signal.

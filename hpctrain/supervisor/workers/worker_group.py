@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
+from msgspec import convert
 from msgspec.structs import asdict
 
 from hpctrain import system
@@ -18,7 +19,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
-from hpctrain.schema import PartDuration, read_record
+from hpctrain.schema import PartDuration, RankMessage, read_record
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
@@ -105,14 +106,15 @@ class WorkerGroup:
             write_atomic(self._run.phase_durations, record, durable=False)
 
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
+        received = convert(message, RankMessage)
         with self._lock:
             monitor, startup = (self._monitor if attempt == self._attempt else None), self._startup
             standby = self._standby if self._standby and self._standby.attempt == attempt else None
         if monitor is not None:
-            startup.on_message(rank, message)
-            monitor.on_message(rank, message)
+            startup.on_message(rank, received)
+            monitor.on_message(rank, received)
         elif standby is not None:
-            standby.on_message(rank, message)
+            standby.on_message(rank, received)
 
     def on_disconnect(self, attempt: int, rank: int) -> None:
         with self._lock:
@@ -222,14 +224,14 @@ class StandbyWorkers:
         environ = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
         self._step = launcher.start(command, environ, self._on_event, beside=True)
 
-    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        if message.get("ready"):
+    def on_message(self, rank: int, message: RankMessage) -> None:
+        if message.ready:
             self._ready.add(rank)
             if len(self._ready) == self._world_size:
                 workers = pluralize(self._world_size, "standby worker")
                 log.info("%s ready for attempt %d", workers, self.attempt)
-        elif "why" in message:
-            log.warning("standby worker %d failed: %s", rank, message["why"])
+        elif message.why is not None:
+            log.warning("standby worker %d failed: %s", rank, message.why)
             self._is_broken = True
 
     def is_usable(self, attempt: int, hosts: Sequence[str]) -> bool:
@@ -290,11 +292,10 @@ class StartupRecord:
         self._job_s = None if job_started_at is None else round(max(0.0, self._begun - job_started_at), 3)
         self._durations: dict[int, dict[str, float]] = {}
 
-    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        if (ends := message.get("startup")) is None or rank in self._durations:
+    def on_message(self, rank: int, message: RankMessage) -> None:
+        if message.startup is None or rank in self._durations:
             return
-        part_ends = {str(name): float(end) for name, end in ends.items()}
-        self._durations[rank] = durations_s(self._begun, part_ends)
+        self._durations[rank] = durations_s(self._begun, message.startup)
         if len(self._durations) == self._world_size:
             seconds, parts, slowest_nodes = self._summarize()
             fields = {name: asdict(part) for name, part in parts.items()}

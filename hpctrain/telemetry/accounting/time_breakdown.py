@@ -141,7 +141,7 @@ class _TimeAccountant:
             self._work(event.time_us, spent, before, self._step)
 
     def _entered_at(self, step: int, first_step: int | None) -> int:
-        """Return the last step before an attempt with no recorded load, from its first logged step."""
+        """Return the last step before an attempt whose load is not recorded."""
         if first_step is not None:
             return max(0, first_step - 1)
         if self._first_logged is None:
@@ -283,15 +283,9 @@ class TimeBreakdown:
         waits: bool = False,
         reports_steps: bool | None = None,
     ) -> TimeBreakdown:
-        """Compute the breakdown from the lines of `events.jsonl` and `metrics.jsonl`, in file order.
+        """Compute the breakdown until the current time of an active run, or else until the last record.
 
-        Args:
-            events: the events.
-            metrics: the metrics.
-            until: the current time of an active run, in seconds since the epoch; None ends at the last
-                record.
-            waits: true if the run is in the queue, according to the scheduler.
-            reports_steps: true if the run reports its steps; None infers this from the records.
+        `waits` is true if the run is in the queue, according to the scheduler.
         """
         timeline, saves = read_timeline_events(events, metrics)
         if not timeline:

@@ -10,9 +10,8 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 from hpctrain.schema import Event, NodeSample, StepRecord
-from hpctrain.telemetry.accounting.metric_fields import describe_step
 from hpctrain.telemetry.report.attempts import describe_straggler
-from hpctrain.telemetry.report.metric_curves import downsample
+from hpctrain.telemetry.report.metric_curves import describe_step, downsample
 from hpctrain.text import (
     format_clock,
     format_count,

@@ -9,10 +9,10 @@ from typing import Any
 
 from hpctrain.telemetry.accounting.time_breakdown import STEP_CATEGORIES
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
-from hpctrain.telemetry.report.artifacts import count_saves
 from hpctrain.telemetry.report.attempts import describe_straggler
 from hpctrain.telemetry.report.device_metrics import NodeSeries
 from hpctrain.telemetry.report.run_data import RunData
+from hpctrain.telemetry.report.run_results import count_saves
 from hpctrain.text import format_duration, format_share, is_finite, pluralize
 
 #: Minimum fractions of the time for a recommendation.

@@ -9,7 +9,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from hpctrain.schema import NodeSample
-from hpctrain.telemetry.report.artifacts import read_report_records
+from hpctrain.telemetry.report.run_results import read_report_records
 from hpctrain.text import format_share, pluralize
 
 #: GPU utilisation in per cent above which a GPU is busy.

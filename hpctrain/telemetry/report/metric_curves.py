@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from hpctrain.rundir import RunDir
 from hpctrain.schema import StepRecord
-from hpctrain.telemetry.accounting.metric_fields import NOT_CURVES
-from hpctrain.text import format_number, is_finite
+from hpctrain.text import format_count, format_number, is_finite
+
+#: Metrics that are not shown as curves. FLOPs are logged only for the model FLOPs utilization.
+NOT_CURVES = frozenset({"model_flops", "peak_flops"})
+
+
+def reports_steps(run: RunDir, *, has_steps: bool, completed: bool) -> bool | None:
+    """Return true if the script of a run reports its steps; None if the first step may be pending."""
+    # The `Trainer` writes its environment before the first step.
+    if has_steps or run.environment.is_file():
+        return True
+    return False if completed else None
+
+
+def why_unknown(reports: bool | None) -> str:
+    return "the script reports no steps" if reports is False else "no steps have been reported"
+
+
+def describe_step(step: int | None, reports: bool | None) -> str:
+    if step is None:
+        return "none so far" if reports else f"unknown: {why_unknown(reports)}"
+    return format_count(step)
+
+
+def metric_values(record: StepRecord) -> dict[str, float]:
+    """Return the metrics of a line by name, including infinite and NaN values."""
+    return {
+        name: float(value)
+        for name, value in record.metrics.items()
+        if name not in NOT_CURVES and (type(value) is float or (type(value) is int and abs(value) < 1e300))
+    }
+
 
 #: Minimum number of lines over which a rate is averaged, and number of rates in a long run.
 _MIN_LINES_PER_RATE, _NUM_RATES = 4, 2000
@@ -60,37 +91,29 @@ class MetricCurves:
 
     def points(self, name: str) -> list[CurvePoint]:
         if name not in self._points:
-            self._points[name] = [
-                (step, as_number(record.metrics[name]))
-                for step, record in self.effective.items()
-                if name in record.metrics
-            ]
+            self._points[name] = _points(self.effective, name)
         return self._points[name]
 
     def superseded_points(self, name: str) -> list[CurvePoint]:
         """Return the previous values of a metric at repeated steps, with gaps at the other steps."""
         points: list[CurvePoint] = []
-        for step, record in self.superseded.items():
-            if name in record.metrics:
-                if points and step - points[-1][0] > 1:
-                    points.append((points[-1][0] + 0.5, None))
-                points.append((step, as_number(record.metrics[name])))
+        for step, value in _points(self.superseded, name):
+            if points and step - points[-1][0] > 1:
+                points.append((points[-1][0] + 0.5, None))
+            points.append((step, value))
         return points
 
     def last(self, name: str) -> float | None:
-        for record in reversed(self.effective.values()):
-            if is_finite(value := record.metrics.get(name)):
-                return float(value)
-        return None
+        return next((value for _, value in reversed(self.points(name)) if value is not None), None)
 
     def no_number_since(self, name: str) -> int | None:
         """Return the first step of a metric's final NaN or infinite values; None if the last is finite."""
         since = None
         for step, record in reversed(self.effective.items()):
-            if name in record.metrics:
-                if type(value := record.metrics[name]) is not float or math.isfinite(value):
-                    break
-                since = step
+            value = record.metrics.get(name, math.nan)
+            if type(value) is not float or math.isfinite(value):
+                break
+            since = step if name in record.metrics else since
         return since
 
     def not_finite(self, name: str) -> list[tuple[int, str]]:
@@ -113,6 +136,11 @@ class MetricCurves:
             return None
         value, step = min(values)
         return step, value
+
+
+def _points(records: Mapping[int, StepRecord], name: str) -> list[CurvePoint]:
+    metrics = ((step, record.metrics) for step, record in records.items())
+    return [(step, as_number(values[name])) for step, values in metrics if name in values]
 
 
 def step_rates(metrics: Sequence[StepRecord]) -> list[CurvePoint]:

@@ -14,7 +14,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.runtime.sidecar import Sidecar
 from hpctrain.telemetry.hparams import applied_hparams
 from hpctrain.telemetry.loggers import Logger, TrainingEnd
-from hpctrain.telemetry.loggers.process import LoggerConfig
+from hpctrain.telemetry.loggers.dispatcher import LoggerConfig
 from hpctrain.training.optim.resumed_values import IgnoredValue
 
 #: Seconds for the last lines of the loggers. The time is short after a stop or a failure, because others wait
@@ -55,7 +55,7 @@ class LoggerProcess:
         if self._config is None:
             return
         try:
-            self._process = Sidecar("hpctrain.telemetry.loggers.process")
+            self._process = Sidecar("hpctrain.telemetry.loggers.dispatcher")
         except OSError as error:
             self._print_message(
                 f"hpctrain: cannot start a process for the loggers, so they receive no metrics: {error}"

@@ -20,7 +20,7 @@ from hpctrain.files import make_folder
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.schema import RESERVED_FIELDS
+from hpctrain.schema import RESERVED_FIELDS, StepRecord
 from hpctrain.text import format_number
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.observe.step_timers import TimingSample
@@ -93,8 +93,7 @@ class RunWriter:
     ) -> None:
         """Agree on the number of the attempt (collective)."""
         self.run, self._attempt, self._log_every = run, 0, log_every
-        # Written to the first line of each attempt, because its value may change between attempts.
-        self._first_line = {} if last_step is None else {"last_step": last_step}
+        self._last_step = last_step
         self._events = self._metrics = self._environment = self._samples = None
         if run is None:
             return
@@ -164,10 +163,10 @@ class RunWriter:
                 file.flush()
 
     def _metrics_record(self, result: StepResult, ended: TimingSample) -> dict[str, Any]:
-        place = {"step": result.step, "epoch": result.epoch, "time": ended.time, "attempt": self._attempt}
-        record = {**result.scalars, **place, "spent": ended.spent, **self._first_line}
-        self._first_line = {}
-        return record
+        # Written to the first line of each attempt, because its value may change between attempts.
+        last_step, self._last_step = self._last_step, None
+        place = result.step, ended.time, self._attempt, result.epoch
+        return StepRecord(*place, ended.spent, last_step=last_step, metrics=result.scalars).line()
 
     def _make_samples_folder(self) -> None:
         """Create the folder; if that fails, the lines stay in memory."""
@@ -200,7 +199,7 @@ def log_metrics(
             name: float(value.detach() if isinstance(value, torch.Tensor) else value)
             for name, value in metrics.items()
         }
-        writer.write(values, step, {"epoch": epoch} | ({} if last_step is None else {"last_step": last_step}))
+        writer.write(values, step, epoch, last_step)
 
 
 class _MetricsWriter:
@@ -209,11 +208,11 @@ class _MetricsWriter:
         self._file, self._attempt = BufferedLineWriter(run.metrics, print), attempt
         self._since = time.perf_counter()
 
-    def write(self, values: Mapping[str, float], step: int, fields: Mapping[str, Any]) -> None:
+    def write(self, metrics: dict[str, float], step: int, epoch: int, last_step: int | None) -> None:
         written_at = time.perf_counter()
         spent, self._since = {"all": round(written_at - self._since, 6)}, written_at
-        place = {"step": step, "time": time.time(), "attempt": self._attempt, "spent": spent}
-        self._file.append({**values, **place, **fields})
+        place = step, time.time(), self._attempt, epoch, spent
+        self._file.append(StepRecord(*place, last_step=last_step, metrics=metrics).line())
 
 
 @cache

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from hpctrain.checkpoint.format.state_tree import split_tree
 from hpctrain.checkpoint.store import IO_TIMEOUT_S, CheckpointStore, CommittedSave, TierCopyFailed
 from hpctrain.errors import CheckpointError, DiskFull, UserError
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.schema import RankPhase
 from hpctrain.text import format_size
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
