@@ -72,14 +72,13 @@ class LocalArray:
         if lock is None:
             log.warning("task %d is already running under an earlier supervisor", index)
             return
-        slot, gpus = self._free_slots.popleft(), visible_gpus(self._environ)
-        count = self._spec.nodes * self._spec.gpus_per_node
+        slot = self._free_slots.popleft()
         try:
             with open(task.slurm_log, "ab", opener=own_file) as output:
                 process = system.Popen(
                     [self._spec.python, "-m", "hpctrain.supervisor", str(task.path)],
                     cwd=task.path,
-                    env={**self._environ, **gpu_variables(gpus[slot * count : (slot + 1) * count])},
+                    env={**self._environ, **self._gpus_of(slot)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -94,6 +93,10 @@ class LocalArray:
         self._running[index] = process, slot
         system.Thread(target=self._wait_for_task, args=(index, process), daemon=True).start()
         log.info("task %d: started process %d", index, process.pid)
+
+    def _gpus_of(self, slot: int) -> dict[str, str]:
+        count = self._spec.nodes * self._spec.gpus_per_node
+        return gpu_variables(visible_gpus(self._environ)[slot * count : (slot + 1) * count])
 
     def _wait_for_task(self, index: int, process: system.Popen[bytes]) -> None:
         process.wait()
