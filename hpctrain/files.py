@@ -1,4 +1,4 @@
-"""Small file helpers: atomic replacement, append-only JSON lines, locks held by a process."""
+"""Replace files atomically, append JSON lines, and lock files."""
 
 from __future__ import annotations
 
@@ -150,18 +150,15 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
 
 
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
-    """Return the content of a regular file. See `open_regular`."""
     with open_regular(path, follow_links=follow_links) as file:
         return file.read()
 
 
 def read_json(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
-    """Return the JSON object in a regular file. See `open_regular`."""
     return parse_json_object(read_regular(path, follow_links=follow_links), str(path))
 
 
 def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
-    """Return the JSON object in a text. `source` names the text in errors."""
     try:
         record = json.loads(text)
     except RecursionError:
@@ -193,20 +190,15 @@ def _check_regular(fd: int, path: Path) -> None:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object as one line. See `append_line`."""
-    append_line(path, json.dumps(record))
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a line in a single write, to avoid mixing lines of writers on the same host.
-
-    A last line truncated by a crash or a full disk is terminated first.
-    """
-    append_lines(path, deque([line]))
+    """Append one JSON object as one line. See `append_lines`."""
+    append_lines(path, deque([json.dumps(record)]))
 
 
 def append_lines(path: Path, lines: deque[str]) -> None:
-    """Append lines like `append_line`, and remove the written lines from `lines`."""
+    """Append lines, each in one write, because of other writers on the host; remove them from `lines`.
+
+    A last line truncated by a crash or a full disk is terminated first.
+    """
     if not lines:
         return
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, _SHARED)
@@ -306,49 +298,36 @@ def try_lock(path: Path) -> int | None:
 
     The lock is held while the returned file descriptor is open in this process or in a child that inherited
     it. It is therefore released on any exit of the holder.
-
-    The file is private, because any process that can read it could lock it (flock(2)).
     """
-    fd = _dup_above_stdio(os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE))
-    try:
-        if stat.S_IMODE(os.fstat(fd).st_mode) != _PRIVATE:
-            os.fchmod(fd, _PRIVATE)
-        _lock_fd(fd)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE)
+    # The file is private, because any process that can read it could lock it (flock(2)).
+    if stat.S_IMODE(os.fstat(fd).st_mode) != _PRIVATE:
+        os.fchmod(fd, _PRIVATE)
+    with suppress(BlockingIOError):
+        return _lock_fd(fd)
+    return None
 
 
 def lock_folder(folder: Path) -> int:
-    fd = _dup_above_stdio(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-    try:
-        _lock_fd(fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return _lock_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
-def _dup_above_stdio(fd: int) -> int:
-    """Move `fd` to a number above 2, which a child never uses as stdin, stdout or stderr."""
-    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(fd)
-    return moved
-
-
-def _lock_fd(fd: int) -> None:
-    """Lock the open file `fd`, with a short wait: `is_locked` in other processes briefly holds the lock."""
+def _lock_fd(opened: int) -> int:
+    """Lock an open file; return its new descriptor, above those of a child's stdin, stdout and stderr."""
+    fd = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(opened)
     deadline = system.monotonic() + _POLL_INTERVAL_S
     while True:
         try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:  # `is_locked` in another process briefly holds the lock
             if system.monotonic() > deadline:
+                os.close(fd)
                 raise
+        except BaseException:
+            os.close(fd)
+            raise
         system.sleep(_POLL_INTERVAL_S / 20)
 
 

@@ -1,4 +1,4 @@
-"""Paths of all files of a run, and the event log of the run."""
+"""Define the paths of all files of a run, and the fields of its events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec
 
 from hpctrain import system
 from hpctrain.errors import UserError
@@ -17,30 +17,13 @@ from hpctrain.files import append_json_line, make_folder, read_regular, write_at
 if TYPE_CHECKING:
     from hpctrain.schema import Event
 
+P = ParamSpec("P")
+
 EventKind = Literal[
-    "submitted",
-    "started",
-    "staged",
-    "startup",
-    "resumed",
-    "checkpoint",
-    "memory_copy",
-    "bad_loss",
-    "signal",
-    "failure",
-    "restart",
-    "shrink",
-    "replace",
-    "grow",
-    "excluded",
-    "straggler",
-    "paused",
-    "requeue",
-    "handover",
-    "chaos",
-    "seen",
-    "finished",
-]
+    "submitted", "started", "staged", "startup", "resumed", "checkpoint", "memory_copy", "bad_loss",
+    "signal", "failure", "restart", "shrink", "replace", "grow", "excluded", "straggler", "paused",
+    "requeue", "handover", "chaos", "seen", "finished",
+]  # fmt: skip
 
 
 #: The run folder of a rank, and its attempt.
@@ -148,6 +131,19 @@ class _FixedPath:
         return run.path / self._name
 
 
+class _NumberedPath(Generic[P]):
+    """Method that inserts its arguments, such as the numbers of an attempt and a rank, into a path."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __get__(self, run: RunDir, _kind: type[RunDir]) -> Callable[P, Path]:
+        def path(*values: P.args, **_: P.kwargs) -> Path:
+            return run.path / self._pattern.format(*values)
+
+        return path
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of a run. Contains only paths; no property creates a file."""
@@ -156,9 +152,7 @@ class RunDir:
     storage: RunStorage = field(default=RunStorage(), compare=False)
 
     spec = _FixedPath("spec.yaml")
-    """The specification of the job."""
     job_script = _FixedPath("job.sbatch")
-    """The job script as submitted to the scheduler."""
     sweep = _FixedPath("sweep.json")
     """The record of a sweep, in the folder of its job array."""
     git_ignore = _FixedPath(".gitignore")
@@ -166,7 +160,6 @@ class RunDir:
     code = _FixedPath("code")
     """Copies of the code, each with a record of its source."""
     report = _FixedPath("report.html")
-    """The report of the run, a single HTML page."""
     function = _FixedPath("function.pkl")
     """The function that every rank calls, for runs without a script. Written once."""
     resume_call = _FixedPath("next_call.pkl")
@@ -177,7 +170,6 @@ class RunDir:
     """The environment of each attempt, and the settings of its training."""
     logs = _FixedPath("logs")
     supervisor_log = _FixedPath("logs/supervisor.log")
-    """The actions of the supervisor, with their reasons."""
     slurm_log = _FixedPath("logs/slurm.log")
     """Output of the batch script and of Slurm."""
     lock = _FixedPath("supervisor.lock")
@@ -194,6 +186,43 @@ class RunDir:
     """A profile requested by the user. The supervisor removes the file when it sends the request."""
     checkpoints = _FixedPath("checkpoints")
     failures = _FixedPath("failures")
+
+    attempt_logs = _NumberedPath[[int]]("logs/attempt-{:03d}")
+    rank_log = _NumberedPath[[int, int]]("logs/attempt-{:03d}/rank-{:05d}.log")
+    agent_log = _NumberedPath[[int, int]]("logs/attempt-{:03d}/agent-{:05d}.log")
+    """The log of a node's torchrun agent, if torchrun starts the ranks."""
+    log_index = _NumberedPath[[int, int]]("logs/attempt-{:03d}/times-{:05d}.jsonl")
+    failure = _NumberedPath[[int, int]]("failures/attempt-{:03d}-rank-{:05d}.json")
+    exception_pickle = _NumberedPath[[int, int]]("failures/attempt-{:03d}-rank-{:05d}.pkl")
+    """The pickled exception of a failure, if it could be pickled."""
+    stacks = _NumberedPath[[int, int]]("failures/attempt-{:03d}-stacks-{:05d}.txt")
+    collectives = _NumberedPath[[int, int]]("failures/attempt-{:03d}-collectives-{:05d}.json")
+    """A rank's collectives before a hang, from torch's flight recorder."""
+    hung_gpus = _NumberedPath[[int, int]]("failures/attempt-{:03d}-gpus-{:03d}.json")
+    telemetry = _NumberedPath[[int]]("telemetry/node-{:03d}.jsonl")
+    logger_state = _NumberedPath[[str]]("loggers/{}.json")
+    """A logger's progress, and the tracker's id of the run."""
+    profile = _NumberedPath[[int]]("profiles/{:03d}")
+    profile_trace = _NumberedPath[[int, int]]("profiles/{:03d}/rank-{:05d}.trace.json.gz")
+    profile_result = _NumberedPath[[int, int]]("profiles/{:03d}/rank-{:05d}.json")
+    """A rank's most expensive operators, or its error. Written last."""
+    successor_claim = _NumberedPath[[str]]("chain/after-{}")
+    """The id of the successor of a job. Only the first writer creates it."""
+    successor_script = _NumberedPath[[str]]("chain/continues-job-{}")
+    """The link to the batch script with which the successor of a job is submitted."""
+    lease = _NumberedPath[[int]]("lease/{:06d}")
+    """A lease. Under Slurm, only the supervisor with the highest number may train."""
+    node_check_result = _NumberedPath[[int, int]]("checks/attempt-{:03d}/rank-{:05d}.json")
+    memory_errors = _NumberedPath[[str, int]]("checks/memory-errors-{}-{:03d}.json")
+    """The GPU memory errors on a host and local rank from before the job, recorded at its first check."""
+    staging_result = _NumberedPath[[int, int]]("staging/attempt-{:03d}/node-{:05d}.json")
+    """The result of staging on a node, which the supervisor removes."""
+    staged_environment = _NumberedPath[[str]]("staging/environment-{}")
+    """The path of the packed Python environment that all attempts of a job use."""
+    unfinished_marker = _NumberedPath[[int, int, str]]("unfinished/attempt-{:03d}-rank-{:05d}-{}.json")
+    """Exists while a rank is training; the key represents its output folder."""
+    result = _NumberedPath[[int, int]]("results/attempt-{:03d}-rank-{:05d}.pkl")
+    samples = _NumberedPath[[int, int]]("samples/attempt-{:03d}-rank-{:05d}.jsonl")
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -219,16 +248,8 @@ class RunDir:
         """Return the path for the code of a new submission."""
         return self.code / f"submission-{max(_numbered(self.code, _CODE_FOLDER), default=-1) + 1:03d}"
 
-    def telemetry(self, node: int) -> Path:
-        """Return the file with the measurements of a node and its GPUs."""
-        return self.path / "telemetry" / f"node-{node:03d}.jsonl"
-
     def all_telemetry(self) -> list[Path]:
         return sorted((self.path / "telemetry").glob("node-*.jsonl"))
-
-    def logger_state(self, name: str) -> Path:
-        """Return the file with a logger's progress and the tracker's id of the run."""
-        return self.path / "loggers" / f"{name}.json"
 
     def early_stop_reason(self) -> str | None:
         """Return the reason if the cancel request is from early stopping; None if it is from the user."""
@@ -237,21 +258,9 @@ class RunDir:
         except OSError:
             return None
 
-    def profile(self, number: int) -> Path:
-        """Return the folder of a profile."""
-        return self.path / "profiles" / f"{number:03d}"
-
     def new_profile(self) -> int:
         """Reserve the number of a new profile by creating its folder."""
         return self._reserve(len(self.storage.names(self.path / "profiles")), self.profile)
-
-    def profile_trace(self, number: int, rank: int) -> Path:
-        """Return the file with a rank's trace in Chrome's format."""
-        return self.profile(number) / f"rank-{rank:05d}.trace.json.gz"
-
-    def profile_result(self, number: int, rank: int) -> Path:
-        """Return the file with a rank's most expensive operators, or its error. Written last."""
-        return self.profile(number) / f"rank-{rank:05d}.json"
 
     def is_asked_to_requeue(self, attempt: int) -> bool:
         """True if the user requested a requeue of this attempt, so the end of the job is not imminent."""
@@ -260,98 +269,27 @@ class RunDir:
         except OSError:
             return False
 
-    def successor_claim(self, job_id: str) -> Path:
-        """Return the file with the id of the successor of `job_id`. Only the first writer creates it."""
-        return self.path / "chain" / f"after-{job_id}"
-
-    def successor_script(self, job_id: str) -> Path:
-        """Return the link to the batch script with which the successor of `job_id` is submitted."""
-        return self.path / "chain" / f"continues-job-{job_id}"
-
-    def lease(self, number: int) -> Path:
-        """Return the file of a lease. Under Slurm, only the supervisor with the highest number may train."""
-        return self.path / "lease" / f"{number:06d}"
-
     def leases(self) -> list[int]:
         return _numbered(self.path / "lease", _LEASE)
 
-    def node_check_result(self, attempt: int, rank: int) -> Path:
-        return self.path / "checks" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.json"
-
     def node_check_results(self, attempt: int) -> list[Path]:
         return sorted(self.node_check_result(attempt, 0).parent.glob("rank-*.json"))
-
-    def staging_result(self, attempt: int, node: int) -> Path:
-        """Return the file with the result of staging on a node, which the supervisor removes."""
-        return self.path / "staging" / f"attempt-{attempt:03d}" / f"node-{node:05d}.json"
-
-    def staged_environment(self, job_id: str) -> Path:
-        """Return the file with the path of the packed Python environment that all attempts of a job use."""
-        return self.path / "staging" / f"environment-{job_id}"
-
-    def memory_errors(self, host: str, local_rank: int) -> Path:
-        """Return the file with the GPU memory errors from before the job, recorded at its first check."""
-        return self.path / "checks" / f"memory-errors-{host}-{local_rank:03d}.json"
-
-    def attempt_logs(self, attempt: int) -> Path:
-        return self.logs / f"attempt-{attempt:03d}"
-
-    def rank_log(self, attempt: int, rank: int) -> Path:
-        return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
-
-    def agent_log(self, attempt: int, node: int) -> Path:
-        """Return the log of a node's torchrun agent, if torchrun starts the ranks."""
-        return self.attempt_logs(attempt) / f"agent-{node:05d}.log"
 
     def ranks(self, attempt: int) -> list[int]:
         """Return the ranks with a log in this attempt, ascending."""
         return _numbered(self.attempt_logs(attempt), _RANK_LOG)
 
-    def log_index(self, attempt: int, node: int) -> Path:
-        """Return the file with the lengths over time of the logs of a node's ranks."""
-        return self.attempt_logs(attempt) / f"times-{node:05d}.jsonl"
-
     def all_log_indexes(self, attempt: int) -> list[Path]:
         return sorted(self.attempt_logs(attempt).glob("times-*.jsonl"))
-
-    def failure(self, attempt: int, rank: int) -> Path:
-        return self.failures / f"attempt-{attempt:03d}-rank-{rank:05d}.json"
-
-    def stacks(self, attempt: int, rank: int) -> Path:
-        """Return the file with the thread stacks of a rank at a hang."""
-        return self.failures / f"attempt-{attempt:03d}-stacks-{rank:05d}.txt"
-
-    def collectives(self, attempt: int, rank: int) -> Path:
-        """Return the file with a rank's collectives before a hang, from torch's flight recorder."""
-        return self.failures / f"attempt-{attempt:03d}-collectives-{rank:05d}.json"
-
-    def hung_gpus(self, attempt: int, node: int) -> Path:
-        """Return the file with the state of a node's GPUs at a hang."""
-        return self.failures / f"attempt-{attempt:03d}-gpus-{node:03d}.json"
-
-    def exception_pickle(self, attempt: int, rank: int) -> Path:
-        """Return the file with the pickled exception of a failure, if it could be pickled."""
-        return self.failure(attempt, rank).with_suffix(".pkl")
-
-    def unfinished_marker(self, attempt: int, rank: int, key: str) -> Path:
-        """Return a file that exists while a rank is training; `key` represents its output folder."""
-        return self.path / "unfinished" / f"attempt-{attempt:03d}-rank-{rank:05d}-{key}.json"
 
     def unfinished_files(self, attempt: int) -> list[Path]:
         """Return the existing files of all ranks, in rank order."""
         rank = "[0-9]" * 5
         return sorted((self.path / "unfinished").glob(f"attempt-{attempt:03d}-rank-{rank}-*.json"))
 
-    def result(self, attempt: int, rank: int) -> Path:
-        """Return the file with the return value of the function on this rank."""
-        return self.path / "results" / f"attempt-{attempt:03d}-rank-{rank:05d}.pkl"
-
     def failure_files(self, attempt: int) -> list[Path]:
         """Return the files of the failed ranks in the attempt."""
         return sorted(self.failures.glob(f"attempt-{attempt:03d}-rank-*.json"))
-
-    def samples(self, attempt: int, rank: int) -> Path:
-        return self.path / "samples" / f"attempt-{attempt:03d}-rank-{rank:05d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / checkpoint_folder_name(step)

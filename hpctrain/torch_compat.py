@@ -1,4 +1,4 @@
-"""Parts of torch that are private or have different names in some versions. Only this module imports them.
+"""Import parts of torch that are private, or have different names in some versions. No other module does.
 
 `tests/test_torch_compat.py` checks them against the installed version.
 """

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from helpers.commands import run_command
 
 from hpctrain.files import (
     append_json_line,
-    append_line,
+    append_lines,
     create_atomic,
     make_folder,
     own_file,
@@ -42,7 +43,7 @@ def torn_file(tmp_path: Path) -> Path:
 def test_no_empty_lines_are_written_without_torn_ones(tmp_path):
     path = tmp_path / "log"
     for line in ("one", "zwölf \ud800"):
-        append_line(path, line)
+        append_lines(path, deque([line]))
         terminate_partial_line(path)
     assert path.read_text() == "one\nzwölf \\ud800\n"
 

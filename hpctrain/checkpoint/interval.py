@@ -1,4 +1,4 @@
-"""Checkpoint interval, from the cost of a save and the cost of an interruption. Imports no torch."""
+"""Choose the checkpoint interval from the costs of a save and of an interruption. Imports no torch."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
+from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir

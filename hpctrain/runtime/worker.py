@@ -24,12 +24,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpctrain.buffered_writer import make_stdio_lossy
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import gpus_per_task, own_gpu_variables
 from hpctrain.cluster.processes import die_with_parent, die_with_supervisor, kill_orphans, title_writer
 from hpctrain.errors import EXIT_CONTINUE, DiskFull, Unauthenticated
 from hpctrain.files import make_folder, own_file
+from hpctrain.records.buffered_writer import make_stdio_lossy
 from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,

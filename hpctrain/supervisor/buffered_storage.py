@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain import system
-from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.errors import HpctrainError
+from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.rundir import RunDir, RunStorage
 from hpctrain.schema import Event, decode
 

@@ -39,7 +39,7 @@ EXEMPT = {
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
         telemetry.sampling.nvml.read_gpu
         training.base.device_selection.parse_devices training.base.rng._from_tensors
-        training.data.sampler_plan.SamplerPlan._read training.data.stream_step_source.ShardBuffers.read
+        training.data.sampler_plan.SamplerPlan._read training.data.stream_step_source.StreamStepSource._read
         training.determinism.gradient_sum.GradientBucket.read_peaks
         training.loop.step_exchange.StepExchange._read_results
         training.observe.step_timers.ComputeTimer._read_sample
@@ -48,7 +48,7 @@ EXEMPT = {
         checkpoint.tier.memory_copies._read_markers
     """,
     "returns the content without interpreting it": """
-        authentication.read_secret checkpoint.tier.tier_copier.read_small_files
+        authentication.read_secret checkpoint.tier.local_tier.read_small_files
         cluster.env_variables._read files.read_regular
         jobs.runs.rank_logs.RankLogReader._read jobs.runs.rank_logs.RankLogReader.read_new
         jobs.runs.rank_logs.RankLogReader.read_past jobs.runs.rank_logs.RankLogReader.read_rest
@@ -78,10 +78,9 @@ EXEMPT = {
         checkpoint.format.dcp_format.TensorReader.read_metadata checkpoint.format.manifest.read_verified
     """,
     "unpickles files of the own user (tests/test_untrusted_data.py)": """
-        checkpoint.convert.import_checkpoint._read jobs.executor.job._read_result
+        checkpoint.convert.conversion._read jobs.executor.job._read_result
         records.serialization.CallPayload.read
         telemetry.loggers.dispatcher.LoggerConfig.read telemetry.loggers.dispatcher._read_ending
-        training.loop.spawn._read_result
     """,
     "set by hpctrain itself for its own processes": """
         training.saving.checkpoint_schedule.VerificationSteps.from_env

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
+from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.files import warn_once
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.records.run_record import RunRecord, last_activity, read_run_record, save_problem

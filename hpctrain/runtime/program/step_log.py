@@ -9,7 +9,7 @@ import threading
 import time
 from typing import NoReturn
 
-from hpctrain.buffered_writer import BufferedLineWriter
+from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.runtime.rank_activity import activity

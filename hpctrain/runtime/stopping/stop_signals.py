@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
+from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain import system
 from hpctrain.checkpoint.interval import longest_save_s
-from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
+from hpctrain.checkpoint.listing import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.files import file_size
 from hpctrain.jobspec.job_spec import JobSpec

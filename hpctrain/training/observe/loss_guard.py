@@ -1,4 +1,4 @@
-"""Detection of bad losses: not finite, or far above the previous losses; and the record of excluded steps."""
+"""Detect losses that are not finite, or far above the previous losses, and record excluded steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that another library writes to a run folder, and their schedule."""
+"""Schedule, commit and prune checkpoints that another library writes to a run folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _training_of: dict[str, ForeignCheckpoints] = {}
 
 
 class ForeignCheckpoints:
-    """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of a library (collective)."""
+    """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of a library; collective."""
 
     def __init__(
         self,

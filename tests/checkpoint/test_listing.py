@@ -5,28 +5,20 @@ from __future__ import annotations
 import os
 
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token, temporary_name
-from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher, newest_script_checkpoint
+from hpctrain.checkpoint.listing import ScriptCheckpointWatcher, newest_script_checkpoint
 
 
-def test_watcher_finds_nothing_without_new_files(tmp_path):
-    assert ScriptCheckpointWatcher(tmp_path / "none").newest_since() is None
-    (tmp_path / "last.ckpt").write_text("1")
-    assert ScriptCheckpointWatcher(tmp_path).newest_since() is None
-
-
-def test_watcher_finds_new_file(tmp_path):
-    before = ScriptCheckpointWatcher(tmp_path / "checkpoints")
-    (tmp_path / "checkpoints" / "step-100").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-100" / "model.safetensors").write_text("1")
-    assert before.newest_since() == tmp_path / "checkpoints" / "step-100"
-
-
-def test_watcher_finds_rewritten_file_with_older_time(tmp_path):
-    path = tmp_path / "last.ckpt"
-    path.write_text("1")
-    before = ScriptCheckpointWatcher(tmp_path)
-    os.utime(path, (0, 0))
-    assert before.newest_since() == path
+def test_watcher_finds_new_and_rewritten_files(tmp_path):
+    folder = tmp_path / "checkpoints"
+    watcher = ScriptCheckpointWatcher(folder)
+    assert watcher.newest_since() is None
+    (folder / "step-100").mkdir(parents=True)
+    (folder / "step-100" / "model.safetensors").write_text("1")
+    assert watcher.newest_since() == folder / "step-100"
+    watcher = ScriptCheckpointWatcher(folder)
+    assert watcher.newest_since() is None
+    os.utime(folder / "step-100" / "model.safetensors", (0, 0))  # rewritten, with an older time
+    assert watcher.newest_since() == folder / "step-100"
 
 
 def test_watcher_ignores_checkpoints_of_the_trainer(tmp_path):

@@ -26,7 +26,6 @@ class BufferedLineWriter:
     """Appends lines to a file, and keeps lines that cannot be written for the next try."""
 
     def __init__(self, path: Path, report: ReportMessage) -> None:
-        """Append to the file at `path`; report write failures and recovery with `report`."""
         self._path, self._report = path, report
         self._pending: deque[str] = deque(maxlen=_MAX_PENDING)
         self._retry_at = 0.0
@@ -40,7 +39,7 @@ class BufferedLineWriter:
 
     @contextmanager
     def pending(self) -> Iterator[list[str]]:
-        """Yield the buffered lines; no line is written during the block."""
+        """Yield the buffered lines, none of which is written during the block."""
         with self._writing:
             yield list(self._pending)
 
@@ -54,7 +53,6 @@ class BufferedLineWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write as many buffered lines as possible."""
         with self._writing:
             was_writable = self.last_error is None
             try:

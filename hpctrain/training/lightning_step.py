@@ -11,48 +11,35 @@ import torch.distributed as dist
 
 from hpctrain.errors import UserError
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
-from hpctrain.training.base.precision import cast_batch
+from hpctrain.training.base.tensors import cast_batch
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData
-from hpctrain.training.lightning_module import ModuleRun, overrides
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.module import as_scalars, collect_logged, is_manual
-from hpctrain.training.optim.optimizer_setup import OptimizerSetup
-from hpctrain.training.strategies import Strategy
-from hpctrain.training.trainer_config import TrainerConfig
+from hpctrain.training.module_run import overrides
 
 
 class LightningTrainStep(TrainStep):
     """Optimizer steps that call the hooks of a LightningModule."""
 
-    def __init__(
-        self,
-        run: ModuleRun,
-        strategy: Strategy,
-        optimization: OptimizerSetup,
-        settings: TrainerConfig,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        super().__init__(strategy, optimization, settings, scaler)
-        self._run: ModuleRun = run
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._is_manual = is_manual(self._module)
         self._user_module: Any = self._module  # mypy does not know the hooks of Lightning
         self._weight, self._losses = 1.0, list[torch.Tensor]()
         self._stepped: set[torch.optim.Optimizer] = set()
-        assert run.source is not None
-        self._source = run.source
         needs_epochs = overrides(self._module, "on_train_epoch_end") or any(
-            schedule.is_per_epoch for schedule in run.schedules
+            schedule.is_per_epoch for schedule in self._run.schedules
         )
-        if needs_epochs and self._source.exchanges_ends:
+        if needs_epochs and self._run.source.exchanges_ends:
             raise UserError(
                 f"{type(self._module).__name__} has on_train_epoch_end or a scheduler with interval='epoch', "
                 "but the number of steps per epoch is unknown, because the training data is a stream. Use "
                 "on_train_batch_end or interval='step' instead."
             )
         if self._is_manual:
-            run.backward = self._backward
+            self._run.backward = self._backward
             for optimizer in self._optimizers:
                 optimizer.register_step_post_hook(lambda stepped, *_: self._stepped.add(stepped))
 
@@ -78,7 +65,7 @@ class LightningTrainStep(TrainStep):
             yield
         run.proxy.global_step = rank_batch.step
         with run.logging() as at_end:
-            if self._source.at_epoch_end:
+            if run.source.at_epoch_end:
                 self._user_module.on_train_epoch_end()
                 run.reset_metrics()
         per_rank = 1.0 / self._context.ranks.world_size

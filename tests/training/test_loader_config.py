@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import hpctrain
 from hpctrain.errors import DataWorkerKilled
-from hpctrain.training.data import loader_workers as workers_module
+from hpctrain.training.data import loader_config as workers_module
 from hpctrain.training.data.fetcher import make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.sample_seeds import SampleSeeds
@@ -142,7 +142,7 @@ def start_rank(code: str) -> subprocess.Popen:
     code = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_loader_workers import Numbers, batches
+from test_loader_config import Numbers, batches
 loaded = batches(Numbers(lambda: time.sleep(300), at=39))
 {code}
 """
