@@ -345,8 +345,6 @@ class RankMessage(Struct, frozen=True):
     modules: list[str] = []
     changed: list[str] = []
     """Environment variables that the script has changed."""
-    group: bool = False
-    """True if the rank has formed a process group."""
     stop: bool = False
     paused: tuple[float, float] | None = None
     """Seconds of suspension, by the system clock and the monotonic clock."""

@@ -15,7 +15,6 @@ from hpctrain.cli import submit
 from hpctrain.cli.common import open_run
 from hpctrain.cli.ranks import become, terminal_options
 from hpctrain.cli.resume import repeated_options
-from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values
 from hpctrain.jobs.submit.preflight import check_backend, check_environment, check_program, check_template
@@ -23,7 +22,7 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.render import directive_options, render_setup
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.load_spec import load_spec
-from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.slurm.environment import apply_env_defaults, sbatch_env, strip_job_env
 
 #: Options of a submission that do not affect a shell.
 _WITHOUT_EFFECT = frozenset(

@@ -13,10 +13,6 @@ from typing import NamedTuple
 from hpctrain.errors import SpecError
 from hpctrain.text import is_count
 
-#: The supervisor shortens the delay of a requeued job. In this time, the job must end if it has no epilog.
-REQUEUE_HOLD_S = 5.0
-#: The ranks start in about one minute.
-START_S = 60.0
 #: Number of early stops without a new checkpoint after which the run counts as stuck.
 _STOPS = 10
 #: Restarts at the time limit: attempts have the maximum length, so two more without a checkpoint are

@@ -1,4 +1,4 @@
-"""Job queries with Slurm's commands: one call for many jobs, one row for each listed job.
+"""Query jobs with Slurm's commands: one call for many jobs, one row for each listed job.
 
 All output is requested as text in fixed columns. The layout of `--json` changes between releases, and some
 releases lack it.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.duration import parse_duration
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.parsing import parse_number
 
@@ -31,6 +32,8 @@ _MAX_WORD = 120_000
 _JOB_ID = re.compile(r"(\d+)([_+]\d+)?", re.ASCII)
 #: Pending tasks share a record, `17_[0-3,9%2]`.
 _SHARED_ID = re.compile(r"(\d+)_\[(.*)\]", re.ASCII)
+#: No time left, in any notation.
+_ZERO = re.compile(r"[0:-]*0[0:-]*")
 #: Print task lists in full; otherwise, they are truncated after 64 characters.
 _FULL_TASK_LISTS = {"SLURM_BITSTR_LEN": "0"}
 _RECORD = re.compile(
@@ -70,6 +73,11 @@ class JobRow:
     """False if the job was submitted with `--no-requeue`; only set by the controller."""
     expedited: bool = False
     """True if the job was submitted with `--requeue=expedite`; only set by the controller."""
+
+    @property
+    def is_ending(self) -> bool:
+        """True if Slurm is ending the job: COMPLETING until the last process has exited (seen with 22.05)."""
+        return self.state not in ("", "RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING")
 
 
 class JobTable:
@@ -152,6 +160,17 @@ def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
     for row in _parse_records(output):
         return row
     raise SchedulerError(f"scontrol returned no record of job {job_id}")
+
+
+def query_seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
+    """Return the remaining seconds of a running job; None if unlimited or unknown."""
+    text = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"], environ).strip()
+    if text == "INVALID" or _ZERO.fullmatch(text):
+        return 0.0  # past the limit, which a site may tolerate for some time
+    try:
+        return parse_duration(text)
+    except SpecError:
+        return None  # NOT_SET
 
 
 def _selection(job_ids: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Explanations of the reasons for which Slurm keeps a job pending."""
+"""Explain the reasons for which Slurm keeps a job pending."""
 
 from __future__ import annotations
 

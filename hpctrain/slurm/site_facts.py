@@ -8,8 +8,8 @@ from typing import Literal
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
-from hpctrain.slurm.command import run_all
-from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_site
+from hpctrain.slurm.command import run_all, run_slurm
+from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_config, query_site
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import pluralize
 
@@ -140,6 +140,18 @@ class Site:
 
 def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[Site, list[str]]:
     return parse_site(run_all(query_site(environ)), habits)
+
+
+def query_grace_s(partition: str, environ: Mapping[str, str]) -> float | None:
+    """Return the seconds from SIGTERM to SIGKILL: the partition's GraceTime, else KillWait. None if unknown.
+
+    If jobs are preempted by QOS, the QOS has the GraceTime, and only accounting can report it.
+    """
+    config = query_config(environ)
+    if config.preempt_type == "qos":
+        return None
+    answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], environ)
+    return parse_partition(answer).grace_time_s or config.kill_wait_s
 
 
 def parse_site(answers: SiteAnswers, habits: SiteConventions) -> tuple[Site, list[str]]:

@@ -1,4 +1,4 @@
-"""Run states, and their mapping from Slurm's job states."""
+"""Define the states of a run, and map Slurm's job states to them."""
 
 from __future__ import annotations
 

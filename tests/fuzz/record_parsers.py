@@ -22,10 +22,9 @@ from hpctrain.records import lease, log_tail, run_record, successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.schema import Event, StepRecord
-from hpctrain.supervisor import node_steps
 from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.workers import attempt_runner, worker_group
+from hpctrain.supervisor.workers import attempt_runner, node_steps, worker_group
 from hpctrain.sweeps import sweep_record
 from hpctrain.telemetry.loggers import dispatcher
 from hpctrain.telemetry.loggers.dispatcher import GpuMetrics, load_state

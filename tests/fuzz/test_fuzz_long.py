@@ -35,7 +35,7 @@ EXEMPT = {
         telemetry.accounting.timeline_events.read_timeline_events telemetry.report.attempts.read_attempts
         telemetry.report.metric_curves.MetricCurves.from_records telemetry.report.run_results.read_checkpoints
         training.observe.loss_guard.read_excluded_steps sweeps.stopping_rules.TrialReport.from_line
-        supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
+        slurm.srun_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
         telemetry.sampling.nvml.read_gpu
         training.base.device_selection.parse_devices training.base.rng._from_tensors
@@ -70,8 +70,8 @@ EXEMPT = {
         records.log_tail.RecordTail.read_in_parts supervisor.buffered_storage.BufferedStorage.read_events
         schema.read_records
         runtime.worker._detect_ranks
-        telemetry.report.run_results._read_sweep_ranking supervisor.launch.srun.SrunStep._read
-        supervisor.policy.history._parse_failure sweeps.search_space._parse
+        telemetry.report.run_results._read_sweep_ranking slurm.srun_step.SrunStep._read
+        sweeps.search_space._parse
         telemetry.sampling.sampler.TelemetrySampler.read
     """,
     "content is covered by a checksum or an authentication code": """
@@ -81,7 +81,6 @@ EXEMPT = {
         checkpoint.convert.conversion._read jobs.executor.job._read_result
         records.serialization.CallPayload.read
         telemetry.loggers.dispatcher.LoggerConfig.read telemetry.loggers.dispatcher._read_ending
-        training.loop.spawn._read_result
     """,
     "set by hpctrain itself for its own processes": """
         training.saving.checkpoint_schedule.VerificationSteps.from_env

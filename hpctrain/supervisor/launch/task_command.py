@@ -1,10 +1,8 @@
 """Build the commands and variables of a step's processes, in a container with Pyxis or apptainer if asked.
 
-Every user of a node can read the command lines of all processes, so the values of `--env` are passed only in
-the environment.
-
-The run folder, the working directory, the code and the package hpctrain itself are mounted, so an image
-requires only Python and PyTorch. A rank's environment variables override those of the image.
+Every user of a node can read all command lines, so the values of `--env` are passed only in the environment.
+A container mounts the run folder, the working directory, the code and hpctrain itself, so an image requires
+only Python and PyTorch. A rank's environment variables override those of the image.
 """
 
 from __future__ import annotations

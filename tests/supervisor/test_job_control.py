@@ -5,15 +5,15 @@ from __future__ import annotations
 import socket
 
 import pytest
+from helpers.run_histories import make_spec
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.successor import JobChanges
 from hpctrain.rundir import RunDir
-from hpctrain.slurm import config, node_queries
-from hpctrain.slurm.node_queries import NodeRecord, parse_nodes
-from hpctrain.supervisor import slurm_nodes
-from hpctrain.supervisor.slurm_nodes import SlurmNodes, node_trouble
+from hpctrain.slurm import config, job_requests, node_queries
+from hpctrain.slurm.node_queries import NodeRecord, node_trouble, parse_nodes
+from hpctrain.supervisor import job_control
+from hpctrain.supervisor.job_control import SlurmNodes
 
 RECORD = """\
 NodeName=n1 Arch=x86_64 CoresPerSocket=1
@@ -46,7 +46,7 @@ def test_node_records_are_parsed():
 )
 def test_draining_nodes_still_run_processes(tmp_path, monkeypatch, state, draining):
     record = NodeRecord("n1", "n1", 6818, state, reason="bad fan")
-    monkeypatch.setattr(slurm_nodes, "query_nodes", lambda hosts, environ: [record])
+    monkeypatch.setattr(node_queries, "query_nodes", lambda hosts, environ: [record])
     nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0"})
     assert nodes.draining(["n1"]) == draining
     assert nodes.own_host == "n0"
@@ -72,8 +72,8 @@ def test_larger_memory_is_at_most_that_of_the_node(tmp_path, monkeypatch, enviro
         tests.append(changes)
         return not refuses
 
-    monkeypatch.setattr(slurm_nodes, "can_start", can_start)
-    monkeypatch.setattr(slurm_nodes, "query_nodes", lambda hosts, environ: parse_nodes(RECORD)[:1])
+    monkeypatch.setattr(job_control, "can_start", can_start)
+    monkeypatch.setattr(job_control, "query_nodes", lambda hosts, environ: parse_nodes(RECORD)[:1])
     nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7", **environ})
     assert nodes.larger_memory(["n1"], ["n9"]) == larger
     assert tests in ([], [JobChanges(["n9"], larger or "mem=600")])
@@ -87,10 +87,9 @@ def test_refused_change_of_the_job_does_not_prevent_the_others(tmp_path, monkeyp
         if "ExcNodeList" in changed:
             raise SchedulerError("Invalid node name specified")
 
-    monkeypatch.setattr(slurm_nodes, "update_job", update_job)
-    monkeypatch.setattr(slurm_nodes, "_UPDATE_LIMIT_S", 0.1)
-    facts = {"script": "/x.py", "name": "x", "run_id": "x", "run_dir": "/x", "python": "python"}
-    spec = JobSpec(**facts, workdir="/", backend="slurm", directives={"exclude": "n8"})
+    monkeypatch.setattr(job_requests, "update_job", update_job)
+    monkeypatch.setattr(job_requests, "_UPDATE_LIMIT_S", 0.1)
+    spec = make_spec(directives={"exclude": "n8"})
     nodes = SlurmNodes(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "7"})
     with pytest.raises(SchedulerError, match="Invalid node name"):
         nodes.change_job(JobChanges(["n9"], "mem-per-cpu=150"))
@@ -121,7 +120,7 @@ def test_nodes_have_the_port_of_the_cluster_unless_slurm_names_another(monkeypat
     monkeypatch.setattr(node_queries, "run_slurm", lambda command, _environ: answers["node"])
     monkeypatch.setattr(config, "run_slurm", lambda command, _environ: answers["config"])
     seen = {}
-    monkeypatch.setattr(slurm_nodes, "node_trouble", lambda node: seen.update({node.name: node.port}))
+    monkeypatch.setattr(node_queries, "node_trouble", lambda node: seen.update({node.name: node.port}))
     nodes = SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "1"})
     assert nodes.lost(["n1", "n2"]) == {}
     assert seen == {"n1": 26811, "n2": 7003}
@@ -143,9 +142,9 @@ def test_steps_are_killed_when_slurm_responds_again(tmp_path, monkeypatch):
             raise answer
         return answer
 
-    monkeypatch.setattr(slurm_nodes, "list_rank_steps", list_rank_steps)
-    monkeypatch.setattr(slurm_nodes, "signal_steps", lambda steps, *_: killed.extend(steps))
-    monkeypatch.setattr(slurm_nodes, "_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(job_requests, "list_rank_steps", list_rank_steps)
+    monkeypatch.setattr(job_requests, "signal_steps", lambda steps, *_: killed.extend(steps))
+    monkeypatch.setattr(job_requests, "_POLL_INTERVAL_S", 0.0)
     SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7"}).kill_steps()
     assert killed == ["7.0"]
     assert answers == []

@@ -18,7 +18,7 @@ RUN_ID_VARIABLE = "TORCHELASTIC_RUN_ID"
 REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def detect(environ: Mapping[str, str]) -> Ranks | None:
+def detect_torchrun(environ: Mapping[str, str]) -> Ranks | None:
     """Return the ranks that torchrun or a compatible launcher has set, or None."""
     if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         return None
@@ -28,7 +28,8 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
         missing = []
     if missing and world_size == 1:
         return None
-    local_world_size = read_int(environ, first_set(environ, "LOCAL_WORLD_SIZE") or "WORLD_SIZE")
+    size_variable = first_set(environ, "LOCAL_WORLD_SIZE")
+    local_world_size = read_int(environ, size_variable or "WORLD_SIZE")
     node_variable = first_set(environ, "GROUP_RANK", "NODE_RANK")
     if local_world_size != world_size and node_variable is None:
         missing.append("NODE_RANK")
@@ -39,15 +40,14 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
             "WORLD_SIZE."
         )
     nodes_variable = first_set(environ, "GROUP_WORLD_SIZE")
+    num_nodes = -(-world_size // max(1, local_world_size))
     return Ranks(
         rank=read_int(environ, "RANK"),
         world_size=world_size,
         local_rank=read_int(environ, "LOCAL_RANK"),
         local_world_size=local_world_size,
         node_rank=read_int(environ, node_variable) if node_variable else 0,
-        num_nodes=read_int(environ, nodes_variable)
-        if nodes_variable
-        else -(-world_size // max(1, local_world_size)),
+        num_nodes=read_int(environ, nodes_variable) if nodes_variable else num_nodes,
         master_addr=environ["MASTER_ADDR"],
         master_port=read_port(environ, "MASTER_PORT"),
         environment="torchrun",
@@ -56,8 +56,7 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
             "rank": "RANK",
             "world_size": "WORLD_SIZE",
             "local_rank": "LOCAL_RANK",
-            "local_world_size": first_set(environ, "LOCAL_WORLD_SIZE")
-            or "WORLD_SIZE, all on this host (MASTER_ADDR)",
+            "local_world_size": size_variable or "WORLD_SIZE, all on this host (MASTER_ADDR)",
             "node_rank": node_variable or "LOCAL_WORLD_SIZE = WORLD_SIZE",
             "num_nodes": nodes_variable or "WORLD_SIZE / LOCAL_WORLD_SIZE",
             "master_addr": "MASTER_ADDR",

@@ -8,7 +8,7 @@ import pytest
 from helpers.commands import run_command
 from torch.distributed import TCPStore
 
-from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
+from hpctrain.supervisor.launch.job_step import RendezvousStore
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

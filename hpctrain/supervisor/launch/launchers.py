@@ -1,4 +1,4 @@
-"""Start the tasks of a step as local processes, with the variables that srun sets, on simulated nodes."""
+"""Start the tasks of a step with srun, or as local processes on simulated nodes, with srun's variables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import sys
 from collections.abc import Mapping
 
 from hpctrain import system
-from hpctrain.cluster import compress_hostlist
+from hpctrain.cluster import compress_hostlist, expand_hostlist
+from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.amd_gpus import HIP_VARIABLES, list_amd_gpus
 from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, gpu_variables, visible_devices
-from hpctrain.cluster.env_defaults import apply_env_defaults
+from hpctrain.errors import SpecError
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.rundir import CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
-from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
+from hpctrain.jobspec.step_options import srun_options
+from hpctrain.rundir import ATTEMPT_VARIABLE, CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
+from hpctrain.slurm.command import job_step_name
+from hpctrain.slurm.environment import apply_env_defaults, own_job_id
+from hpctrain.slurm.srun_step import JOB_SHAPE_VARIABLES, SrunStep, StepEnded, TaskExit
+from hpctrain.supervisor.launch.job_step import EmitEvent
 from hpctrain.supervisor.launch.task_command import (
     containerize,
     job_variables,
@@ -25,8 +30,55 @@ from hpctrain.supervisor.launch.task_command import (
 )
 from hpctrain.telemetry.sampling.nvml import count_gpus
 
+#: Maximum number of nodes to try for a route: with a hanging resolver, each try takes seconds.
+_MAX_ROUTE_PROBES = 4
 #: Maximum seconds for killed processes to exit; immediate unless the kernel blocks them.
 _REAP_LIMIT_S = 30.0
+
+
+class SrunLauncher:
+    def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        if "SLURM_JOB_NODELIST" not in environ:
+            raise SpecError(
+                "SLURM_JOB_NODELIST is not set, so this process is not in a Slurm job. Submit the script: "
+                "sbatch job.sbatch"
+            )
+        granted = expand_hostlist(environ["SLURM_JOB_NODELIST"])
+        self.hosts, self.spares = granted[: spec.nodes], granted[spec.nodes :]
+        self._num_granted = len(granted)
+        self.address = _address_of_this_host(granted)
+        self._spec = spec
+        self._job_id = own_job_id(environ)
+        self._environ = {name: value for name, value in environ.items() if name not in JOB_SHAPE_VARIABLES}
+
+    def start(
+        self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
+    ) -> SrunStep:
+        spec = self._spec
+        name = job_step_name(int(variables[ATTEMPT_VARIABLE]), waits=beside)
+        options = [f"--job-name={name}", *srun_options(spec, len(self.hosts))]
+        if len(self.hosts) < self._num_granted:
+            options.append(f"--nodelist={compress_hostlist(self.hosts)}")
+        # The user's variables and those of the job are for the ranks, not for srun, which would replace the
+        # job name with the step name.
+        named = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ}
+        rank_variables = named | job_variables(spec, self.hosts) | spec.env
+        hidden = prefixed(rank_variables)
+        threads = str(spec.cpus_per_task or 1)
+        defaults = {} if "OMP_NUM_THREADS" in spec.env else {"OMP_NUM_THREADS": threads}
+        environ = apply_env_defaults({**self._environ, **variables, **hidden}, defaults)
+        command = restore_names_command(command, rank_variables)
+        containerized = containerize(spec, command, [*variables, *hidden, *defaults], environ.get("PATH"))
+        srun = ["srun", *options, *containerized.srun_options, *containerized.command]
+        return SrunStep(srun, environ, self._job_id, name, emit)
+
+
+def _address_of_this_host(hosts: list[str]) -> str:
+    """Return the address on the route to another node; this host's name may resolve to a loopback address."""
+    for host in hosts[1:_MAX_ROUTE_PROBES]:
+        with contextlib.suppress(OSError):
+            return address_towards(host)
+    return hosts[0] if len(hosts) > 1 else "127.0.0.1"
 
 
 class LocalLauncher:

@@ -9,17 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain import system
-from hpctrain.cluster.fd_limit import raise_fd_limit
+from hpctrain.cluster.ports import raise_fd_limit
 from hpctrain.errors import HpctrainError, RunFailed, SchedulerError
 from hpctrain.files import make_folder, read_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import BATCH_PID_VARIABLE, REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE, RunDir
-from hpctrain.slurm.command import run_slurm
-from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import own_job_id, strip_job_env
-from hpctrain.slurm.site_facts import parse_partition
+from hpctrain.slurm.site_facts import query_grace_s
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
 from hpctrain.supervisor.buffered_storage import (
     BufferedLogHandler,
@@ -28,15 +26,14 @@ from hpctrain.supervisor.buffered_storage import (
 )
 from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.job_step import Launcher
-from hpctrain.supervisor.launch.local import LocalLauncher
-from hpctrain.supervisor.launch.srun import SrunLauncher
+from hpctrain.supervisor.launch.launchers import LocalLauncher, SrunLauncher
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.notifications import send_notifications
 from hpctrain.supervisor.run_end import finish_run
 from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
 from hpctrain.supervisor.workers.attempt_monitor import CANCEL_GRACE_S, STOP_GRACE_S
-from hpctrain.supervisor.workers.stager import StagePlan
+from hpctrain.supervisor.workers.node_steps import StagePlan
 
 log = logging.getLogger(__name__)
 
@@ -116,16 +113,14 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
-        cause = None
-        if isinstance(error, HpctrainError):
-            cause = str(error)
-        elif isinstance(error, OSError):
+        cause = str(error) if isinstance(error, HpctrainError) else None
+        if cause is None and isinstance(error, OSError):
             cause = describe_disk_error(error, run.path)
-        if cause is not None:
+        if cause is None:
+            log.exception("the supervisor failed")
+            cause = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
+        else:
             log.error("%s", cause)
-            return _fail(run, spec, environ, cause)
-        log.exception("the supervisor failed")
-        cause = f"the supervisor failed: {type(error).__name__}: {error} (see {run.supervisor_log})"
         return _fail(run, spec, environ, cause)
 
 
@@ -152,28 +147,14 @@ def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variable with the grace times of the ranks, unless the user sets it."""
     if STOP_GRACE_VARIABLE in spec.env:
         return {}
-    in_slurm = spec.backend == "slurm"
-    limits = {
-        "SIGTERM": _slurm_term_s(environ) if in_slurm else CANCEL_GRACE_S,
-        "SIGUSR2": float(spec.stop_before_limit_s),
-        REQUEUE_GRACE_KEY: None if in_slurm else STOP_GRACE_S,
-    }
+    limits: dict[str, float | None] = {"SIGTERM": CANCEL_GRACE_S, "SIGUSR2": spec.stop_before_limit_s}
+    if spec.backend == "local":
+        limits[REQUEUE_GRACE_KEY] = STOP_GRACE_S
+    else:
+        limits["SIGTERM"] = None
+        try:
+            partition = environ.get("SLURM_JOB_PARTITION", "")
+            limits["SIGTERM"] = query_grace_s(partition, strip_job_env(environ))
+        except SchedulerError as error:
+            log.warning("cannot determine the grace time, so Slurm may kill ranks while they save: %s", error)
     return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in limits.items() if s is not None)}
-
-
-def _slurm_term_s(environ: Mapping[str, str]) -> float | None:
-    """Seconds from SIGTERM to SIGKILL: the partition's GraceTime, else KillWait. None if unknown.
-
-    If jobs are preempted by QOS, the QOS has the GraceTime, and only accounting can report it.
-    """
-    outer = strip_job_env(environ)
-    try:
-        config = query_config(outer)
-        if config.preempt_type == "qos":
-            return None
-        partition = environ.get("SLURM_JOB_PARTITION", "")
-        answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], outer)
-    except SchedulerError as error:
-        log.warning("cannot determine the grace time, so Slurm may kill ranks while they save: %s", error)
-        return None
-    return parse_partition(answer).grace_time_s or config.kill_wait_s

@@ -1,8 +1,7 @@
 """Detect the ranks of a job step started by `srun`.
 
-Only a *step* has ranks. A batch script, an `salloc` shell or an ssh session inside an allocation has many
-SLURM_* variables, too, among them SLURM_PROCID=0 and the task count of the whole job. If these were used as
-ranks, a process would wait for peers that were never started. SLURM_STEP_ID identifies a step.
+Only a *step*, which SLURM_STEP_ID identifies, has ranks. A batch script, an `salloc` shell or an ssh session
+inside an allocation has many SLURM_* variables, too, among them SLURM_PROCID=0 and the task count of the job.
 
 Only the variables of the step (SLURM_STEP_…) describe its layout; those of the job differ if the step uses
 only a part of the job. SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE are sorted by node name. In a
@@ -40,7 +39,7 @@ _COMPONENTS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_"
 _SHELLS = {"bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash"}
 
 
-def detect(environ: Mapping[str, str]) -> Ranks | None:
+def detect_slurm(environ: Mapping[str, str]) -> Ranks | None:
     """Return the ranks of this task of a job step, or None outside a job step."""
     if not environ.get("SLURM_PROCID"):
         return None
@@ -91,11 +90,8 @@ def detect(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:
-    return (
-        bool(environ.get("SLURM_JOB_ID"))
-        and bool(environ.get("SLURM_STEP_ID"))
-        and 0 <= read_int(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
-    )
+    has_ids = environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID")
+    return bool(has_ids) and 0 <= read_int(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
 
 
 def _key(environ: Mapping[str, str]) -> str:
@@ -107,10 +103,7 @@ def _key(environ: Mapping[str, str]) -> str:
 
 
 def _refuse_shell(layout: StepLayout, environ: Mapping[str, str]) -> None:
-    """Reject rank 0 in a shell started by `srun --pty --ntasks=4 bash`, whose peers exited immediately.
-
-    Later steps inherit SLURM_PTY_PORT, but are not step 0 of such a job.
-    """
+    """Reject rank 0 in step 0 of `srun --pty --ntasks=4 bash`, a shell whose peers exited immediately."""
     if (
         layout.num_tasks > 1
         and environ.get("SLURM_PTY_PORT")
@@ -153,18 +146,16 @@ def _check_tasks_here(rank: int, layout: StepLayout, environ: Mapping[str, str])
     text = environ.get("SLURM_GTIDS")
     if not text:
         return
-    tasks = text.split(",")
+    tasks, problem = text.split(","), ""
     if str(rank) not in tasks:
-        raise EnvironmentMismatch(
-            f"Rank {rank} (SLURM_PROCID) is not among the tasks of this node (SLURM_GTIDS={text}). "
-            f"{override_hint('local')}"
+        problem = f"Rank {rank} (SLURM_PROCID) is not among the tasks of this node (SLURM_GTIDS={text})"
+    elif len(tasks) != layout.num_tasks_here:
+        problem = (
+            f"Node {layout.node} has {layout.num_tasks_here} tasks according to {TASKS}={environ[TASKS]} "
         )
-    if len(tasks) != layout.num_tasks_here:
-        raise EnvironmentMismatch(
-            f"Node {layout.node} has {layout.num_tasks_here} tasks according to {TASKS}={environ[TASKS]} and "
-            f"{HOSTS}={environ[HOSTS]}, but {len(tasks)} according to SLURM_GTIDS={text}. "
-            f"{override_hint('local')}"
-        )
+        problem += f"and {HOSTS}={environ[HOSTS]}, but {len(tasks)} according to SLURM_GTIDS={text}"
+    if problem:
+        raise EnvironmentMismatch(f"{problem}. {override_hint('local')}")
 
 
 @dataclass(frozen=True)
@@ -216,28 +207,21 @@ def read_layout(environ: Mapping[str, str]) -> StepLayout:
             )
     hosts, counts = read_hosts(environ, HOSTS), parse_tasks_per_node(environ[TASKS], TASKS)
     num_tasks, node_rank = read_int(environ, NUM_TASKS), read_int(environ, "SLURM_NODEID")
-    if sum(counts) != num_tasks:
-        raise EnvironmentMismatch(
-            f"The world size is {num_tasks} ({NUM_TASKS}), but there are {sum(counts)} tasks on "
-            f"{len(counts)} nodes ({TASKS}={environ[TASKS]}). {override_hint('local')}"
-        )
-    if len(hosts) != len(counts):
-        raise EnvironmentMismatch(
-            f"The step has {len(hosts)} nodes ({HOSTS}={environ[HOSTS]}), but there are task counts for "
-            f"{len(counts)} nodes ({TASKS}={environ[TASKS]}). {override_hint('local')}"
-        )
-    if not 0 <= node_rank < len(hosts):
-        raise EnvironmentMismatch(
-            f"The node rank is {node_rank} (SLURM_NODEID), but there are {len(hosts)} nodes "
-            f"({HOSTS}={environ[HOSTS]}). "
-            f"{override_hint('local')}"
-        )
     node = hosts[0] if len(hosts) == 1 else environ.get("SLURMD_NODENAME", "")
-    if node not in hosts:
-        raise EnvironmentMismatch(
-            f"SLURMD_NODENAME is {node!r}, which is not a node of the step ({HOSTS}={environ[HOSTS]}). "
-            f"Keep all variables that srun sets, including SLURMD_NODENAME. {override_hint('local')}"
-        )
+    listed, tasks, problem = f"{HOSTS}={environ[HOSTS]}", f"{TASKS}={environ[TASKS]}", ""
+    if sum(counts) != num_tasks:
+        problem = f"The world size is {num_tasks} ({NUM_TASKS}), but there are {sum(counts)} tasks on "
+        problem += f"{len(counts)} nodes ({tasks})"
+    elif len(hosts) != len(counts):
+        problem = f"The step has {len(hosts)} nodes ({listed}), but there are task counts for "
+        problem += f"{len(counts)} nodes ({tasks})"
+    elif not 0 <= node_rank < len(hosts):
+        problem = f"The node rank is {node_rank} (SLURM_NODEID), but there are {len(hosts)} nodes ({listed})"
+    elif node not in hosts:
+        problem = f"SLURMD_NODENAME is {node!r}, which is not a node of the step ({listed}). "
+        problem += "Keep all variables that srun sets, including SLURMD_NODENAME"
+    if problem:
+        raise EnvironmentMismatch(f"{problem}. {override_hint('local')}")
     nodes, source = _in_order_of_node_ranks(environ, hosts)
     return StepLayout(dict(zip(hosts, counts, strict=True)), nodes, source, node_rank, node)
 

@@ -1,46 +1,36 @@
-"""Start the tasks of a step under srun."""
+"""Run a job step with srun, and convert its reports to events."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 
 from hpctrain import system
-from hpctrain.cluster import compress_hostlist, expand_hostlist
-from hpctrain.cluster.addresses import address_towards
-from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.jobspec.step_options import srun_options
-from hpctrain.rundir import ATTEMPT_VARIABLE
-from hpctrain.slurm.command import COMMAND_LIMIT_S, find_step, job_step_name
-from hpctrain.slurm.environment import own_job_id, strip_job_env
+from hpctrain.cluster import expand_hostlist
+from hpctrain.errors import EXIT_CONTINUE, SchedulerError
+from hpctrain.slurm.command import COMMAND_LIMIT_S, find_step
+from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_requests import signal_steps
-from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
-from hpctrain.supervisor.launch.task_command import (
-    containerize,
-    job_variables,
-    prefixed,
-    restore_names_command,
-)
+from hpctrain.text import signal_name
 
-#: Maximum number of nodes to try for a route: with a hanging resolver, each try takes seconds.
-_MAX_ROUTE_PROBES = 4
 #: Time limit for killed tasks to exit; usually shorter if the nodes are up.
 _KILL_TIMEOUT_S = 8.0
-#: Variables of the batch script that srun would use as options of the step. srun or `job_variables` sets them
+#: Variables of the batch script that srun would use as options of the step. srun or the launcher sets them
 #: for the ranks.
-_JOB_SHAPE = (
+JOB_SHAPE_VARIABLES = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST"),
     *("SLURM_NODELIST", "SLURM_CPUS_PER_TASK", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
     *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION"),
     # From hpctrain's own directive. In a rank, it would apply to the user's calls of srun.
     "SLURM_OPEN_MODE",
 )
+#: Stop signals. A task killed by a stop signal counts as stopped.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 # srun's report of tasks that did not exit with 0, as in:
 #     srun: error: n3: task 5: Killed
@@ -52,49 +42,58 @@ _OUT_OF_MEMORY = "Out Of Memory"
 _SIGNALS_BY_NAME = {signal.strsignal(number): number for number in signal.Signals}
 
 
-class SrunLauncher:
-    def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
-        if "SLURM_JOB_NODELIST" not in environ:
-            raise SpecError(
-                "SLURM_JOB_NODELIST is not set, so this process is not in a Slurm job. Submit the script: "
-                "sbatch job.sbatch"
-            )
-        granted = expand_hostlist(environ["SLURM_JOB_NODELIST"])
-        self.hosts, self.spares = granted[: spec.nodes], granted[spec.nodes :]
-        self._num_granted = len(granted)
-        self.address = _address_of_this_host(granted)
-        self._spec = spec
-        self._job_id = own_job_id(environ)
-        self._environ = {name: value for name, value in environ.items() if name not in _JOB_SHAPE}
+class TaskResult(Enum):
+    DONE = "done"
+    CONTINUE = "continue"
+    """The state is saved, or there was no state yet: continue later."""
+    FAILED = "failed"
 
-    def start(
-        self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
-    ) -> SrunStep:
-        spec = self._spec
-        name = job_step_name(int(variables[ATTEMPT_VARIABLE]), waits=beside)
-        options = [f"--job-name={name}", *srun_options(spec, len(self.hosts))]
-        if len(self.hosts) < self._num_granted:
-            options.append(f"--nodelist={compress_hostlist(self.hosts)}")
-        # The user's variables and those of the job are for the ranks, not for srun, which would replace the
-        # job name with the step name.
-        named = {name: self._environ[name] for name in ("SLURM_JOB_NAME",) if name in self._environ}
-        rank_variables = named | job_variables(spec, self.hosts) | spec.env
-        hidden = prefixed(rank_variables)
-        threads = str(spec.cpus_per_task or 1)
-        defaults = {} if "OMP_NUM_THREADS" in spec.env else {"OMP_NUM_THREADS": threads}
-        environ = apply_env_defaults({**self._environ, **variables, **hidden}, defaults)
-        command = restore_names_command(command, rank_variables)
-        containerized = containerize(spec, command, [*variables, *hidden, *defaults], environ.get("PATH"))
-        srun = ["srun", *options, *containerized.srun_options, *containerized.command]
-        return SrunStep(srun, environ, self._job_id, name, emit)
+
+@dataclass(frozen=True)
+class TaskExit:
+    """Exit of a task that was not caused by the supervisor."""
+
+    rank: int
+    code: int | None
+    signal: int | None = None
+    out_of_memory: bool = False
+    """True if the kernel killed the task because the job exceeded its memory."""
+
+    @property
+    def result(self) -> TaskResult:
+        if self.code == 0:
+            return TaskResult.DONE
+        is_stopped = self.code == EXIT_CONTINUE or self.signal in _STOP_SIGNALS
+        return TaskResult.CONTINUE if is_stopped else TaskResult.FAILED
+
+    @classmethod
+    def from_returncode(cls, rank: int, returncode: int) -> TaskExit:
+        """Convert a return code of `subprocess`: a negative code is a signal."""
+        return cls(rank, None, -returncode) if returncode < 0 else cls(rank, returncode)
+
+    def __str__(self) -> str:
+        return f"was killed by {signal_name(self.signal)}" if self.signal else f"exited with code {self.code}"
+
+
+@dataclass(frozen=True)
+class StepEnded:
+    """End of the step: no task is left."""
+
+    returncode: int
+    stderr_tail: str = ""
+    """End of the launcher's output, if the launcher itself failed."""
 
 
 class SrunStep:
     def __init__(
-        self, command: list[str], environ: Mapping[str, str], job_id: str, name: str, emit: EmitEvent
+        self,
+        command: list[str],
+        environ: Mapping[str, str],
+        job_id: str,
+        name: str,
+        emit: Callable[[TaskExit | StepEnded], None],
     ) -> None:
-        self._emit = emit
-        self._job_id, self._name = job_id, name
+        self._emit, self._job_id, self._name = emit, job_id, name
         self._outer = strip_job_env(environ)
         self._killed = False
         self._stderr_tail: deque[str] = deque(maxlen=5)
@@ -177,11 +176,3 @@ def parse_task_report(line: str) -> list[TaskExit]:
         return [TaskExit(rank, None, signal.SIGKILL, out_of_memory=True) for rank in ranks]
     number = _SIGNALS_BY_NAME.get(match[2])
     return [TaskExit(rank, None, number) if number else TaskExit(rank, 1) for rank in ranks]
-
-
-def _address_of_this_host(hosts: list[str]) -> str:
-    """Return the address on the route to another node; this host's name may resolve to a loopback address."""
-    for host in hosts[1:_MAX_ROUTE_PROBES]:
-        with contextlib.suppress(OSError):
-            return address_towards(host)
-    return hosts[0] if len(hosts) > 1 else "127.0.0.1"
