@@ -60,7 +60,7 @@ def test_ranks_leave_a_draining_node_if_enough_others_remain(run, draining, node
 
 
 def test_ranks_leave_a_node_whose_gpu_reports_a_fault(run):
-    line = {"host": "n2.cluster", "time": time.time() + 5, "gpu_xids": "13 63", "step": 1}
+    line = {"host": "n2.cluster", "time": time.time() + 5, "gpu_xids": [[13, 63], []]}
     run.telemetry(0).write_text(json.dumps(line) + "\n")
     cause = "the GPU driver reported Xid 63"
     assert requests(run, {}) == [StopRequested(f"n2: {cause}", {"n2": cause})]
