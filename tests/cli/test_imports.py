@@ -13,6 +13,7 @@ HEAVY = {"torch", "numpy", "rich", "submitit", "importlib.metadata", "asyncio"}
 #: Modules that a dry run does not need.
 UNNEEDED_IN_DRY_RUN = {
     "socket",
+    "msgspec",
     "hpctrain.jobs.runs.run_status",
     "hpctrain.jobs.runs.status_poller",
 }
