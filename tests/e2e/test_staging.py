@@ -21,6 +21,7 @@ from hpctrain.files import make_folder, read_json, try_lock
 from hpctrain.jobs.runs.run_log_reader import describe_event
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.schema import Event, to_record
 from hpctrain.supervisor.workers.stager import StagePlan
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
@@ -101,7 +102,7 @@ def test_files_are_staged_once_on_slurm(slurm, folder):
         assert "read content content" in run.dir.rank_log(1, rank).read_text()
     assert not staged_folder(run).exists()
     assert not run.dir.staging_result(0, 0).parent.exists()
-    assert "staged 0 B in " in str(describe_event(second))
+    assert "staged 0 B in " in str(describe_event(to_record(second, Event)))
     assert "; 4 copies reused, " in run.dir.supervisor_log.read_text()
 
 
