@@ -100,7 +100,6 @@ class RunStorage:
 
     def read_events(self, path: Path) -> Iterator[Event]:
         """Yield the events in a file. Damaged lines are skipped with a warning."""
-        # Imported here because a submission reads no records.
         from hpctrain.schema import Event, read_records
 
         return read_records(path, Event)

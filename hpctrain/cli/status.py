@@ -103,7 +103,7 @@ def _describe_restarts(run: RunDir) -> str | None:
 
 
 def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
-    from hpctrain.records.run_record import starts_over
+    from hpctrain.records.checkpoint_health import starts_over
 
     if status.checkpoint:
         return short_path(status.checkpoint)

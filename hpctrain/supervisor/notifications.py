@@ -19,8 +19,8 @@ from hpctrain.errors import SpecError
 from hpctrain.files import file_size
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.jobspec.notify import NotifyConfig, is_address
+from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
-from hpctrain.records.run_record import full_disk
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Event, StepRecord
 

@@ -73,11 +73,6 @@ def test_damaged_claim_belongs_to_another_job():
     "damage",
     [
         {"rank": "0"},
-        {"rank": [0]},
-        {"message": None},
-        {"order": "1"},
-        {"time": {}},
-        {"classes": [1]},
         {"corruption": {"suspects": [[math.inf, "x"]], "verified_step": 1}},
     ],
 )

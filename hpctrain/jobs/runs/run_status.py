@@ -12,8 +12,9 @@ from pathlib import Path
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.files import warn_once
+from hpctrain.records.checkpoint_health import save_problem
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.records.run_record import RunRecord, last_activity, read_run_record, save_problem
+from hpctrain.records.run_record import RunRecord, last_activity, read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Event, StepRecord
 from hpctrain.slurm.pending_reasons import DEPENDENCY_NEVER_SATISFIED

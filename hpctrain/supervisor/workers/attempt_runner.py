@@ -16,8 +16,8 @@ from hpctrain.checkpoint.listing import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.files import file_size
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.records.run_record import starts_over
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
