@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
-from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
+from hpctrain.jobs.options.table import all_options
 from hpctrain.jobspec.directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONS
 from hpctrain.text import is_finite
 
 #: Fields that are None if the option is `never`.
@@ -55,13 +56,13 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options whose values differ from the defaults."""
     for name, value in _values(spec).items():
         option = all_options()[name]
-        if value in (None, "", option.about.default):
+        if value in (None, "", option.default):
             continue
         if name == "sbatch":
             yield from (_directive(key, text) for key, text in _pairs(value))
         elif option.kind.pairs:
             yield from (f"{option.flag}={key}={text}" for key, text in _pairs(value))
-        elif option.kind.many and option.about.on_command_line:
+        elif option.kind.many and option.on_command_line:
             yield from (f"{option.flag}={text}" for text in _texts(value))
         elif option.kind.many:
             if texts := _texts(value):
@@ -69,7 +70,7 @@ def _options(spec: Mapping[str, Any]) -> Iterator[str]:
         elif option.kind.flag:
             yield option.flag if value else f"--no-{option.flag[2:]}"
         else:
-            yield f"{option.flag}={value}" if option.about.on_command_line else f"--set={name}={value}"
+            yield f"{option.flag}={value}" if option.on_command_line else f"--set={name}={value}"
 
 
 def _values(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,9 +124,8 @@ def _values(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _directive(name: str, value: str) -> str:
     # On the command line, a flag of sbatch has no value.
-    kind = sbatch_type(name)
-    is_named = name.replace("-", "_") in sbatch_options() or name == "time"
-    is_flag = is_named and ((kind.flag and not value) or (not kind.flag and value))
+    is_named = name.replace("-", "_") in SBATCH_OPTIONS or name == "time"
+    is_flag = is_named and (name in SBATCH_FLAGS) != bool(value)
     option = f"--{name}" if is_flag else f"--sbatch={name}"
     return f"{option}={value}" if value else option
 

@@ -59,8 +59,9 @@ def copy_code(repo: Path, limit_mb: int = 20) -> Path:
     assert snapshot is not None, notes
     run = RunDir(repo.parent / "run")
     run.path.mkdir(exist_ok=True)
-    with snapshot.copied_into(run) as code:
-        return Path(code.copy)
+    copy = Path(snapshot.reference(run).copy)
+    with snapshot.copied_to(copy):
+        return copy
 
 
 def assert_nothing_from_outside(copy: Path) -> None:

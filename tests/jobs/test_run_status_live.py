@@ -20,8 +20,7 @@ from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.submit.dependency import resolve_dependency
-from hpctrain.records.run_record import JobRecord
-from hpctrain.slurm.states import RunState
+from hpctrain.slurm.states import JobRecord, RunState
 
 pytestmark = pytest.mark.slurm
 

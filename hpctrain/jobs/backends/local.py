@@ -16,12 +16,12 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, own_file, read_regular
 from hpctrain.jobs.backends.base import PreflightResult
 from hpctrain.jobspec.job_spec import BackendName, JobSpec
-from hpctrain.records.run_record import JobRecord, read_run_record
+from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.site_facts import SiteConventions
-from hpctrain.slurm.states import JobStateView, RunState
+from hpctrain.slurm.states import JobRecord, JobStateView, RunState
 from hpctrain.text import pluralize
 
 #: Each rank is a process with PyTorch: more ranks than this would overload a laptop.

@@ -1,40 +1,20 @@
-"""Judge a job with `sbatch --test-only`, and forecast its start and its maximum cost."""
+"""Check a job against its Slurm site, and forecast its start and its maximum cost."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cache
 
-from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.base import PreflightResult
 from hpctrain.jobs.site.mounts import path_notes
 from hpctrain.jobs.site.site_check import JobRequest, check_request, explain_refusal, waits_for_nodes
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.slurm.command import SlurmCall, is_transient, run_slurm
+from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.slurm.parsing import parse_timestamp
+from hpctrain.slurm.job_test import JobTest, describe_start
 from hpctrain.slurm.site_facts import Partition, Site
 from hpctrain.text import join_or, pluralize
-
-#: Time limit in seconds: Slurm simulates the queue to predict a start. A long queue yields no forecast.
-_FORECAST_TIMEOUT_S = 10.0
-#: A start within this many seconds counts as immediate.
-_IMMEDIATE_S = 60
-#: Seconds: Slurm predicts later starts if running jobs have no time limit.
-_MAX_START_S = 365 * 86400.0
-_NOW = "now"
-
-# Slurm 26.05 prints "a" after the time.
-_START = re.compile(r"to start at (\S+)(?: a)? using \d+ processors on nodes (\S+)(?: in partition (\S+))?")
-#: Messages of `sbatch --test-only` for jobs that sbatch accepts but that must wait.
-_WAITS = (
-    *("are busy", "Required node not available", "not available now", "dependency problem", "in held state"),
-    *("reservation is in use", "not usable now", "maintenance reservation", "usage threshold"),
-)
 
 
 def preflight_slurm(
@@ -58,54 +38,16 @@ def preflight_slurm(
         names = join_or(partition.name for partition in partitions)
         notes.append(f"Partition {names} is down. The job will wait until the partition is up again.")
         return PreflightResult(tuple(notes), lambda: (cost,))
-    test = SlurmCall(["sbatch", "--test-only"], request.variables, text=script, timeout_s=_FORECAST_TIMEOUT_S)
-
-    @cache
-    def judge() -> tuple[str, str]:
-        """Return the output and the error of sbatch."""
-        try:
-            return "".join(test.answer()), ""
-        except SchedulerError as error:
-            return "", str(error)
+    test = JobTest(script, request.variables)
 
     def refusal() -> str:
-        _, error = judge()
-        is_refused = error.startswith("sbatch failed: ") and not is_transient(error)
-        if not is_refused or any(message in error for message in _WAITS):
+        if "node configuration" in (error := test.refusal) and waits_for_nodes(request, partitions):
             return ""
-        if "node configuration" in error and waits_for_nodes(request, partitions):
-            return ""
-        return explain_refusal(error, request, site)
+        return error and explain_refusal(error, request, site)
 
-    return PreflightResult(tuple(notes), lambda: (expected_start(request, *judge()), cost), refusal)
-
-
-def expected_start(request: JobRequest, output: str, error: str = "") -> str:
-    if error:
-        return f"No estimated start: {error}."
-    if (match := _START.search(output)) is None:
-        return f"No estimated start: {' '.join(output.split()) or 'sbatch printed nothing'}."
-    time, nodes, partition = match.groups()
-    start = parse_timestamp(time)
-    if start is not None and start - datetime.now().timestamp() > _MAX_START_S:
-        return "No estimated start: according to Slurm, the job waits for jobs without a time limit."
-    if request.is_given("hold"):
-        return "The job is held (--hold) and will start only after `scontrol release`."
-    # The forecast ignores dependencies (seen with Slurm 22.05).
-    start_text = _when(time)
-    if request.is_given("dependency"):
-        condition = "its dependency is satisfied (--dependency)"
-        start_text = f"when {condition}" if start_text == _NOW else f"{start_text}, after {condition}"
-    return f"Estimated start: {start_text}, on {nodes}{f', partition {partition}' if partition else ''}."
-
-
-def _when(time: str) -> str:
-    if (seconds := parse_timestamp(time)) is None:
-        return time
-    start, today = datetime.fromtimestamp(seconds), datetime.now()
-    if (start - today).total_seconds() < _IMMEDIATE_S:
-        return _NOW
-    return f"{start:%H:%M}" if start.date() == today.date() else f"{start:%Y-%m-%d %H:%M}"
+    return PreflightResult(
+        tuple(notes), lambda: (describe_start(request.directives, *test.answer), cost), refusal
+    )
 
 
 def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Site) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from hpctrain.cluster.addresses import interfaces, is_loopback, resolve_host
 from hpctrain.cluster.amd_gpus import list_amd_gpus
 from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, run_python_probe
-from hpctrain.jobs.submit.container_builder import has_pyxis
+from hpctrain.slurm.site_facts import has_pyxis
 from hpctrain.text import format_memory, pluralize
 
 #: The first import of torch from a file server is slow.

@@ -29,11 +29,10 @@ from hpctrain.jobs.doctor.slurm_checks import (
     probe_options,
 )
 from hpctrain.jobs.options.option_parser import SITE_KEY
-from hpctrain.jobs.site.mounts import nodes_are_this_machine
 from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
+from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site, nodes_are_this_machine
 
 _SLURM_LIMIT_S = 20.0
 

@@ -12,7 +12,6 @@ from functools import partial
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.doctor.probe import Finding
-from hpctrain.jobs.site.site_check import is_preemptible
 from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.command import run_slurm, run_slurm_parallel
 from hpctrain.slurm.config import SlurmConfig
@@ -79,7 +78,7 @@ def partition_findings(site: Site) -> Iterator[Finding]:
         yield Finding("Partitions", "default", "none", remedy)
     for partition in site.partitions:
         value = f"{partition.describe_nodes()}; {partition.describe_limits()}"
-        if is_preemptible(partition, site):
+        if site.is_preemptible(partition):
             value += f"; preemption: {partition.preempt_mode}, grace time {partition.grace_time_s:g} s"
         name = f"{partition.name}{' (default)' if partition.default else ''}"
         yield Finding("Partitions", name, value, " ".join(_obstacles(partition, site)))
@@ -88,7 +87,7 @@ def partition_findings(site: Site) -> Iterator[Finding]:
 def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
     if partition.state != "UP":
         yield f"The partition accepts or starts no new jobs now (State={partition.state})."
-    if not is_preemptible(partition, site):
+    if not site.is_preemptible(partition):
         return
     grace_s = partition.grace_time_s + (site.slurm or SlurmConfig()).kill_wait_s
     if "SUSPEND" in partition.preempt_mode:

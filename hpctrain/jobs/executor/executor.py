@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
@@ -16,7 +14,6 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.debug import DebugJob
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.executor.job import Job
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.spec_builder import new_run_id, node_shape
@@ -133,8 +130,55 @@ class Executor(submitit.Executor):
             FunctionCall(submission.function, submission.args, submission.kwargs)
             for submission in delayed_submissions
         ]
-        runs, world_size = _submit_calls(calls, *to_options(self.parameters), self.folder, self._shown_notes)
+        runs, world_size = self._submit_calls(calls, *to_options(self.parameters))
         return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
+
+    def _submit_calls(
+        self, calls: Sequence[FunctionCall], options: SubmitOptions, max_concurrent: int
+    ) -> tuple[list[Run], int]:
+        """Submit calls; several become a job array. Return the runs, and the number of ranks of each."""
+        # A function that raised an exception is called again only on request.
+        again = "max_failures" in options or any(
+            kind.startswith("python") for kind in options.get("restart_policy", ())
+        )
+        payloads = [CallPayload.serialize(call, retry_on_exception=again).to_bytes() for call in calls]
+        names = {call.name for call in calls}
+        name = options.get("name") or (names.pop() if len(names) == 1 else "functions")
+        limit = f"%{max_concurrent}" if max_concurrent else ""
+        array = f"0-{len(calls) - 1}{limit}" if len(calls) > 1 else ""
+        run_dir = self.folder / new_run_id(name)
+        while run_dir.exists():
+            run_dir = self.folder / new_run_id(name)
+        submission = prepare_submission(
+            _SCRIPT,
+            [],
+            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
+            # Overrides configuration files: the number of tasks is the number of calls.
+            assignments=[f"array={array}"],
+            environ=dict(os.environ),
+            cwd=Path.cwd(),
+            python=sys.executable,
+            code=_program_folder(),
+        )
+        if not (spec := submission.spec).supervised:
+            raise SpecError(
+                "Functions run in hpctrain's ranks, which the template 'plain' leaves out (template). Choose "
+                "another template."
+            )
+        if spec.is_elastic:
+            raise SpecError(
+                f"{spec.min_nodes} to {spec.nodes} nodes were requested (--nodes), but a function returns "
+                "one result per rank, so the number of nodes must be fixed. Request a single number, "
+                "such as 4."
+            )
+        for note in submission.notes:
+            if note not in self._shown_notes:
+                self._shown_notes.add(note)
+                log.warning(note)
+        run = submit_prepared(submission, payloads)
+        for prospect in submission.forecast:
+            log.info(prospect)
+        return run.tasks() or [run], spec.world_size
 
 
 class _PluginParameters(set[str]):
@@ -189,55 +233,6 @@ def to_options(parameters: Mapping[str, Any]) -> tuple[SubmitOptions, int]:
     return cast(SubmitOptions, options), parameters.get("array_parallelism", 0)
 
 
-def _submit_calls(
-    calls: Sequence[FunctionCall],
-    options: SubmitOptions,
-    max_concurrent: int,
-    folder: Path,
-    shown_notes: set[str],
-) -> tuple[list[Run], int]:
-    """Submit calls; several become a job array. Return the runs, and the number of ranks of each."""
-    # A function that raised an exception is called again only on request.
-    again = "max_failures" in options or any(
-        kind.startswith("python") for kind in options.get("restart_policy", ())
-    )
-    payloads = [CallPayload.serialize(call, retry_on_exception=again).to_bytes() for call in calls]
-    names = {call.name for call in calls}
-    name = options.get("name") or (names.pop() if len(names) == 1 else "functions")
-    array = f"0-{len(calls) - 1}" + (f"%{max_concurrent}" if max_concurrent else "") if len(calls) > 1 else ""
-    with _new_folder(folder, name) as run_dir:
-        submission = prepare_submission(
-            _SCRIPT,
-            [],
-            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
-            # Overrides configuration files: the number of tasks is the number of calls.
-            assignments=[f"array={array}"],
-            environ=dict(os.environ),
-            cwd=Path.cwd(),
-            python=sys.executable,
-            code=_program_folder(),
-        )
-        if not (spec := submission.spec).supervised:
-            raise SpecError(
-                "Functions run in hpctrain's ranks, which the template 'plain' leaves out (template). Choose "
-                "another template."
-            )
-        if spec.is_elastic:
-            raise SpecError(
-                f"{spec.min_nodes} to {spec.nodes} nodes were requested (--nodes), but a function returns "
-                "one result per rank, so the number of nodes must be fixed. Request a single number, "
-                "such as 4."
-            )
-        for note in submission.notes:
-            if note not in shown_notes:
-                shown_notes.add(note)
-                log.warning(note)
-        run = submit_prepared(submission, payloads)
-        for prospect in submission.forecast:
-            log.info(prospect)
-    return run.tasks() or [run], submission.spec.world_size
-
-
 def _program_folder() -> Path:
     """Return the folder of this program's modules; the current folder for tools such as notebooks."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -246,26 +241,3 @@ def _program_folder() -> Path:
     if folder is None or any(folder.is_relative_to(prefix) for prefix in tools):
         return Path.cwd()
     return folder
-
-
-@contextmanager
-def _new_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Create a new folder; remove it if the block fails and no job can be queued."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            folder = parent / new_run_id(name)
-            with suppress(FileExistsError):
-                folder.mkdir(0o755)
-                break
-    except OSError as error:
-        raise SpecError(
-            f"Cannot create a run folder in {str(parent)!r} (`folder`): {error.strerror}. Choose "
-            "another folder."
-        ) from error
-    try:
-        yield folder
-    except Exception as error:
-        if not isinstance(error, SubmissionUnconfirmed):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise

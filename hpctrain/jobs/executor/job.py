@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import submitit
 from submitit.core.core import InfoWatcher
@@ -19,14 +19,16 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 from hpctrain.errors import HpctrainError, RunFailed, UserError
 from hpctrain.files import read_json, read_regular
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
-from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 from hpctrain.text import format_ranks
+
+# Submitting a function does not require these modules.
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run_status import RunStatus
+    from hpctrain.jobs.runs.status_poller import StatusPoller
 
 
 class RunWatcher(InfoWatcher):
@@ -38,7 +40,7 @@ class RunWatcher(InfoWatcher):
         self._lock = threading.RLock()
         self._runs: dict[str, Run] = {}
         self._statuses: dict[str, RunStatus] = {}
-        self._poller = StatusPoller([], {})
+        self._poller: StatusPoller | None = None
         self._watched: list[str] = []
 
     def add_run(self, run: Run) -> None:
@@ -50,6 +52,8 @@ class RunWatcher(InfoWatcher):
 
     def status(self, run: Run, mode: str = "standard") -> RunStatus | None:
         """Return the run's status, possibly cached to limit the load on the scheduler."""
+        from hpctrain.jobs.runs.status_poller import StatusPoller
+
         self.add_run(run)
         key = str(run.dir.path)
         with self._lock:
@@ -66,15 +70,16 @@ class RunWatcher(InfoWatcher):
         return {} if status is None else {"JobID": status.job_id or "", "State": status.state.value}
 
     def update_if_long_enough(self, mode: str) -> None:
-        if mode == "force" or (
-            mode == "standard" and time.time() - self._last_status_check >= self._poller.poll_s
-        ):
+        poll_s = 0.0 if self._poller is None else self._poller.poll_s
+        if mode == "force" or (mode == "standard" and time.time() - self._last_status_check >= poll_s):
             self.update()
 
     def update(self) -> None:
+        from hpctrain.jobs.runs.status_poller import StatusPoller
+
         with self._lock:
             active = [key for key in self._runs if key not in self._finished]
-            if active != self._watched:
+            if self._poller is None or active != self._watched:
                 self._poller = StatusPoller([self._runs[key].dir for key in active], os.environ)
                 self._watched = active
             self._num_calls += 1
@@ -184,6 +189,8 @@ class Job(submitit.Job[R]):
 
     @classmethod
     def from_run(cls, run: Run) -> Job[Any]:
+        from hpctrain.jobspec.load_spec import load_spec
+
         return cls(run.dir.path, run.job_id or "", range(load_spec(run.dir.spec).world_size))
 
     def submission(self) -> DelayedSubmission:
@@ -213,6 +220,8 @@ class Job(submitit.Job[R]):
         Raises:
             SchedulerError: the state was unknown for an hour without new output, or the run will never start.
         """
+        from hpctrain.jobs.runs.status_poller import UnknownStateTracker
+
         tracker = UnknownStateTracker()
         while (status := self.watcher.status(self.run)) is None or not status.state.ended:
             if status is not None and (message := tracker.message_for(status)):

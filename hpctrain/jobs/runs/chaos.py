@@ -18,9 +18,8 @@ from hpctrain.jobs.runs import control
 from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.records.run_record import read_run_record
-from hpctrain.slurm.command import CHAOS_STEP, run_slurm
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.job_requests import requeue_job
+from hpctrain.slurm.job_requests import requeue_job, run_on_host
 from hpctrain.slurm.states import RunState
 from hpctrain.text import format_ranks
 
@@ -155,8 +154,9 @@ class ChaosRunner:
             targets = (
                 [str(injection.attempt), *map(str, injection.ranks)] if injection.ranks else ["supervisor"]
             )
-            arguments = [run_dir, number.name, *targets]
-            _signal_on_host(job_id, injection.host, arguments, strip_job_env(self.run.environ))
+            program = [sys.executable, "-P", "-m", "hpctrain.cluster.signal_processes"]
+            program += [run_dir, number.name, *targets]
+            run_on_host(job_id, injection.host, program, strip_job_env(self.run.environ))
         else:
             return bool(signal_ranks(run_dir, number, injection.attempt, injection.ranks))
         return True
@@ -170,18 +170,3 @@ def check_disturbable(run: Run) -> RunStatus:
             "Faults can only be injected into your own runs."
         )
     return require_running(run, done="disturbed")
-
-
-def _signal_on_host(
-    job_id: str, host: str | None, arguments: Sequence[str], environ: Mapping[str, str]
-) -> None:
-    """Send a signal on a node of the job, by default the first, from a step that overlaps the ranks."""
-    # The raw job id differs from the id of an array task.
-    cells = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
-    if len(cells) != 2:
-        raise SchedulerError(f"squeue does not show the host of job {job_id}.")
-    raw_id, batch_host = cells
-    step = [f"--jobid={raw_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host or batch_host}"]
-    step += ["--mpi=none", f"--job-name={CHAOS_STEP}", "--gres=none", "--input=none", "--quiet"]
-    program = [sys.executable, "-P", "-m", "hpctrain.cluster.signal_processes"]
-    run_slurm(["srun", *step, *program, *arguments], environ)

@@ -14,9 +14,9 @@ from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.runs.status_poller import StatusPoller
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.jobspec.load_spec import load_spec
-from hpctrain.records.run_record import JobRecord, read_run_record
+from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.states import RunState
+from hpctrain.slurm.states import JobRecord, RunState
 
 _Answer = TypeVar("_Answer")
 

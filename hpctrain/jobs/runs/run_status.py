@@ -14,7 +14,7 @@ from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
 from hpctrain.files import warn_once
 from hpctrain.records.checkpoint_health import save_problem
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.records.run_record import RunRecord, last_activity, read_run_record
+from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import RunDir, is_metrics
 from hpctrain.slurm.pending_reasons import DEPENDENCY_NEVER_SATISFIED
 from hpctrain.slurm.states import JobStateView, RunState, combine_states, count_states, describe_counts
@@ -158,7 +158,7 @@ def summarize_array(record: RunRecord, tasks: Sequence[RunStatus]) -> RunStatus:
 
 
 def _unknown_s(record: RunRecord, last_known: float) -> float | None:
-    known_at = max(last_known, last_activity(record.run)) if record.submitted else 0.0
+    known_at = max(last_known, record.run.last_activity()) if record.submitted else 0.0
     return max(0.0, time.time() - known_at) if known_at else None
 
 

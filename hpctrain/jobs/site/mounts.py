@@ -7,9 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.slurm.site_facts import RunQuery
+from hpctrain.slurm.site_facts import RunQuery, nodes_are_this_machine
 
 _MOUNTS = Path("/proc/self/mounts")
 
@@ -90,12 +89,3 @@ def path_notes(spec: JobSpec, ask: RunQuery) -> list[str]:
         f"Move {pronoun} to a folder that all nodes share, such as your home folder."
     )
     return [note]
-
-
-def nodes_are_this_machine(ask: RunQuery) -> bool:
-    """Return true if all nodes of the cluster run on this machine."""
-    try:
-        hosts = set(ask(["sinfo", "--all", "--noheader", "--format=%n"]).split())
-    except SchedulerError:
-        return False
-    return hosts == {os.uname().nodename.partition(".")[0]}

@@ -18,7 +18,7 @@ from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env
-from hpctrain.slurm.pending_reasons import suggest_remedy
+from hpctrain.slurm.pending_reasons import REMEDIES, suggest_remedy
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
 from hpctrain.text import join_or, pluralize, suggest
 
@@ -26,36 +26,6 @@ _QOS_FLAGS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qo
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 _RESUBMIT_HINT = "Submit the run again with the same --run-dir to continue."
 _SUCCESSOR_NOTE = "continues in a successor job, which starts after the previous job has ended"
-
-_SIZE = "The job requests {request}. {offers} Request less, or choose another --partition."
-_NO_ACCESS = (
-    "The partition may be limited to some users, or require a --reservation. {offers} Choose another "
-    "--partition."
-)
-_ACCOUNTS = "`sacctmgr show assoc user=$USER` lists yours"
-
-#: Remedies by a part of Slurm's message (slurm_errno.c).
-REMEDIES = {
-    "Invalid partition name": "{partition_hint}",
-    "No partition specified": "Use --partition. {partition_hint}",
-    "Required partition not available": "Choose another --partition, or wait.",
-    "not permitted to use this partition": _NO_ACCESS,
-    "Access/permission denied": _NO_ACCESS,
-    "node configuration is not available": _SIZE,
-    "Node count specification invalid": _SIZE,
-    "More processors requested": _SIZE,
-    "Memory required by task": _SIZE,
-    "generic resource (gres) specification": _SIZE,
-    "Invalid feature specification": "Choose from the features of the nodes (--constraint): {features}.",
-    "Invalid node name": "Correct --nodelist or --exclude: {offers}",
-    "nodes not in this partition": "Correct --nodelist, or choose another --partition. {offers}",
-    "Requested time limit is invalid": "{offers} Use a --time within the limit.",
-    "Invalid job array": "The highest task number at this site is {last_task} (MaxArraySize). Use smaller "
-    "numbers, or submit several arrays.",
-    "Invalid account": f"Use another --account or --partition; {_ACCOUNTS}.",
-    "Invalid qos": f"Use another --qos; {_ACCOUNTS[:-7]} format=qos` lists yours.",
-    "reservation": "Use another --reservation; `scontrol show reservation` lists them.",
-}
 
 
 @dataclass(frozen=True)
@@ -328,14 +298,6 @@ def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Ite
         )
 
 
-def is_preemptible(partition: Partition, site: Site) -> bool:
-    """Return true if jobs of another partition can preempt jobs of the partition. QOS are not considered."""
-    # PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).
-    if site.slurm is None or site.slurm.preempt_type != "partition_prio" or partition.preempt_mode == "OFF":
-        return False
-    return any(competitor.priority_tier > partition.priority_tier for competitor in site.partitions)
-
-
 def _requeue_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
     """Yield notes on the end of a job at a preemption or near the time limit.
 
@@ -352,7 +314,7 @@ def _requeue_notes(request: JobRequest, partition: Partition, site: Site) -> Ite
             f"This site does not requeue jobs by default (JobRequeue=0). {saves} {_SUCCESSOR_NOTE} "
             "(--resume-mode)."
         )
-    if is_preemptible(partition, site) and partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
+    if site.is_preemptible(partition) and partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
         end = f"ends as FAILED. {_RESUBMIT_HINT}" if mode == "requeue" else f"{_SUCCESSOR_NOTE}."
         yield (
             f"A preempted job in partition {partition.name} is cancelled immediately, not requeued "

@@ -79,14 +79,14 @@ class CodeSnapshot:
 
     @classmethod
     def plan(
-        cls, script: str, limit_mb: int, environ: Mapping[str, str], *, folder: Path | None = None
+        cls,
+        script: str | os.PathLike[str],
+        limit_mb: int,
+        environ: Mapping[str, str],
+        *,
+        folder: Path | None = None,
     ) -> CodeSnapshot:
-        """Plan the copy of the working tree with the script, or with `folder`.
-
-        Raises:
-            NotARepository: there is no git repository, so the script's files are unknown.
-            SpecError: the files exceed `limit_mb`, a file cannot be copied, or git does not answer.
-        """
+        """Plan the copy of the working tree with the script, or with `folder`."""
         path = Path(os.path.realpath(script))
         inside = folder or path.parent
         repository = SentCode.containing(inside) or GitRepository.containing(inside, environ)
@@ -115,10 +115,21 @@ class CodeSnapshot:
             )
         return cls(repository, script_path, files, sum(sizes.values()), limit_mb)
 
-    @contextmanager
-    def copied_into(self, run: RunDir) -> Iterator[CodeRef]:
-        """Copy the files into the run folder; remove the copy if the block fails to submit the job."""
+    def reference(self, run: RunDir) -> CodeRef:
         copy = run.new_code()
+        script = None if self.script is None else str(copy / self.script)
+        source = str(self.repository.root)
+        source = str(self.repository.root)
+        return CodeRef(source=source, copy=str(copy), script=script, limit_mb=self.limit_mb)
+
+    @contextmanager
+    def copied_to(self, copy: Path) -> Iterator[None]:
+        """Copy the files into the run folder; remove the copy if the block fails to submit the job."""
+        if copy.exists():
+            raise SpecError(
+                f"The run in {str(copy.parents[1])!r} (--run-dir) was submitted again in the meantime. "
+                "Submit again to continue it."
+            )
         temporary = copy.with_name(f".{copy.name}.tmp")
         try:
             # The files of the working tree may be private.
@@ -127,9 +138,7 @@ class CodeSnapshot:
             self._copy_to(temporary)
             self._record(copy, diff.text() if diff else "")
             os.rename(temporary, copy)
-            script = None if self.script is None else str(copy / self.script)
-            root = str(self.repository.root)
-            yield CodeRef(source=root, copy=str(copy), script=script, limit_mb=self.limit_mb)
+            yield
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             # Others than Exception, such as Ctrl-C, may occur while the scheduler accepts the job.
@@ -185,27 +194,26 @@ class CodeSnapshot:
 
 
 def plan_snapshot(
-    script: str,
+    script: str | os.PathLike[str],
     limit_mb: int,
     environ: Mapping[str, str],
     *,
     folder: Path | None = None,
     starts_now: bool = False,
 ) -> tuple[CodeSnapshot | None, list[str]]:
-    """Plan the copy; if there is nothing to copy, return notes for the user. See `CodeSnapshot.plan`.
-
-    A script outside a repository that starts now needs no note: its user is not likely to change it first.
-    """
+    """Plan the copy; if there is nothing to copy, return notes for the user."""
     if limit_mb < 1:
         raise SpecError(
             f"code_snapshot_limit is {limit_mb}, but must be at least 1. To disable the copy, use "
             "--no-code-snapshot."
         )
+    if folder is None and not os.path.isfile(script):
+        return None, []  # reported by the checks of the program
     try:
         return CodeSnapshot.plan(script, limit_mb, environ, folder=folder), []
     except NotARepository as reason:
         if starts_now and isinstance(reason, OutsideRepository):
-            return None, []
+            return None, []  # The user is not likely to change the script first.
         note = (
             f"Warning: the code is not copied ({reason}). If you change it, later attempts run the new code."
         )

@@ -39,11 +39,10 @@ def resolve_dependency(
 
     A run that has ended as required is omitted, because Slurm forgets ended jobs; the result may be empty.
     """
-    is_any = "?" in text
-    separator = "?" if is_any else ","
+    separator = "?" if "?" in text else ","
     conditions: list[str] = []
     notes: list[str] = []
-    impossible: list[SpecError] = []
+    impossible: list[str] = []
     for condition in text.split(separator):
         kind, *names = condition.split(":")
         if kind not in _FULFILLED_BY:
@@ -52,35 +51,32 @@ def resolve_dependency(
         states = _FULFILLED_BY[kind]
         jobs = []
         for name in names:
+            option = f"--dependency {kind}:{name}"
             if _JOB.fullmatch(name):
                 jobs.append(name)
                 continue
-            option = f"--dependency {kind}:{name}"
             status, delay = _find_run(option, name, cwd, environ, runs_dir)
             if states is None or not status.state.ended:
                 jobs.append(f"{status.job_id}{delay}")
-            elif status.state in states:
-                notes.append(f"{option} has no effect: run {status.run_id} is already {status.state}.")
-                if is_any:
-                    return "", notes
-            else:
+            elif status.state not in states:
                 impossible.append(
-                    SpecError(
-                        f"{option}: run {status.run_id} is already {status.state}, so the job would wait "
-                        "forever. Resume that run first, or remove the dependency."
-                    )
+                    f"{option}: run {status.run_id} is already {status.state}, so the job would wait "
+                    "forever. Resume that run first, or remove the dependency."
                 )
+            else:
+                notes.append(f"{option} has no effect: run {status.run_id} is already {status.state}.")
+                if separator == "?":
+                    return "", notes
         if jobs or not names:
             conditions.append(":".join([kind, *jobs]))
-    if impossible and not (is_any and conditions):
-        raise impossible[0]
+    if impossible and not (separator == "?" and conditions):
+        raise SpecError(impossible[0])
     return separator.join(conditions), notes
 
 
 def _find_run(
     option: str, name: str, cwd: Path, environ: Mapping[str, str], runs_dir: str
 ) -> tuple[RunStatus, str]:
-    """Return the status of the run of that name, and the delay after the name."""
     match = _RUN.fullmatch(name)
     if match is None:
         raise SpecError(f"{option} specifies neither a job nor a run. Use KIND:JOB or KIND:RUN.")

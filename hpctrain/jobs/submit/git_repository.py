@@ -19,17 +19,7 @@ _LIMIT_S = 60.0
 _OTHER_REPOSITORY = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR"}
 
 #: Arguments to list all files of the working tree, from any of its folders.
-_LIST_FILES = (
-    "ls-files",
-    "-z",
-    "-t",
-    "--cached",
-    "--others",
-    "--exclude-standard",
-    "--full-name",
-    "--",
-    ":/",
-)
+_LIST_FILES = ("ls-files", "-zt", "--cached", "--others", "--exclude-standard", "--full-name", "--", ":/")
 #: Options that prevent git from running programs of the repository: file system monitor and hooks.
 _RUN_NOTHING = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
 _DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=diff")
@@ -97,8 +87,8 @@ class GitCommand:
 
 class GitRepository:
     def __init__(self, root: Path, environ: Mapping[str, str], files: GitCommand, commit: str | None) -> None:
+        #: The checked-out commit; None if there is no commit yet.
         self.root, self.commit = root, commit
-        """Root folder, and the checked-out commit; None if there is no commit yet."""
         self._environ, self._files = environ, files
 
     @classmethod

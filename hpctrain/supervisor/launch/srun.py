@@ -14,8 +14,8 @@ from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobspec.directives import srun_options
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.jobspec.step_options import srun_options
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.slurm.command import COMMAND_LIMIT_S, find_step, job_step_name
 from hpctrain.slurm.environment import own_job_id, strip_job_env
