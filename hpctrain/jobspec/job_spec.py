@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -258,8 +258,10 @@ def _yaml_lines(value: dict[str, Any], indent: str = "") -> Iterator[str]:
 def _yaml_scalar(value: object) -> str:
     if isinstance(value, str) and _PLAIN_YAML.fullmatch(value):
         return value
-    # YAML contains JSON, except for characters that are not printable.
+    # YAML contains JSON, except for numbers such as 1e+18, and for characters that are not printable.
     text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and "." not in text:
+        return text.replace("e", ".0e")
     return _NOT_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -393,14 +395,13 @@ def _check_words(spec: JobSpec) -> None:
     for description, text in (("job name", spec.name), ("run id", spec.run_id)):
         if not text:
             raise SpecError(f"The {description} is empty. Use at least one character.")
-    script_texts = _script_texts(spec)
-    for description, text in script_texts:
-        if match := CONTROL_CHARACTER.search(text):
+    lines, words = _script_texts(spec), _process_texts(spec)
+    for description, text in ((key, text) for key, texts in (lines | words).items() for text in texts):
+        if description in lines and (match := CONTROL_CHARACTER.search(text)):
             raise SpecError(
                 f"The {description} {text!r} contains the control character {match[0]!r}, which is not "
                 "allowed in a batch script. Remove this character."
             )
-    for description, text in (*_process_texts(spec), *script_texts):
         if "\x00" in text:
             raise SpecError(
                 f"The {description} {text!r} contains a NUL character, which cannot be passed to a process. "
@@ -415,24 +416,27 @@ def _check_words(spec: JobSpec) -> None:
             ) from None
 
 
-def _script_texts(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the texts for a line of the batch script, with descriptions."""
-    return [
-        ("job name", spec.name),
-        ("path of the run folder", spec.run_dir),
-        ("run id", spec.run_id),
-        ("path of the interpreter", spec.python),
-        *((f"value of --{key}", value) for key, value in spec.directives.items()),
-        *(("option", key) for key in spec.directives),
-        ("template", spec.template or ""),
-        *(("module", module) for module in spec.shell.modules),
-        *((f"value of --{name}", getattr(spec.shell, name) or "") for name in ("conda", "venv")),
-    ]
+def _script_texts(spec: JobSpec) -> dict[str, Sequence[str]]:
+    """Return the texts for a line of the batch script, by description."""
+    return {
+        "job name": [spec.name],
+        "path of the run folder": [spec.run_dir],
+        "run id": [spec.run_id],
+        "path of the interpreter": [spec.python],
+        **{f"value of --{key}": [value] for key, value in spec.directives.items()},
+        "option": list(spec.directives),
+        "template": [spec.template or ""],
+        "module": spec.shell.modules,
+        "value of --conda": [spec.shell.conda or ""],
+        "value of --venv": [spec.shell.venv or ""],
+    }
 
 
-def _process_texts(spec: JobSpec) -> list[tuple[str, str]]:
-    """Return the texts that are passed to a process without a shell, with descriptions."""
-    texts = {
+def _process_texts(spec: JobSpec) -> dict[str, Sequence[str]]:
+    """Return the texts that are passed to a process without a shell, by description."""
+    return {
+        "path of the script" if spec.program == "script" else spec.program: [spec.script],
+        "path of the working directory": [spec.workdir],
         "argument": spec.args,
         "line of --setup": spec.shell.setup,
         "line of --teardown": spec.shell.teardown,
@@ -440,11 +444,6 @@ def _process_texts(spec: JobSpec) -> list[tuple[str, str]]:
         "image": [spec.container.image] if spec.container else [],
         "mount": spec.container.mounts if spec.container else [],
         "target of --notify": spec.notify.targets,
+        **{f"source of {name} (--stage)": [source] for name, source in spec.stage.items()},
+        **{f"value of the variable {name}": [value] for name, value in spec.env.items()},
     }
-    return [
-        ("path of the script" if spec.program == "script" else spec.program, spec.script),
-        ("path of the working directory", spec.workdir),
-        *((description, text) for description, values in texts.items() for text in values),
-        *((f"source of {name} (--stage)", source) for name, source in spec.stage.items()),
-        *((f"value of the variable {name}", value) for name, value in spec.env.items()),
-    ]

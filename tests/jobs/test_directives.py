@@ -104,32 +104,6 @@ def test_quoted_values_are_read_back_by_sbatch(value):
     assert parse_like_sbatch(f" --comment={quote_directive(value)}") == [f"--comment={value}"]
 
 
-def test_directives_of_a_job(make_spec):
-    spec = make_spec(
-        nodes=2,
-        gpus_per_node=4,
-        cpus_per_task=8,
-        time_limit_s=3600.0,
-        directives={"partition": "big", "exclusive": ""},
-    )
-    assert directive_lines(all_directives(spec)) == [
-        "#SBATCH --job-name=train",
-        "#SBATCH --nodes=2",
-        "#SBATCH --ntasks-per-node=4",
-        "#SBATCH --gres=gpu:4",
-        "#SBATCH --cpus-per-task=8",
-        "#SBATCH --time=01:00:00",
-        "#SBATCH --chdir=/home/me/runs/train-1",
-        "#SBATCH --output=/home/me/runs/train-1/logs/slurm.log",
-        "#SBATCH --open-mode=append",
-        "#SBATCH --requeue",
-        "#SBATCH --signal=USR2@120",
-        "#SBATCH --export=ALL",
-        "#SBATCH --partition=big",
-        "#SBATCH --exclusive",
-    ]
-
-
 @pytest.mark.parametrize(
     ("fields", "lines"),
     [

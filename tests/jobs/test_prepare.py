@@ -42,6 +42,7 @@ def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
         ({"template": "./mine"}, "mine. .--template. not found"),
         ({"nodez": 2}, "Did you mean 'nodes'"),
         ({"run_dir": "/proc/run"}, "Cannot write to the run folder"),
+        ({"run_dir": "/"}, "--run-dir is '/', which has no folder name"),
         ({"run_dir": "train.py"}, "is a file"),
         ({"run_dir": "train.py/run"}, "is not a folder"),
         ({"run_dir": "x" * 300}, "Cannot access the run folder .*: File name too long"),

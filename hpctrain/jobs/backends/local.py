@@ -26,10 +26,8 @@ from hpctrain.text import pluralize
 
 #: Each rank is a process with PyTorch: more ranks than this would overload a laptop.
 _RANKS_PER_CPU, _MIN_RANKS = 4, 32
-#: Maximum seconds until the lock contains the supervisor's process id, which takes milliseconds.
-_NUMBER_LIMIT_S = 2.0
-#: A supervisor starts the ranks within a second, unless the job script's setup takes longer.
-_START_LIMIT_S = 5.0
+#: Maximum seconds until the lock contains the supervisor's process id, and until the ranks have started.
+_NUMBER_LIMIT_S, _START_LIMIT_S = 2.0, 5.0
 
 
 class LocalBackend:
@@ -131,16 +129,15 @@ class LocalBackend:
         try:
             is_going = is_locked(run.lock)
         except PermissionError:
-            explanation = (
-                f"{shlex.quote(str(run.lock))} belongs to another user, and only that user can read the state"
-            )
+            lock = shlex.quote(str(run.lock))
+            explanation = f"{lock} belongs to another user, and only that user can read the state"
             return JobStateView(RunState.UNKNOWN, explanation)
         if is_going:
             return JobStateView(RunState.RUNNING)
-        if _waits_in_array(run):
-            return JobStateView(RunState.CANCELLED if run.cancel_request.exists() else RunState.PENDING)
         if run.cancel_request.exists():
             return JobStateView(RunState.CANCELLED)  # before the supervisor could record the end
+        if _waits_in_array(run):
+            return JobStateView(RunState.PENDING)
         return JobStateView(
             RunState.FAILED,
             f"the supervisor exited without reporting a result (log: {shlex.quote(str(run.slurm_log))})",

@@ -66,7 +66,7 @@ def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Si
         size = f"{num_tasks} tasks × {size}"
     limits = (
         [request.time_limit_s]
-        if request.is_given("time")
+        if "time" in request.directives
         else [partition.time_without_option_s for partition in partitions]
     )
     if not limits or None in limits:

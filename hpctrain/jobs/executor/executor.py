@@ -36,9 +36,7 @@ _HINTS = {
     "runs_dir": "Pass the parent folder of the run folders as `folder`.",
     "array": "To submit a job array, use map_array(), submit_array() or batch().",
     "max_pickle_size_gb": "Remove this parameter: hpctrain does not limit the size of the function.",
-    (
-        "python"
-    ): "The ranks use the Python of this program. For another Python, set venv, conda or container_image.",
+    "python": "The ranks use this program's Python. For another Python, set venv, conda or container_image.",
     "use_srun": "The supervisor starts the ranks with srun. To use torchrun, set launcher to torchrun.",
     "visible_gpus": "Set CUDA_VISIBLE_DEVICES in the environment of the program that submits the jobs.",
 }

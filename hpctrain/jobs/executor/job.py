@@ -51,7 +51,6 @@ class RunWatcher(InfoWatcher):
                 self.register_job(key)
 
     def status(self, run: Run, mode: str = "standard") -> RunStatus | None:
-        """Return the run's status, possibly cached to limit the load on the scheduler."""
         from hpctrain.jobs.runs.status_poller import StatusPoller
 
         self.add_run(run)
@@ -301,8 +300,7 @@ class Job(submitit.Job[R]):
         return "\n".join(texts) if texts else None
 
     def stderr(self) -> str | None:
-        """Return the same as `stdout`: both streams of a rank are written to one log."""
-        return self.stdout()
+        return self.stdout()  # Both streams of a rank are written to one log.
 
     def __del__(self) -> None:
         if self._cancel_at_deletion and not self.done():
@@ -317,7 +315,6 @@ class Job(submitit.Job[R]):
 
 
 def _read_result(run: RunDir, attempt: int, rank: int) -> Any:
-    """Return the function's result on a rank of a completed run; wait for a file from another host."""
     path = run.result(attempt, rank)
     deadline = time.monotonic() + _RESULT_TIMEOUT_S
     while not path.exists():

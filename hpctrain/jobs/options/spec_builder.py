@@ -130,7 +130,6 @@ def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
 
 
 def _checked(option: str, value: Any) -> Any:
-    """Return the value of an option; None for `never`."""
     if value == "never" and option in _LEAST:
         return None
     if option in _LEAST and value < _LEAST[option]:
@@ -153,13 +152,11 @@ def _run_dir(options: SubmitOptions, name: str, cwd: Path) -> Path:
 
 
 def new_run_id(name: str) -> str:
-    """Return a run id for a job of that name. Collisions within the same second are very unlikely."""
     stem = _NOT_IN_ID.sub("-", name)[:_MAX_NAME_IN_ID].strip("-.") or "run"
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def _nodes(value: int | str) -> tuple[int, int]:
-    """Return the minimum and maximum number of nodes from `2:4` or a single number."""
     if isinstance(value, int):
         return value, value
     if match := re.fullmatch(r"([1-9]\d{0,17}):(\d{1,18})", value, re.ASCII):
@@ -190,7 +187,6 @@ def node_shape(options: SubmitOptions) -> tuple[str | None, int, int]:
 
 
 def parse_gpus(value: int | str) -> tuple[str | None, int]:
-    """Return type and number of GPUs from `h100:8` or a single number."""
     if isinstance(value, int):
         return None, value
     gpu_type, _, number = value.rpartition(":")
@@ -214,7 +210,6 @@ def _directives(options: SubmitOptions, cwd: Path) -> dict[str, str]:
 
 
 def _read_nodes(path: Path, option: str) -> str:
-    """Return the nodes in a file, which has a name per line, and comments after `#`."""
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:

@@ -29,23 +29,18 @@ _REACH_LIMIT_S = 120.0
 
 class Fault(StrEnum):
     KILL_RANK = "kill-rank"
-    """A rank receives SIGKILL."""
     KILL_NODE_RANKS = "kill-node-ranks"
-    """All ranks of a node receive SIGKILL."""
+    #: With SIGSTOP; the other ranks wait until the hang is detected, which takes minutes.
     STOP_RANK = "stop-rank"
-    """A rank receives SIGSTOP; the other ranks wait until the hang is detected."""
     KILL_SUPERVISOR = "kill-supervisor"
-    """The supervisor receives SIGKILL."""
+    #: The ranks receive the preemption signal.
     PREEMPT = "preempt"
-    """The ranks receive the preemption signal."""
+    #: As with `scontrol requeue`.
     REQUEUE = "requeue"
-    """Slurm requeues the job, as with `scontrol requeue`."""
 
 
 #: Without Slurm, nothing restarts a supervisor, and there is no queue.
 _SLURM_ONLY = frozenset({Fault.KILL_SUPERVISOR, Fault.REQUEUE})
-#: A hang takes minutes.
-_ONLY_ON_REQUEST = frozenset({Fault.STOP_RANK})
 
 
 @dataclass(frozen=True)
@@ -64,20 +59,19 @@ class FaultInjection:
 
 
 def faults_for(backend: str | None, requested: Collection[Fault]) -> tuple[Fault, ...]:
-    """Return the faults to choose from: the requested faults, or all that are detected within seconds."""
+    """Return the requested faults; by default all that are detected within seconds."""
     possible = [fault for fault in Fault if backend == "slurm" or fault not in _SLURM_ONLY]
     if impossible := sorted(set(requested).difference(possible)):
         raise SpecError(
             f"--fault {', '.join(impossible)} requires Slurm, but this run uses the {backend} backend, which "
             f"would not restart the run. Valid faults: {', '.join(possible)}."
         )
-    return tuple(sorted(requested)) or tuple(fault for fault in possible if fault not in _ONLY_ON_REQUEST)
+    return tuple(sorted(requested)) or tuple(fault for fault in possible if fault is not Fault.STOP_RANK)
 
 
 def choose_fault(
     faults: Sequence[Fault], started: Mapping[str, Any], chance: random.Random
 ) -> FaultInjection:
-    """Choose the next fault at random, given the event of the last launch of the ranks."""
     fault, attempt = chance.choice(faults), int(started["attempt"])
     world_size, hosts = int(started["world_size"]), [str(host) for host in started["hosts"]]
     rank, per_node = chance.randrange(world_size), world_size // len(hosts)
@@ -133,7 +127,7 @@ class ChaosRunner:
         return choose_fault(self.faults, started, chance)
 
     def _inject(self, injection: FaultInjection, status: RunStatus) -> bool:
-        """Inject the fault. Return true if it affected a process; ranks may exit at any time."""
+        """Return true if the fault affected a process; ranks may exit at any time."""
         try:
             if not self._send_fault(injection, status):
                 return False
@@ -163,7 +157,6 @@ class ChaosRunner:
 
 
 def check_disturbable(run: Run) -> RunStatus:
-    """Return the status of a run that may be disturbed: it is running and belongs to the caller."""
     if (owner := run.dir.path.stat().st_uid) != os.geteuid():
         raise SpecError(
             f"Run {run.run_id} belongs to user {owner}, but you are user {os.geteuid()}. "

@@ -24,7 +24,7 @@ def failures_since_submission(events: Iterable[dict[str, Any]]) -> list[dict[str
     failures: list[dict[str, Any]] = []
     for event in events:
         if is_new_submission(event):
-            failures = []
+            failures.clear()
         elif event.get("kind") == "failure":
             failures.append(event)
     return failures
@@ -32,12 +32,12 @@ def failures_since_submission(events: Iterable[dict[str, Any]]) -> list[dict[str
 
 def failures_of_attempt(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
     """Return the failures of an attempt of any submission, oldest first."""
-    failures = (event for event in events if event.get("kind") == "failure")
-    return [event for event in failures if event.get("attempt", 0) == attempt]
+    return [
+        event for event in events if event.get("kind") == "failure" and event.get("attempt", 0) == attempt
+    ]
 
 
 def report_failure(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -> Iterator[str]:
-    """Yield the report on one failure line by line: the cause, then the lines of `details`."""
     yield f"attempt {failure.get('attempt', 0)}: {failure.get('cause')}"
     yield from details(run, failure, ranks)
 

@@ -51,7 +51,6 @@ class Run:
         return self.dir.rank_log(attempts[-1], rank) if attempts else None
 
     def status(self) -> RunStatus:
-        """Return the current status."""
         return query_statuses([self])[0]
 
     def tasks(self) -> list[Run]:
@@ -116,7 +115,6 @@ class Run:
     def _watch(
         self, limit_s: float | None, tracker: UnknownStateTracker | None = None
     ) -> Iterator[RunStatus]:
-        """Yield statuses until the run ends or `limit_s` has passed; respect the limit of `tracker`."""
         deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
         poller = _poller([self])
         while True:

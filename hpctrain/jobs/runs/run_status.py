@@ -35,9 +35,9 @@ class RunStatus:
     #: Details from the scheduler beyond the state, if it was queried.
     words: str
     #: True if the job waits only for the end of Slurm's requeue delay.
-    held: bool
-    job_id: str | None
-    backend: str | None
+    held: bool = False
+    job_id: str | None = None
+    backend: str | None = None
     #: Name of the job state in the scheduler, such as TIMEOUT, if reported.
     job_state: str | None = None
     #: Seconds since the last sign of activity, if the state is UNKNOWN.
@@ -78,10 +78,8 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
     if record.finished is not None:
         state, view, explanation = _finished_state(record.finished), None, ""
     elif view is None:
-        state, explanation = (
-            RunState.UNKNOWN,
-            "the run record contains no job id, so the run was never submitted",
-        )
+        state = RunState.UNKNOWN
+        explanation = "the run record contains no job id, so the run was never submitted"
     elif view.state.ended and run.cancel_request.exists():
         state = RunState.STOPPED_EARLY if run.early_stop_reason() else RunState.CANCELLED
     elif view.state is RunState.COMPLETED:
@@ -121,22 +119,11 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
     )
 
 
-def unreadable(run: RunDir, error: OSError) -> RunStatus:
-    return RunStatus(
-        run_id=run.run_id,
-        run_dir=str(run.path),
-        state=RunState.UNKNOWN,
-        words=f"cannot read {error.filename or run.path}: {error.strerror}",
-        held=False,
-        job_id=None,
-        backend=None,
-    )
-
-
 def summarize_array(record: RunRecord, tasks: Sequence[RunStatus]) -> RunStatus:
     counts = count_states(task.state for task in tasks)
     failed = next((task for task in tasks if task.state is RunState.FAILED), None)
     state = combine_states(task.state for task in tasks)
+    unknown_s = max((task.unknown_s or 0.0 for task in tasks), default=0.0)
     return RunStatus(
         run_id=record.run.run_id,
         run_dir=str(record.run.path),
@@ -145,14 +132,12 @@ def summarize_array(record: RunRecord, tasks: Sequence[RunStatus]) -> RunStatus:
         held=any(task.held for task in tasks),
         job_id=record.job_id,
         backend=record.backend,
-        unknown_s=max((task.unknown_s or 0.0 for task in tasks), default=0.0)
-        if state is RunState.UNKNOWN
-        else None,
+        unknown_s=unknown_s if state is RunState.UNKNOWN else None,
         cause=f"{failed.run_id}: {failed.cause}" if failed else None,
         log=failed.log if failed else None,
         submitted=record.submitted["time"] if record.submitted else None,
         never_starts=state is RunState.PENDING
-        and all(task_status.never_starts or task_status.state.ended for task_status in tasks),
+        and all(task.never_starts or task.state.ended for task in tasks),
         tasks=counts,
     )
 

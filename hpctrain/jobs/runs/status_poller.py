@@ -9,19 +9,18 @@ from contextlib import contextmanager, suppress
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends import open_backend
-from hpctrain.jobs.runs.run_status import RunStatus, derive_status, summarize_array, unreadable
+from hpctrain.jobs.runs.run_status import RunStatus, derive_status, summarize_array
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.records.successor import is_continued_by_other_job
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import JobStateView, RunState
 
-#: Seconds between queries: queries load the shared scheduler; checks of the local lock do not.
+#: Seconds between queries, which load the shared scheduler.
 _POLL_S: dict[BackendName, float] = {"slurm": 2.0, "local": 0.2}
 #: Longest interval in seconds; an unresponsive scheduler is queried less and less often.
 _MAX_POLL_S = 30.0
-#: Maximum seconds to wait without an answer from the scheduler or new output of the run. A restarting
-#: controller returns within minutes; a replaced controller never returns.
+#: Maximum seconds without an answer from the scheduler or new output: a replaced controller never returns.
 UNKNOWN_LIMIT_S = 3600.0
 #: Seconds between two identical messages.
 _MESSAGE_INTERVAL_S = 60.0
@@ -82,7 +81,8 @@ class StatusPoller:
         except OSError as error:
             if not self._skip_unreadable:
                 raise
-            statuses[run] = unreadable(run, error)
+            problem = f"cannot read {error.filename or run.path}: {error.strerror}"
+            statuses[run] = RunStatus(run.run_id, str(run.path), RunState.UNKNOWN, problem)
 
     def _query(self, runs: Sequence[RunDir]) -> list[RunStatus]:
         records: list[RunRecord] = []

@@ -1,8 +1,7 @@
 """Check a job against the facts about its site, and explain refusals of `sbatch`.
 
-`sbatch --test-only` judges the request. `check_request` finds what it accepts nevertheless: unless
-EnforcePartLimits is set, a job that exceeds the limits of its partition is queued, and pends forever (seen
-with Slurm 22.05 and 26.05).
+`check_request` finds what `sbatch --test-only` accepts nevertheless: unless EnforcePartLimits is set, a job
+that exceeds the limits of its partition is queued, and pends forever (seen with Slurm 22.05 and 26.05).
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class JobRequest:
         return cls(spec, directives, sbatch_env(environ, directives))
 
     def value(self, key: str) -> str:
-        """Return the value of an option; empty if it is not given."""
         return self.directives.get(key, "")
 
     def origin(self, key: str) -> str:
@@ -52,18 +50,14 @@ class JobRequest:
         variable = SBATCH_VARIABLES.get(key, "")
         return variable if variable in self.variables else f"--{key}"
 
-    def is_given(self, key: str) -> bool:
-        return key in self.directives
-
     @property
     def partitions(self) -> list[str]:
-        """Partitions in which the job may run; empty if the site chooses."""
         return [name for name in self.value("partition").split(",") if name]
 
     @property
     def time_limit_s(self) -> float | None:
         """The requested time limit; None if it is unlimited or not given."""
-        return parsing.parse_time_limit(self.value("time")) if self.is_given("time") else None
+        return parsing.parse_time_limit(self.value("time"))
 
     @property
     def cpus_per_node(self) -> int:
@@ -71,7 +65,7 @@ class JobRequest:
 
     @property
     def memory_option(self) -> str | None:
-        return next((key for key in _MEMORY if self.is_given(key)), None)
+        return next((key for key in _MEMORY if key in self.directives), None)
 
     @property
     def memory_per_node_mib(self) -> int:
@@ -83,7 +77,7 @@ class JobRequest:
 
     @property
     def whole_nodes(self) -> bool:
-        return self.is_given("exclusive") and self.value("exclusive") in ("", "exclusive")
+        return self.directives.get("exclusive") in ("", "exclusive")
 
     def describe(self) -> str:
         """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib`."""
@@ -128,19 +122,13 @@ def explain_refusal(refusal: str, request: JobRequest, site: Site) -> str:
 
 
 class ExceededLimit(NamedTuple):
-    """A limit of a partition that a job exceeds."""
-
     message: str
     qos_flag: str | None = None
     """Flag of a QOS that lifts the limit (sacctmgr(1), FLAGS of a QOS)."""
 
 
 def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[str], list[Partition]]:
-    """Return notes for the user, and the partitions in which the job may run.
-
-    Raises:
-        SpecError: the job cannot run as requested; the message has a line per reason.
-    """
+    """Return notes for the user, and the partitions in which the job may run."""
     if violations := list(_violated_conventions(request, site)):
         raise SpecError("\n".join(violations))
     candidates = _candidate_partitions(request, site)
@@ -182,7 +170,7 @@ def _violated_conventions(request: JobRequest, site: Site) -> Iterator[str]:
         )
     if habits.needs_memory and option is None:
         yield "This site rejects jobs without a memory request (needs_memory in the site profile). Use --mem."
-    if habits.needs_time and not request.is_given("time"):
+    if habits.needs_time and "time" not in request.directives:
         yield "This site rejects jobs without a time limit (needs_time in the site profile). Use --time."
 
 
@@ -190,7 +178,7 @@ def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> I
     """Yield the limits of the partition that the job exceeds, although `sbatch --test-only` may accept it."""
     name, limit_s, time_s, spec = partition.name, partition.max_time_s, request.time_limit_s, request.spec
     lead_s, default_s = spec.stop_before_limit_s, partition.time_without_option_s
-    if not request.is_given("time"):
+    if "time" not in request.directives:
         if default_s is not None and default_s <= lead_s:
             setting = "DefaultTime" if partition.default_time_s is not None else "MaxTime"
             yield ExceededLimit(
@@ -281,7 +269,7 @@ def _fits(request: JobRequest, group: NodeGroup) -> bool:
 def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
     """Yield what the site's defaults mean for a job without a time limit or a memory request."""
     defaults = {}
-    if not request.is_given("time"):
+    if "time" not in request.directives:
         limit_s = partition.time_without_option_s
         limit = "no time limit" if limit_s is None else f"a time limit of {format_time_limit(limit_s)}"
         defaults["--time"] = limit

@@ -1,4 +1,4 @@
-"""Copy of the code at submission, so that a requeued run executes the code that was submitted."""
+"""Copy the code at submission, so that a requeued run executes the code that was submitted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SentCode:
 
     @classmethod
     def containing(cls, folder: Path) -> SentCode | None:
-        """Return the sent code that contains a folder; None if git manages it, or it was not sent."""
+        """Return the sent code that contains a folder; None if git manages the folder, or it was not sent."""
         real = Path(os.path.realpath(folder))
         root = next((folder for folder in (real, *real.parents) if (folder / SENT_CODE_FILE).is_file()), None)
         between = (folder for folder in (real, *real.parents) if root and folder.is_relative_to(root))
@@ -55,7 +55,6 @@ class SentCode:
         return cls(root, None if commit is None else str(commit), files, diff)
 
     def files(self) -> dict[str, bool]:
-        """Return the files that still exist; True for those that git does not track."""
         return {name: is_new for name, is_new in self._files.items() if os.path.lexists(self.root / name)}
 
     def diff(self) -> SentCode:
@@ -170,7 +169,7 @@ class CodeSnapshot:
                 ) from error
 
     def _target_of(self, link: str) -> str:
-        """Return the target for the copy of a link: the copied target if any, otherwise the original."""
+        """Return the copy of the target of a link if there is one, otherwise the original."""
         root = str(self.repository.root)
         parent = os.path.dirname(os.path.join(root, link))
         path = os.path.normpath(os.path.join(parent, os.readlink(os.path.join(root, link))))
@@ -181,14 +180,9 @@ class CodeSnapshot:
 
     def _record(self, copy: Path, diff: str) -> None:
         new_files = [name for name, is_new in self.files.items() if is_new]
-        record = {
-            "source": str(self.repository.root),
-            "commit": self.repository.commit,
-            "changed": bool(diff or new_files),
-            "new_files": new_files,
-            "num_files": len(self.files),
-            "size_bytes": self.size_bytes,
-        }
+        facts = {"commit": self.repository.commit, "changed": bool(diff or new_files), "new_files": new_files}
+        facts |= {"num_files": len(self.files), "size_bytes": self.size_bytes}
+        record = {"source": str(self.repository.root), **facts}
         write_atomic(copy.with_name(f"{copy.name}.json"), json.dumps(record, indent=1) + "\n", durable=False)
         copy.with_name(f"{copy.name}.diff").write_bytes(diff.encode("utf-8", "surrogateescape"))
 

@@ -1,4 +1,4 @@
-"""Git's view of the folder that contains a script."""
+"""Ask git for the files of the repository that contains a script."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class NotARepository(HpctrainError):
     """git is missing, or the folder is not in a repository; the message is a short reason."""
 
 
-class OutsideRepository(NotARepository):
-    """The folder is not in a repository."""
+class OutsideRepository(NotARepository): ...
 
 
 #: Output of rev-parse: the root of the working tree, which may have any name, and the commit if any.
@@ -110,7 +109,7 @@ class GitRepository:
         return cls(Path(match[1]), quiet, files, match[2])
 
     def files(self) -> dict[str, bool]:
-        """Return paths of all tracked or new files, including those of submodules; True for new files."""
+        """Return all tracked or new files, including those of submodules; True for new files."""
         files: dict[str, bool] = {}
         links: dict[str, bool] = {}
         for tag, name in (entry.split(" ", 1) for entry in self._files.text().split("\0") if entry):

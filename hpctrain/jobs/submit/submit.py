@@ -1,4 +1,4 @@
-"""Second half of a submission: write the run folder and submit the job to the scheduler."""
+"""Write the run folder of a prepared submission, and submit the job to the scheduler."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from hpctrain.slurm.environment import loaded_modules
 if TYPE_CHECKING:
     from hpctrain.sweeps.sweep_record import SweepRecord
 
-#: Seconds: a supervisor that has recorded the end may not have exited yet, and checking the lock takes a
-#: moment.
+#: Seconds: a supervisor that has recorded the end may not have exited yet.
 _LOCK_TIMEOUT_S = 5.0
 
 
