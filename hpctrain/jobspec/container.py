@@ -17,9 +17,10 @@ ContainerRuntime = Literal["pyxis", "apptainer"]
 APPTAINER_PROGRAMS = ("apptainer", "singularity")
 
 #: Suffixes of image files, each with the only supported runtime.
-_FILES: dict[str, ContainerRuntime | None] = {".sif": "apptainer"} | dict.fromkeys(
-    (".sqsh", ".squashfs", ".img")
-)
+_FILES: dict[str, ContainerRuntime | None] = {
+    ".sif": "apptainer",
+    **dict.fromkeys((".sqsh", ".squashfs", ".img")),
+}
 #: Image sources supported only by apptainer.
 _APPTAINER_SOURCES = ("library://", "oras://", "shub://")
 _DOCKER = "docker://"

@@ -27,7 +27,6 @@ EXEMPT = {
         checkpoint.convert.external_formats.parse_external_state jobs.executor.job.Job.from_run
         jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
-        jobs.submit.render._parse_template
         jobs.runs.run_log_reader.LogPosition.from_json jobs.site.site_check.JobRequest.from_spec
         supervisor.monitors.EarlyStoppingMonitor._read_rule
         supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import threading
@@ -44,11 +45,10 @@ class RunWatcher(InfoWatcher):
         self._watched: list[str] = []
 
     def add_run(self, run: Run) -> None:
-        key = str(run.dir.path)
         with self._lock:
-            self._runs.setdefault(key, run)
-            if key not in self._registered:
-                self.register_job(key)
+            if str(run.dir.path) not in self._runs:
+                self._runs[str(run.dir.path)] = run
+                self._last_status_check = -math.inf
 
     def status(self, run: Run, mode: str = "standard") -> RunStatus | None:
         from hpctrain.jobs.runs.status_poller import StatusPoller
@@ -56,22 +56,13 @@ class RunWatcher(InfoWatcher):
         self.add_run(run)
         key = str(run.dir.path)
         with self._lock:
-            self.update_if_long_enough(mode)
+            poll_s = 0.0 if self._poller is None else self._poller.poll_s
+            is_due = mode == "standard" and time.time() - self._last_status_check >= poll_s
+            if is_due or mode == "force":
+                self.update()
             if mode != "cache" and key not in self._finished and read_run_record(run.dir).finished:
                 self._cache_statuses([key], StatusPoller([run.dir], run.environ))
             return self._statuses.get(key)
-
-    def get_state(self, job_id: str, mode: str = "standard") -> str:
-        return self.get_info(job_id, mode).get("State", RunState.UNKNOWN.value)
-
-    def get_info(self, job_id: str, mode: str = "standard") -> dict[str, str]:
-        status = self.status(self._runs[job_id], mode)
-        return {} if status is None else {"JobID": status.job_id or "", "State": status.state.value}
-
-    def update_if_long_enough(self, mode: str) -> None:
-        poll_s = 0.0 if self._poller is None else self._poller.poll_s
-        if mode == "force" or (mode == "standard" and time.time() - self._last_status_check >= poll_s):
-            self.update()
 
     def update(self) -> None:
         from hpctrain.jobs.runs.status_poller import StatusPoller
@@ -274,14 +265,11 @@ class Job(submitit.Job[R]):
     @property
     def state(self) -> str:
         """`PENDING`, `RUNNING`, `COMPLETED`, `FAILED`, `CANCELLED`, or `UNKNOWN`."""
-        return self.watcher.get_state(self._key)
+        return self.get_info("standard").get("State", RunState.UNKNOWN.value)
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
-        return self.watcher.get_info(self._key, mode)
-
-    @property
-    def _key(self) -> str:
-        return str(self.run.dir.path)
+        status = self.watcher.status(self.run, mode)
+        return {} if status is None else {"JobID": status.job_id or "", "State": status.state.value}
 
     def _register_in_watcher(self) -> None:
         self.watcher.add_run(self.run)
