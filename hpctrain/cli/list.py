@@ -48,7 +48,7 @@ def print_runs(statuses: Sequence[RunStatus], clusters: Sequence[str] = ()) -> N
 
 
 def _row(status: RunStatus, time_now: float) -> tuple[str, ...]:
-    from hpctrain.jobs.runs.status_poller import describe_unknown
+    from hpctrain.jobs.runs.run_status import describe_unknown
     from hpctrain.slurm.states import RunState
 
     note = status.words if status.tasks is not None else ""

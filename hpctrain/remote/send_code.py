@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain.errors import UserError
 from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
-from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository
+from hpctrain.jobs.submit.code_snapshot import GitRepository, NotARepository
 from hpctrain.remote.cluster import Cluster, shell_path
 from hpctrain.text import format_size
 

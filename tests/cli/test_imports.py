@@ -14,7 +14,6 @@ HEAVY = {"torch", "numpy", "rich", "submitit", "importlib.metadata", "asyncio"}
 UNNEEDED_IN_DRY_RUN = {
     "socket",
     "hpctrain.jobs.runs.run_status",
-    "hpctrain.jobs.runs.status_poller",
 }
 
 

@@ -15,7 +15,7 @@ from hpctrain.authentication import Signed, seal, unseal
 from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, ports
 from hpctrain.cluster.environments import mpi, slurm, torchrun
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
-from hpctrain.jobs.site import mounts
+from hpctrain.jobs.backends import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE
 from hpctrain.runtime import cpu_binding, device_assignment
 from hpctrain.runtime.program.child_relay import ChildRelay

@@ -11,6 +11,7 @@ from fuzzing import FOLDER, Parser, write_file
 
 from hpctrain.cli import resubmit_command, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
+from hpctrain.jobs.backends.site_check import JobRequest
 from hpctrain.jobs.options import (
     config_files,
     option,
@@ -19,8 +20,7 @@ from hpctrain.jobs.options import (
     spec_builder,
 )
 from hpctrain.jobs.options.table import all_options
-from hpctrain.jobs.site.site_check import JobRequest
-from hpctrain.jobs.submit import dependency, render
+from hpctrain.jobs.submit import complete_options, render
 from hpctrain.jobspec import container, launcher, load_spec, notify, restart_policy
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm import sbatch_options
@@ -161,10 +161,10 @@ PARSERS = [
     ),
     Parser(launcher.TorchrunConfig.__post_init__, ["host:2379", "[::1]:2379"], (SpecError,), check_endpoint),
     Parser(
-        dependency.resolve_dependency,
+        complete_options.resolve_dependency,
         ["afterok:123:124_5,afterany:9", "after:17+5?afterok:18"],
         (HpctrainError,),
-        lambda text: dependency.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}, "runs"),
+        lambda text: complete_options.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}, "runs"),
     ),
     Parser(
         sbatch_options.directive_options,

@@ -27,7 +27,7 @@ EXEMPT = {
         checkpoint.convert.external_formats.parse_external_state jobs.executor.job.Job.from_run
         jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
-        jobs.runs.run_log_reader.LogPosition.from_json jobs.site.site_check.JobRequest.from_spec
+        jobs.runs.run_log_reader.LogPosition.from_json jobs.backends.site_check.JobRequest.from_spec
         supervisor.monitors.EarlyStoppingMonitor._read_rule
         supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
@@ -44,8 +44,8 @@ EXEMPT = {
     "returns the content without interpreting it": """
         authentication.read_secret checkpoint.tier.tier_copier.read_small_files
         cluster.env_variables._read files.read_regular
-        jobs.runs.rank_logs.RankLogReader._read jobs.runs.rank_logs.RankLogReader.read_new
-        jobs.runs.rank_logs.RankLogReader.read_past jobs.runs.rank_logs.RankLogReader.read_rest
+        jobs.runs.run_log_reader.RankLogReader._read jobs.runs.run_log_reader.RankLogReader.read_new
+        jobs.runs.run_log_reader.RankLogReader.read_past jobs.runs.run_log_reader.RankLogReader.read_rest
         jobs.runs.run_log_reader.RunLogReader.read_rest jobs.runs.run_log_reader.RunLogReader._read_logs
         runtime.cpu_binding._read_text
         telemetry.loggers.dispatcher.LoggerDispatcher._read

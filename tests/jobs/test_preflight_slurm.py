@@ -16,8 +16,8 @@ from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.site.mounts import path_notes
-from hpctrain.jobs.site.site_check import JobRequest, check_request, explain_refusal
+from hpctrain.jobs.backends.mounts import path_notes
+from hpctrain.jobs.backends.site_check import JobRequest, check_request, explain_refusal
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig

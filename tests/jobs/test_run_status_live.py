@@ -19,7 +19,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.submit.dependency import resolve_dependency
+from hpctrain.jobs.submit.complete_options import resolve_dependency
 from hpctrain.slurm.states import JobRecord, RunState
 
 pytestmark = pytest.mark.slurm

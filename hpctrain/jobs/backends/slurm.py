@@ -83,7 +83,7 @@ class SlurmBackend:
                 warning += f" Also unknown: {names}."
             return PreflightResult((warning,))
         # Imported here because only submissions use it.
-        from hpctrain.jobs.backends.preflight_slurm import preflight_slurm
+        from hpctrain.jobs.backends.site_check import preflight_slurm
 
         return preflight_slurm(spec, script, self._environ, *self._site_with_gaps(habits))
 
@@ -100,7 +100,7 @@ class SlurmBackend:
                 ) from error
             if is_transient(str(error)):
                 raise SchedulerError(f"The job was not submitted: {error}. Try again later.") from error
-            from hpctrain.jobs.site.site_check import JobRequest, explain_refusal
+            from hpctrain.jobs.backends.site_check import JobRequest, explain_refusal
             from hpctrain.slurm.site_facts import Site
 
             site = self._site[0] if self._site else Site()

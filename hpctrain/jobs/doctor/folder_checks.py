@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain.files import is_locked, try_lock
+from hpctrain.jobs.backends.mounts import find_mount, is_node_local
 from hpctrain.jobs.doctor.probe import Finding, run_python_probe
-from hpctrain.jobs.site.mounts import find_mount, is_node_local
 from hpctrain.text import format_size
 
 PREFIX = ".hpctrain-doctor-"

@@ -9,8 +9,7 @@ from hpctrain.errors import RunNotFound, SchedulerError, SpecError
 from hpctrain.files import write_atomic
 from hpctrain.jobs.backends import open_backend
 from hpctrain.jobs.backends.base import Backend
-from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.runs.status_poller import StatusPoller
+from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record

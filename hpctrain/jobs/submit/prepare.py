@@ -101,7 +101,8 @@ def prepare_submission(
             settings = settings.without_variables()
         chosen, site = settings.options, backend.site(settings.habits)
         notes += complete_options(chosen, backend.name, settings.habits, site, cwd, environ)
-        snapshot, code_notes = None, []
+        snapshot: CodeSnapshot | None = None
+        code_notes: list[str] = []
         is_plain = is_plain_template(template_path(chosen, cwd))
         if is_run and chosen.get("code_snapshot", True) and not is_plain:
             from hpctrain.jobs.submit.code_snapshot import plan_snapshot
@@ -140,7 +141,7 @@ def prepare_submission(
 
 def _import_checks() -> None:
     """Import what the rest of a submission needs, which takes about as long as Slurm's answers."""
-    import hpctrain.jobs.backends.preflight_slurm
+    import hpctrain.jobs.backends.site_check
     import hpctrain.jobs.submit.complete_options
     import hpctrain.jobs.submit.preflight
     import hpctrain.jobs.submit.render  # noqa: F401

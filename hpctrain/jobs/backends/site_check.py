@@ -1,4 +1,4 @@
-"""Check a job against the facts about its site, and explain refusals of `sbatch`.
+"""Check a job against the facts about its site, explain refusals of `sbatch`, and forecast start and cost.
 
 `check_request` finds what `sbatch --test-only` accepts nevertheless: unless EnforcePartLimits is set, a job
 that exceeds the limits of its partition is queued, and pends forever (seen with Slurm 22.05 and 26.05).
@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.backends.base import PreflightResult
+from hpctrain.jobs.backends.mounts import path_notes
 from hpctrain.jobspec.directives import all_directives
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm import parsing
+from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env
+from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env, strip_job_env
+from hpctrain.slurm.job_array import JobArray
+from hpctrain.slurm.job_test import JobTest, describe_start
 from hpctrain.slurm.pending_reasons import REMEDIES, suggest_remedy
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
 from hpctrain.text import join_or, pluralize, suggest
@@ -309,3 +314,64 @@ def _requeue_notes(request: JobRequest, partition: Partition, site: Site) -> Ite
             f"(PreemptMode=CANCEL, GraceTime=0). The run has {slurm.kill_wait_s:g} s to save "
             f"(KillWait), and then {end}"
         )
+
+
+def preflight_slurm(
+    spec: JobSpec, script: str, environ: Mapping[str, str], site: Site, gaps: Sequence[str] = ()
+) -> PreflightResult:
+    """Check a job against its site, and start `sbatch --test-only`, which changes nothing."""
+    outer, request = strip_job_env(environ), JobRequest.from_spec(spec, environ)
+
+    def ask(command: Sequence[str]) -> str:
+        return run_slurm(command, outer)
+
+    notes, partitions = check_request(request, site, ask)
+    notes = [
+        *(f"{gap}. Checks that require this information are skipped." for gap in gaps),
+        *notes,
+        *path_notes(spec, ask),
+    ]
+    cost = estimate_cost(request, partitions, site)
+    # Slurm 22.05 also predicts starts in partitions that are down.
+    if partitions and all(partition.state == "DOWN" for partition in partitions):
+        names = join_or(partition.name for partition in partitions)
+        notes.append(f"Partition {names} is down. The job will wait until the partition is up again.")
+        return PreflightResult(tuple(notes), lambda: (cost,))
+    test = JobTest(script, request.variables)
+
+    def refusal() -> str:
+        if "node configuration" in (error := test.refusal) and waits_for_nodes(request, partitions):
+            return ""
+        return error and explain_refusal(error, request, site)
+
+    return PreflightResult(
+        tuple(notes), lambda: (describe_start(request.directives, *test.answer), cost), refusal
+    )
+
+
+def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Site) -> str:
+    spec = request.spec
+    num_tasks = len(JobArray.parse(array).indices) if (array := request.value("array")) else 1
+    gpus, cpus = spec.gpus_per_node, request.cpus_per_node
+    groups = [group for partition in partitions for group in partition.groups if group.num_gpus >= gpus]
+    is_linear = site.slurm is not None and site.slurm.select == "linear"
+    whole_nodes = request.whole_nodes or is_linear or any(partition.whole_nodes for partition in partitions)
+    if groups and whole_nodes:
+        gpus = max(group.num_gpus for group in groups) if gpus else 0
+        cpus = max(group.cpus for group in groups)
+    amount, unit = (gpus, "GPU") if gpus else (cpus, "CPU")
+    size = f"{pluralize(spec.nodes, 'node')} × {pluralize(amount, unit)}"
+    if num_tasks > 1:
+        size = f"{num_tasks} tasks × {size}"
+    limits = (
+        [request.time_limit_s]
+        if "time" in request.directives
+        else [partition.time_without_option_s for partition in partitions]
+    )
+    if not limits or None in limits:
+        name = " " + join_or(partition.name for partition in partitions) if partitions else ""
+        return f"No cost estimate ({size}): neither --time nor partition{name} sets a time limit."
+    limit_s = max(limit for limit in limits if limit is not None)
+    hours = num_tasks * spec.most_granted * amount * limit_s / 3600
+    cost = pluralize(round(hours, 2) if hours < 100 else round(hours), f"{unit}-hour")
+    return f"Maximum cost: {cost} ({size} × {format_time_limit(limit_s)}) per allocation."
