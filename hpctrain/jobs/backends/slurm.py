@@ -38,7 +38,7 @@ class SlurmBackend:
         """The site according to the answers, with a note on each failed query."""
         self._trouble: str | None = None
 
-    def unavailable_reason(self, meanwhile: Callable[[], object]) -> str | None:
+    def unavailable_reason(self, meanwhile: Callable[[], object] = bool) -> str | None:
         """Return a short reason why Slurm cannot be used on this machine; None if Slurm responds."""
         self._trouble = self._probe(meanwhile)
         return self._trouble

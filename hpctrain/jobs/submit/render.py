@@ -6,11 +6,14 @@ import json
 import os
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import jinja2
+import jinja2.bccache
 import jinja2.nodes
 import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -31,6 +34,16 @@ _MAX_CHARACTERS = 2_000
 _NOT_PLAIN = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
 #: Exceptions that an invalid expression in a template may raise.
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
+    """Templates that are compiled only once, like modules: compiling takes as long as importing Jinja."""
+
+    def dump_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        with suppress(OSError):
+            if not sys.dont_write_bytecode:
+                os.makedirs(self.directory, exist_ok=True)
+                super().dump_bytecode(bucket)
 
 
 def template_folder() -> Path:
@@ -140,12 +153,8 @@ def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
     def require(option: str) -> None:
         raise SpecError(f"The template {name!r} (--template) requires {option}. Add this option.")
 
-    # Like modules, templates are compiled only once if their folder is writable.
-    compiled = template_folder() / "__pycache__"
-    if is_writable := os.access(template_folder(), os.W_OK):
-        compiled.mkdir(exist_ok=True)
     environment = ImmutableSandboxedEnvironment(
-        bytecode_cache=jinja2.FileSystemBytecodeCache(str(compiled)) if is_writable else None,
+        bytecode_cache=_CompiledTemplates(str(Path(__file__).parent / "__pycache__")),
         loader=jinja2.FileSystemLoader([folder, template_folder()]),
         undefined=jinja2.StrictUndefined,
         autoescape=False,
