@@ -30,9 +30,11 @@ def all_directives(spec: JobSpec) -> dict[str, str]:
         directives["cpus-per-task"] = str(spec.cpus_per_task)
     if spec.time_limit_s is not None:
         directives["time"] = format_time_limit(spec.time_limit_s)
+    # The path of the log is a file name pattern (sbatch(1), section FILENAME PATTERN).
+    run = RunDir(Path(spec.run_dir.replace("%", "%%")))
     directives |= {
         "chdir": spec.run_dir,
-        "output": _log(spec),
+        "output": str((run if spec.array is None else run.task("%a")).slurm_log),
         "open-mode": "append",
         "requeue": "expedite" if spec.expedite_requeue else "",
         **({"signal": f"USR2@{spec.stop_before_limit_s}"} if spec.supervised else {}),
@@ -55,12 +57,6 @@ def directives_after_start(directives: Mapping[str, str]) -> dict[str, str]:
     if "singleton" in re.split("[,?]", directives.get("dependency", "")):
         lasting["dependency"] = "singleton"
     return lasting
-
-
-def _log(spec: JobSpec) -> str:
-    """Return the log path as a file name pattern (sbatch(1), section FILENAME PATTERN)."""
-    run = RunDir(Path(spec.run_dir.replace("%", "%%")))
-    return str((run if spec.array is None else run.task("%a")).slurm_log)
 
 
 def srun_options(spec: JobSpec, num_nodes: int) -> list[str]:

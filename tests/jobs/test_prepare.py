@@ -25,12 +25,10 @@ def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
         ({"script": "nowhere.py"}, "Script .*nowhere.py. not found"),
         ({"script": "/dev/null"}, "not a regular file"),
         ({"script": "train.py/x"}, "not found"),
-        ({"nodes": 0}, "nodes is 0"),
         ({"nodes": "4:2"}, "minimum number of nodes is 4 and the maximum is 2"),
         ({"nodes": "0:2"}, "'0:2' is neither a number nor a range"),
         ({"nodes": "2-4"}, "'2-4' is neither a number nor a range"),
         ({"ntasks_per_node": 0}, "--ntasks-per-node is 0"),
-        ({"gpus_per_node": 2, "ntasks_per_node": 3}, "2 GPUs .* 3 ranks"),
         ({"stop_before_limit": 0}, "--stop-before-limit is 0"),
         ({"time": "1", "stop_before_limit": 60}, "60 s .*--time.* 60 s"),
         ({"time": "soon"}, "'soon' is not a valid duration"),
@@ -48,15 +46,12 @@ def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
         ({"run_dir": "x" * 300}, "Cannot access the run folder .*: File name too long"),
         ({"script": "x" * 300}, "Cannot read the script .*: File name too long"),
         ({"stage": "nowhere"}, "nowhere. .--stage. not found"),
-        ({"stage": "train.py:a/b"}, "'a/b', the name of the copy"),
         ({"stage": ["/usr:a", "/etc:a"]}, "Both '/usr' and '/etc' have the name 'a'"),
         (
             {"stage_environment": True, "container_image": "docker://a", "container_runtime": "apptainer"},
             "container image .* so it cannot be staged",
         ),
         ({"run_dir": "."}, "neither empty nor a run"),
-        ({"run_dir": "a\nb"}, "control character"),
-        ({"env": {"1A": "x"}}, "'1A'"),
     ],
 )
 def test_bad_input_is_refused_and_leaves_nothing(prepared, tmp_path, options, message):

@@ -42,7 +42,7 @@ class LocalBackend:
         """Return None: there is no site."""
 
     def check(self, spec: JobSpec, script: str, habits: SiteConventions) -> PreflightResult:  # noqa: ARG002 (there is no site)
-        at_once = _tasks_at_once(spec)
+        at_once = JobArray.parse(spec.array).throttle or 1 if spec.array else 1
         max_ranks = max(_MIN_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
         if (num_ranks := at_once * spec.world_size) > max_ranks:
             options = "--nodes, --gpus-per-node, --ntasks-per-node" + (", --array" if at_once > 1 else "")
@@ -142,10 +142,6 @@ class LocalBackend:
             RunState.FAILED,
             f"the supervisor exited without reporting a result (log: {shlex.quote(str(run.slurm_log))})",
         )
-
-
-def _tasks_at_once(spec: JobSpec) -> int:
-    return JobArray.parse(spec.array).throttle or 1 if spec.array else 1
 
 
 def _waits_in_array(run: RunDir) -> bool:

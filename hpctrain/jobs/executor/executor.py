@@ -109,7 +109,8 @@ class Executor(submitit.Executor):
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return plugin_parameters()
+        submitits = {*_HINTS, *_RENAMED, *_CONVERTED, *_WITHOUT_EFFECT}
+        return _PluginParameters({*option_names(), *submitits})
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         for name, value in kwargs.items():
@@ -185,12 +186,6 @@ class _PluginParameters(set[str]):
     def __iter__(self) -> Iterator[str]:
         shared = submitit.SlurmExecutor._valid_parameters()
         return (name for name in sorted(super().__iter__()) if name not in shared)
-
-
-def plugin_parameters() -> set[str]:
-    """Return the parameters that `submitit.AutoExecutor` accepts with the prefix `hpctrain_`."""
-    submitits = {*_HINTS, *_RENAMED, *_CONVERTED, *_WITHOUT_EFFECT}
-    return _PluginParameters({*option_names(), *submitits})
 
 
 def translate_parameter(name: str, value: Any) -> tuple[str, Any]:

@@ -119,7 +119,12 @@ def resolve_options(
         for setting in memory:
             if setting.source.is_variable:
                 del settled[setting.key]
-    return ResolvedOptions({**_defaults(), **settled}, (*standing, *named))
+    defaults = {
+        name: OptionValue(name, option.default, DEFAULT_SOURCE)
+        for name, option in all_options().items()
+        if option.default is not None
+    }
+    return ResolvedOptions(defaults | settled, (*standing, *named))
 
 
 def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
@@ -151,14 +156,6 @@ def _read(paths: Sequence[Path], environ: Mapping[str, str]) -> list[ConfigFile]
     from hpctrain.jobs.options.config_files import read_config_file
 
     return [read_config_file(path, environ) for path in paths]
-
-
-def _defaults() -> dict[str, OptionValue]:
-    return {
-        name: OptionValue(name, option.default, DEFAULT_SOURCE)
-        for name, option in all_options().items()
-        if option.default is not None
-    }
 
 
 def _from_variables(environ: Mapping[str, str]) -> Iterator[OptionValue]:

@@ -103,8 +103,10 @@ class ChaosRunner:
                 missed = None
             if status.state is RunState.PENDING or time_s < due:
                 continue
-            chance = random.Random(f"{self.seed}/{done}")
-            injection = self._next(status, chance)
+            chance, injection = random.Random(f"{self.seed}/{done}"), None
+            started = read_run_record(self.run.dir).started
+            if status.state is RunState.RUNNING and started and started["attempt"] == status.attempt:
+                injection = choose_fault(self.faults, started, chance)
             if injection is not None and (dry_run or self._inject(injection, status)):
                 self.report(f"would inject {injection}" if dry_run else str(injection))
                 done, missed = done + 1, None
@@ -119,12 +121,6 @@ class ChaosRunner:
                     f"{_REACH_LIMIT_S:.0f} s ({injection or 'no ranks have been started'})."
                 )
         return done
-
-    def _next(self, status: RunStatus, chance: random.Random) -> FaultInjection | None:
-        started = read_run_record(self.run.dir).started
-        if status.state is not RunState.RUNNING or started is None or started["attempt"] != status.attempt:
-            return None
-        return choose_fault(self.faults, started, chance)
 
     def _inject(self, injection: FaultInjection, status: RunStatus) -> bool:
         """Return true if the fault affected a process; ranks may exit at any time."""

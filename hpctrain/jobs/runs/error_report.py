@@ -49,7 +49,8 @@ def details(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -
     in_full = [rank for rank in sorted(records) if rank in (ranks or (failure.get("rank"),))]
     for rank in in_full:
         if ranks:
-            yield f"rank {rank} on {_host(records[rank])}: {_summary(records[rank])}"
+            node = records[rank].get("node") or records[rank].get("host")
+            yield f"rank {rank} on {node}: {_summary(records[rank])}"
         yield from _details(records[rank])
     if not in_full and not ranks and failure.get("log"):
         yield from _end_of(str(failure["log"]))
@@ -106,10 +107,6 @@ def _records(run: RunDir, attempt: int) -> dict[int, dict[str, Any]]:
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             continue  # still being written
     return records
-
-
-def _host(record: dict[str, Any]) -> str:
-    return str(record.get("node") or record.get("host"))
 
 
 def _summary(record: dict[str, Any]) -> str:
