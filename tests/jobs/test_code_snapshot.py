@@ -65,9 +65,12 @@ def repo(tmp_path) -> Path:
 
 def submit_and_get_copy(prepared, repo: Path, **options) -> Path:
     """Return the code snapshot of a submission."""
-    run = submit_prepared(prepared(script=repo / "train.py", **options))
+    submission = prepared(script=repo / "train.py", **options)
+    run = submit_prepared(submission)
     run.wait(timeout=120)
-    code = load_spec(run.dir.spec).code
+    spec = load_spec(run.dir.spec)
+    assert spec == submission.spec, "the specification was changed after it was prepared"
+    code = spec.code
     assert code is not None
     assert code.script == f"{code.copy}/train.py"
     return Path(code.copy)
@@ -145,6 +148,14 @@ def test_resubmitted_run_gets_a_new_copy(prepared, repo):
     second = submit_and_get_copy(prepared, repo, run_dir="r")
     assert [copy.name for copy in (first, second)] == ["submission-000", "submission-001"]
     assert [(copy / "changed.py").read_text() for copy in (first, second)] == ["value = 2\n", "value = 4\n"]
+
+
+def test_submission_prepared_before_another_one_is_refused(prepared, repo):
+    late = prepared(script=repo / "train.py", run_dir="r")
+    copy = submit_and_get_copy(prepared, repo, run_dir="r")
+    with pytest.raises(SpecError, match="was submitted again in the meantime"):
+        submit_prepared(late)
+    assert (copy / "train.py").exists()
 
 
 def test_missing_repository_is_noted_if_the_job_waits(prepared, script):
