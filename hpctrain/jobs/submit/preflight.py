@@ -241,6 +241,13 @@ def _describe_changes(
             f"The run was submitted with {' '.join(dropped)}, and is continued without. To repeat all "
             f"options, use `hpctrain resume {shlex.quote(str(run.path))}`."
         )
+    if before.code is not None and (names := _files_written_into(Path(before.code.copy))):
+        others = f" and {len(names) - 1} more" if names[1:] else ""
+        yield (
+            f"The run wrote files into its code snapshot, {before.code.copy!r}: {names[0]!r}{others}. This "
+            "submission uses a new snapshot without these files. Copy the files that the script needs, and "
+            "change the script to write to the working directory or $HPCTRAIN_RUN_DIR."
+        )
     programs = {
         "script": (before.script, spec.script),
         "arguments": tuple(map(shlex.join, (before.args, spec.args))),
@@ -255,6 +262,19 @@ def _describe_changes(
             f"The folder {str(run.path)!r} (--run-dir) contains a run, which this submission continues with "
             f"{' and '.join(changed)}. To start a new run instead, choose another folder."
         )
+
+
+def _files_written_into(copy: Path) -> list[str]:
+    """Return the files in a code snapshot that are newer than its record."""
+    try:
+        copied_at = os.stat(f"{copy}.json").st_mtime
+    except OSError:
+        return []
+    return [
+        str(path.relative_to(copy))
+        for path in sorted(copy.rglob("*"))
+        if path.suffix != ".pyc" and path.is_file() and path.lstat().st_mtime > copied_at
+    ]
 
 
 def _check_writable(run: RunDir, *, is_array: bool) -> None:
