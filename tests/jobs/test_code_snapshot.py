@@ -171,7 +171,7 @@ def test_missing_repository_is_noted_if_the_job_waits(prepared, script):
     assert not (run.dir.path / "code").exists()
 
 
-def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, repo):
+def test_snapshot_that_cannot_be_copied_is_refused(prepared, repo):
     (repo / "weights.bin").write_bytes(bytes(3_000_000))
     with pytest.raises(
         SpecError, match=r"3\.\d+ MB in 10 files.*2 MB.*'weights.bin' \(3 MB\).*--no-code-snapshot"
@@ -179,6 +179,8 @@ def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, rep
         prepared(script=repo / "train.py", code_snapshot_limit=2)
     assert prepared(script=repo / "train.py", code_snapshot_limit=4).snapshot.size_bytes > 3_000_000
     assert prepared(script=repo / "train.py", code_snapshot_limit=2, code_snapshot=False).snapshot is None
+    with pytest.raises(SpecError, match=r"Cannot access the run folder .*: File name too long"):
+        prepared(script=repo / "train.py", run_dir="x" * 300)
     with pytest.raises(SpecError, match="must be at least 1"):
         prepared(script=repo / "train.py", code_snapshot_limit=0)
 

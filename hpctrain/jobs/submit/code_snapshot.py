@@ -246,7 +246,13 @@ class CodeSnapshot:
         return cls(repository, script_path, files, sum(sizes.values()), limit_mb)
 
     def reference(self, run: RunDir) -> CodeRef:
-        copy = run.new_code()
+        try:
+            copy = run.new_code()
+        except OSError as error:
+            raise SpecError(
+                f"Cannot access the run folder {str(run.path)!r} (--run-dir): {error.strerror}. Choose "
+                "another folder."
+            ) from error
         script = None if self.script is None else str(copy / self.script)
         source = str(self.repository.root)
         source = str(self.repository.root)
