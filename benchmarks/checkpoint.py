@@ -29,8 +29,8 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from results import Results
 
-from hpctrain.checkpoint import saver
-from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint import store
+from hpctrain.checkpoint.io import background_io
 from hpctrain.checkpoint.io.checkpoint_dir import Retention
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
@@ -150,9 +150,9 @@ def divide(ours: list[float], others: list[float]) -> list[float]:
 
 def hold_to(megabytes_a_second: float) -> None:
     """Limit the write rate of this process."""
-    unlimited = saver.bytes_file_write
+    unlimited = store.bytes_file_write
 
-    def held(name: str, content: memoryview) -> file_writer.FileWrite:
+    def held(name: str, content: memoryview) -> background_io.FileWrite:
         part = unlimited(name, content)
 
         def blocks() -> Iterator[memoryview]:
@@ -162,9 +162,9 @@ def hold_to(megabytes_a_second: float) -> None:
                 due += len(block) / (megabytes_a_second * 2**20)
                 time.sleep(max(0.0, due - time.monotonic()))
 
-        return file_writer.FileWrite(name, blocks)
+        return background_io.FileWrite(name, blocks)
 
-    saver.bytes_file_write = held
+    store.bytes_file_write = held
 
 
 def scale_with_links(folder: Path, options: argparse.Namespace) -> list[Row]:

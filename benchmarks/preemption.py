@@ -96,7 +96,7 @@ def measure(script: Path, path: Path, way: str, env: dict[str, str]) -> dict[str
     subprocess.run(
         [*hpctrain, "wait", str(path)], env=environ, check=True, capture_output=True, timeout=LIMIT_S
     )
-    events = list(run.read_events())
+    events = list(read_json_lines(run.events))
     at = {
         "state saved": next(event["time"] for event in events if event["kind"] == "signal"),
         "allocation released": next(event["time"] for event in events if event["kind"] == "requeue"),

@@ -150,7 +150,9 @@ class Hpctrain(Side):
         return not self._warm or f"ready for attempt {attempt}\n" in self.run.supervisor_log.read_text()
 
     def moments(self) -> dict[str, float]:
-        events = {(event["kind"], event["attempt"]): event["time"] for event in self.run.read_events()}
+        events = {
+            (event["kind"], event["attempt"]): event["time"] for event in read_json_lines(self.run.events)
+        }
         return {
             "all ranks gone": events["failure", 0],
             "restart decided": events["restart", 0],

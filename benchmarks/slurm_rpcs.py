@@ -106,7 +106,7 @@ def measure(folder: Path, environ: dict[str, str], seconds: float) -> dict[str, 
         "train.py",
     )
     found["submit"] = counter.new()
-    job_id = next(event["job_id"] for event in run.read_events())
+    job_id = next(event["job_id"] for event in read_json_lines(run.events))
     call("scontrol", "release", job_id)
     counter.new()
     wait_for_attempt(run, 0)

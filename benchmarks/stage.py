@@ -26,6 +26,7 @@ from typing import Any
 
 from results import Results
 
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
 FOLDER = Path(__file__).parents[1]
@@ -85,7 +86,9 @@ def main() -> None:
             results.add(f"{name}: start", values, "s")
         delayed = [b / a for a, b in zip(seconds["staged"], list(seconds.values())[3], strict=True)]
         results.add("staged: start with ÷ without the delay", delayed, limit=1.1)
-        staging = [event for run in shared.glob("runs/staged-*") for event in RunDir(run).read_events()]
+        staging = [
+            event for run in shared.glob("runs/staged-*") for event in read_json_lines(RunDir(run).events)
+        ]
         staging = [event["seconds"] for event in staging if event["kind"] == "staged"]
         results.add("first staging, which packs the environment", max(staging), "s")
         results.add("staging from the pack", min(staging), "s")

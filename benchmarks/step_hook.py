@@ -8,21 +8,21 @@ difference of the medians over all rounds. A training loop with short steps is m
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 
 import torch
 from results import Results
 from torch.optim import optimizer as hooks
 
-from hpctrain.runtime.program.process_group_check import ProcessGroupCheck
+from hpctrain.cluster import detect
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.process_observer import ProcessObserver
 from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.runtime.worker import after_step
 
 
 def main() -> None:
@@ -70,7 +70,9 @@ def measure(step: Callable[[], object], rounds: int, steps: int) -> tuple[float,
 def installed() -> Iterator[None]:
     before = dict(hooks._global_optimizer_post_hooks), dict(hooks._global_optimizer_pre_hooks)
     activity.step = activity.optimizer_steps = 0
-    install_step_hook(partial(after_step, ProcessGroupCheck({**os.environ, "WORLD_SIZE": "1"})))
+    ranks = detect({})
+    observer = ProcessObserver(RunDir(Path()), 0, ranks, ranks.torch_variables(), records_steps=False)
+    install_step_hook(observer.after_step)
     yield
     for registered, old in zip(
         (hooks._global_optimizer_post_hooks, hooks._global_optimizer_pre_hooks), before, strict=True

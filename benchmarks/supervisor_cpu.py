@@ -23,6 +23,7 @@ from pathlib import Path
 from results import Results
 
 from hpctrain.errors import SchedulerError
+from hpctrain.files import read_json_lines
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.job_control import LocalJobControl
@@ -49,7 +50,7 @@ def over_real_ranks(count: int, seconds: float, folder: Path) -> float:
     shape = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", str(count // 2), "--no-code-snapshot"]
     words = [sys.executable, "-m", "hpctrain", "submit", *shape, "--run-dir", str(run.path), str(script)]
     subprocess.run(words, check=True, capture_output=True, cwd=folder)
-    pid = int(next(event["job_id"] for event in run.read_events() if event["kind"] == "submitted"))
+    pid = int(next(event["job_id"] for event in read_json_lines(run.events) if event["kind"] == "submitted"))
     try:
         deadline = time.monotonic() + _START_LIMIT_S
         while len(run.ranks(0)) < count:

@@ -30,7 +30,7 @@ from hpctrain.cluster.processes import processes
 from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.sidecar import NodeSampler
+from hpctrain.runtime.sidecar import start_node_sampler
 from hpctrain.sandbox.daemons import with_descendants
 from hpctrain.telemetry.loggers import find_loggers
 
@@ -123,7 +123,8 @@ def signal_all(number: int) -> None:
 def measure(folder: Path, step_s: float, loggers: list[str], in_turn: InTurn) -> list[tuple[float, float]]:
     run = RunDir(folder)
     run.path.mkdir()
-    sampler = NodeSampler(run, detect({}), {})
+    sampler = start_node_sampler(run, detect({}), {})
+    assert sampler is not None
     try:
         with redirect_stdout(StringIO()):
             trainer = hpctrain.Trainer(
@@ -138,7 +139,7 @@ def measure(folder: Path, step_s: float, loggers: list[str], in_turn: InTurn) ->
             trainer.fit(Net(step_s, awaited), TensorDataset(torch.randn(64, WIDTH)))
     finally:
         signal_all(signal.SIGCONT)
-        sampler.stop()
+        sampler.stop(1.0)
     return in_turn.ratios(list(read_json_lines(run.metrics)))
 
 

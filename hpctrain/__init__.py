@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hpctrain.jobs.submit.submit import submit
     from hpctrain.jobspec.job_spec import JobSpec
     from hpctrain.rundir import RunDir
-    from hpctrain.runtime.stopping.stop_consensus import should_stop
+    from hpctrain.runtime.stopping.stop_signals import should_stop
     from hpctrain.slurm.states import RunState
     from hpctrain.training import Module, Trainer
     from hpctrain.training.algorithms import BaguaStrategy
@@ -53,54 +53,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     # on the login node
-    "submit",
-    "Executor",
-    "SubmitOptions",
-    "Run",
-    "RunState",
-    "RunStatus",
-    "RunDir",
-    "JobSpec",
+    "submit", "Executor", "SubmitOptions", "Run", "RunState", "RunStatus", "RunDir", "JobSpec",
     # in a rank
-    "Module",
-    "Trainer",
-    "Callback",
-    "EarlyStopping",
-    "Strategy",
-    "register_strategy",
-    "BaguaStrategy",
-    "session",
-    "sample_generator",
-    "Mixture",
-    "LengthGroupedBatchSampler",
-    "StatefulBatchSampler",
-    "Checkpointer",
-    "log_metrics",
-    "should_stop",
-    "detect",
-    "Ranks",
-    "expand_hostlist",
-    "compress_hostlist",
+    "Module", "Trainer", "Callback", "EarlyStopping", "Strategy", "register_strategy", "BaguaStrategy",
+    "session", "sample_generator", "Mixture", "LengthGroupedBatchSampler", "StatefulBatchSampler",
+    "Checkpointer", "log_metrics", "should_stop",
+    "detect", "Ranks", "expand_hostlist", "compress_hostlist",
     # errors
-    "HpctrainError",
-    "RendezvousError",
-    "UserError",
-    "SilentCorruption",
-    "SpecError",
-    "EnvironmentMismatch",
-    "RunNotFound",
-    "SchedulerError",
-    "RunFailed",
-    "WaitTimeout",
-    "CheckpointError",
-    "CorruptCheckpoint",
-    "DataWorkerKilled",
-    "DiskFull",
-    "BadLoss",
-    "StagingError",
-    "Unauthenticated",
-]
+    "HpctrainError", "RendezvousError", "UserError", "SilentCorruption", "SpecError", "EnvironmentMismatch",
+    "RunNotFound", "SchedulerError", "RunFailed", "WaitTimeout", "CheckpointError", "CorruptCheckpoint",
+    "DataWorkerKilled", "DiskFull", "BadLoss", "StagingError", "Unauthenticated",
+]  # fmt: skip
 
+#: Modules of the names that are imported on first use.
 _HOMES = {
     "BaguaStrategy": "hpctrain.training.algorithms",
     "Callback": "hpctrain.training.callbacks",
@@ -127,7 +92,7 @@ _HOMES = {
     "register_strategy": "hpctrain.training.strategies",
     "sample_generator": "hpctrain.training.data.sample_seeds",
     "session": "hpctrain.training.loop.session",
-    "should_stop": "hpctrain.runtime.stopping.stop_consensus",
+    "should_stop": "hpctrain.runtime.stopping.stop_signals",
     "submit": "hpctrain.jobs.submit.submit",
 }
 

@@ -15,9 +15,9 @@ from torch.utils.data import RandomSampler
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.program.step_hook import restored_steps
-from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.base import rng
-from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_after_load
+from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_values
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
@@ -37,10 +37,9 @@ _CONFIGURED = "hpctrain-configured.json"
 
 
 class AcceleratorCheckpointer:
-    """Saves everything that an `Accelerator` has prepared to the run folder.
+    """Collective. Saves everything that an `Accelerator` has prepared to the run folder, if there is one.
 
-    A step is one batch of the loader, even if gradients are accumulated. All ranks must call every method.
-    Without a run folder, nothing is saved.
+    A step is one batch of the loader, even if gradients are accumulated.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class AcceleratorCheckpointer:
             self._loaded_step = self._checkpoints.step_of(newest)
             file = newest / _CONFIGURED
             self._configured = json.loads(file.read_text()) if file.exists() else script
-            ignored = ignored_after_load(optimizers, schedulers, script, self._configured)
+            ignored = ignored_values(optimizers, schedulers, script, self._configured)
         registered = (accelerator._custom_objects, accelerator.scaler, accelerator._dataloaders)
         unsaved = remark_on_unsaved(
             (models, optimizers, schedulers, *registered),

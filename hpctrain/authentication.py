@@ -1,8 +1,7 @@
-"""The secret of an attempt, and message authentication codes based on it.
+"""Authenticate messages with the secret of an attempt.
 
-The secret is in the environment of the ranks, which only processes of the run's owner can read. The secret is
-never sent: a peer authenticates with a code over fresh nonces of both sides. An empty secret authenticates
-nothing.
+The secret is in the environment of the ranks, which only processes of the run's owner can read, and is never
+sent: a peer authenticates with a code over fresh nonces of both sides. An empty secret authenticates nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ NONCE_LENGTH = 32
 
 
 def new_secret() -> dict[str, str]:
-    """Return an environment variable with a fresh secret."""
     return {SECRET_VARIABLE: secrets.token_hex(32)}
 
 
@@ -47,10 +45,6 @@ def code(key: bytes, *fields: object) -> bytes:
     return mac.digest()
 
 
-def matches(received: bytes, expected: bytes) -> bool:
-    return hmac.compare_digest(received, expected)
-
-
 def seal(key: bytes, content: bytes, *context: object) -> bytes:
     """Return `content` preceded by its code, which is valid only in `context`."""
     return b"%s %s" % (code(key, *context, content).hex().encode("ascii"), content)
@@ -59,7 +53,7 @@ def seal(key: bytes, content: bytes, *context: object) -> bytes:
 def unseal(key: bytes, sealed: bytes, *context: object) -> bytes:
     """Return the content passed to `seal`."""
     content = sealed.partition(b" ")[2]
-    if not matches(sealed, seal(key, content, *context)):
+    if not hmac.compare_digest(sealed, seal(key, content, *context)):
         raise Unauthenticated("wrong or missing authentication code")
     return content
 
@@ -88,10 +82,6 @@ class Signed:
 
 
 def sign_connection(key: bytes, server_nonce: bytes, client_nonce: bytes) -> tuple[Signed, Signed]:
-    """Return both directions of a connection, after both sides have sent a fresh nonce.
-
-    The first valid line proves that its sender has the key, because its code depends on the nonce of the
-    receiver.
-    """
+    """Return both directions of a connection; a valid line proves that its sender has the key."""
     up, down = (Signed(key, direction, server_nonce, client_nonce) for direction in ("up", "down"))
     return up, down

@@ -1,4 +1,4 @@
-"""Registry of classes by name: from hpctrain, other packages and scripts."""
+"""Find classes by name: those of hpctrain, other packages and scripts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
@@ -48,7 +47,6 @@ class Registry(Generic[T]):
         return register
 
     def find(self, name: str, origin: str | None = None) -> type[T]:
-        """Return the class with this name."""
         origin = origin or self.setting
         if not isinstance(name, str):
             raise UserError(f"{origin} is {name!r}, but must be a name, such as {next(iter(self.ours))!r}.")
@@ -65,9 +63,8 @@ class Registry(Generic[T]):
                 )
             return kind
         if name in self.ours:
-            module, _, attribute = self.ours[name].partition(":")
             package = self.kind.__module__.rpartition(".")[0]
-            ours: type[T] = getattr(import_module(f"{package}.{module}"), attribute)
+            ours: type[T] = EntryPoint(name, f"{package}.{self.ours[name]}", "").load()
             return ours
         if name in self.refused:
             raise UserError(f"{origin} is {name!r}. {self.refused[name]}")

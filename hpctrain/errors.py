@@ -1,24 +1,4 @@
-"""Exceptions raised by hpctrain.
-
-::
-
-    HpctrainError
-    ├── UserError                 exit 2: the user's request cannot be performed
-    │   ├── SpecError             an option, argument or path of a job is wrong
-    │   ├── EnvironmentMismatch   variables of the environment contradict each other
-    │   └── RunNotFound           no run of that id or folder
-    ├── SchedulerError            exit 3: the scheduler rejected a request, or cannot be reached
-    ├── RunFailed                 exit 4: the run ended without success
-    ├── WaitTimeout               exit 1: the awaited event did not happen in time
-    ├── RendezvousError           exit 1: the ranks of a job did not form a group
-    ├── BadLoss                   exit 1: the loss of a step is not finite, or far above previous losses
-    ├── SilentCorruption          exit 1: the replicas of the state differ, so a device computed wrong results
-    ├── StagingError              exit 1: a file could not be copied to a node
-    ├── Unauthenticated           exit 1: a peer did not prove that it belongs to the run
-    ├── DataWorkerKilled          exit 1: a data worker was killed by a signal
-    └── CheckpointError           exit 1: a checkpoint could not be written or read
-        ├── CorruptCheckpoint     a part of it is missing or changed
-        └── DiskFull              there is not enough disk space, or the quota is exceeded
+"""Define the exceptions that hpctrain raises.
 
 A message contains the conflicting values, their sources, and the next step for the user.
 The command line converts an error to one line on stderr and `exit_code`.
@@ -108,13 +88,7 @@ class SilentCorruption(HpctrainError):
 
 
 def describe_suspects(majority: str | None, suspects: Sequence[Suspect], verified_step: int) -> str:
-    """Return sentences for the message of `SilentCorruption`.
-
-    Args:
-        majority: beginning of a sentence about the values that agree; None if there is no majority.
-        suspects: the ranks that may be faulty.
-        verified_step: last step after which the complete state was verified.
-    """
+    """Return sentences for the message of `SilentCorruption`, after one about the majority, if any."""
     places = "; ".join(f"rank {suspect.rank} ({suspect.device} on {suspect.host})" for suspect in suspects)
     hosts = ", ".join(dict.fromkeys(suspect.host for suspect in suspects))
     text = (

@@ -1,4 +1,4 @@
-"""Small file helpers: atomic replacement, append-only JSON lines, locks held by a process."""
+"""Replace files atomically, append JSON lines, and lock files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from hpctrain import system
+
+_Record = TypeVar("_Record")
 
 #: Modes of a run's files. The umask controls read access; only the owner has write access, regardless of the
 #: umask.
@@ -148,18 +150,15 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
 
 
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
-    """Return the content of a regular file. See `open_regular`."""
     with open_regular(path, follow_links=follow_links) as file:
         return file.read()
 
 
 def read_json(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
-    """Return the JSON object in a regular file. See `open_regular`."""
     return parse_json_object(read_regular(path, follow_links=follow_links), str(path))
 
 
 def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
-    """Return the JSON object in a text. `source` names the text in errors."""
     try:
         record = json.loads(text)
     except RecursionError:
@@ -191,20 +190,15 @@ def _check_regular(fd: int, path: Path) -> None:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object as one line. See `append_line`."""
-    append_line(path, json.dumps(record))
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a line in a single write, to avoid mixing lines of writers on the same host.
-
-    A last line truncated by a crash or a full disk is terminated first.
-    """
-    append_lines(path, deque([line]))
+    """Append one JSON object as one line. See `append_lines`."""
+    append_lines(path, deque([json.dumps(record)]))
 
 
 def append_lines(path: Path, lines: deque[str]) -> None:
-    """Append lines like `append_line`, and remove the written lines from `lines`."""
+    """Append lines, each in one write, because of other writers on the host; remove them from `lines`.
+
+    A last line truncated by a crash or a full disk is terminated first.
+    """
     if not lines:
         return
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, _SHARED)
@@ -241,22 +235,25 @@ def _has_partial_line(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) not in (b"\n", b"")
 
 
-#: Checks that an object of a JSON-lines file has the fields that its readers require.
-IsValid = Callable[[Mapping[str, Any]], bool]
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file. See `read_lines`."""
+    return read_lines(path, lambda line: parse_json_object(line.decode(errors="replace"), str(path)))
 
 
-def read_json_lines(path: Path, is_valid: IsValid | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file. Damaged lines are skipped with a warning.
+def read_lines(
+    path: Path, decode: Callable[[bytes], _Record], *, follow_links: bool = True
+) -> Iterator[_Record]:
+    """Yield the records of a file with one record per line. Damaged lines are skipped with a warning.
 
-    A missing file yields no objects.
+    A missing file yields no records.
     """
     try:
-        file = open_regular(path)
+        file = open_regular(path, follow_links=follow_links)
     except FileNotFoundError:
         return
     with file:
         for line in file:
-            if (record := parse_json_line(line.decode(errors="replace"), path, is_valid)) is not None:
+            if (record := decode_line(line, path, decode)) is not None:
                 yield record
 
 
@@ -273,29 +270,19 @@ def read_new_lines(path: Path, offset: int) -> tuple[bytes, int]:
     return text, begin + len(text)
 
 
-def parse_json_line(
-    line: str, path: Path, is_valid: IsValid | None = None, *, ended: bool | None = None
-) -> dict[str, Any] | None:
-    """Return the object of a line; None if the line is damaged, with one warning per file.
+def decode_line(
+    line: bytes, path: Path, decode: Callable[[bytes], _Record], *, ended: bool | None = None
+) -> _Record | None:
+    """Return the record in a line; None if the line is damaged, with one warning per file.
 
     A last line without a line end may still be incomplete, so it causes no warning.
     """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        if line.strip() and (line.endswith("\n") if ended is None else ended):
-            _warn_damaged(path)
+        return decode(line)
+    except ValueError:
+        if line.strip() and (line.endswith(b"\n") if ended is None else ended):
+            warn_once(f"Skipped a damaged line in {path}, possibly truncated by a crash or a full disk.")
         return None
-    if not isinstance(record, dict):
-        return None
-    if is_valid is not None and not is_valid(record):
-        _warn_damaged(path)
-        return None
-    return record
-
-
-def _warn_damaged(path: Path) -> None:
-    warn_once(f"Skipped a damaged line in {path}, possibly truncated by a crash or a full disk.")
 
 
 @functools.cache
@@ -311,49 +298,36 @@ def try_lock(path: Path) -> int | None:
 
     The lock is held while the returned file descriptor is open in this process or in a child that inherited
     it. It is therefore released on any exit of the holder.
-
-    The file is private, because any process that can read it could lock it (flock(2)).
     """
-    fd = _dup_above_stdio(os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE))
-    try:
-        if stat.S_IMODE(os.fstat(fd).st_mode) != _PRIVATE:
-            os.fchmod(fd, _PRIVATE)
-        _lock_fd(fd)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE)
+    # The file is private, because any process that can read it could lock it (flock(2)).
+    if stat.S_IMODE(os.fstat(fd).st_mode) != _PRIVATE:
+        os.fchmod(fd, _PRIVATE)
+    with suppress(BlockingIOError):
+        return _lock_fd(fd)
+    return None
 
 
 def lock_folder(folder: Path) -> int:
-    fd = _dup_above_stdio(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-    try:
-        _lock_fd(fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return _lock_fd(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
-def _dup_above_stdio(fd: int) -> int:
-    """Move `fd` to a number above 2, which a child never uses as stdin, stdout or stderr."""
-    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(fd)
-    return moved
-
-
-def _lock_fd(fd: int) -> None:
-    """Lock the open file `fd`, with a short wait: `is_locked` in other processes briefly holds the lock."""
+def _lock_fd(opened: int) -> int:
+    """Lock an open file; return its new descriptor, above those of a child's stdin, stdout and stderr."""
+    fd = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(opened)
     deadline = system.monotonic() + _POLL_INTERVAL_S
     while True:
         try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:  # `is_locked` in another process briefly holds the lock
             if system.monotonic() > deadline:
+                os.close(fd)
                 raise
+        except BaseException:
+            os.close(fd)
+            raise
         system.sleep(_POLL_INTERVAL_S / 20)
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
-from hpctrain.runtime.stopping.stop_consensus import should_stop
-from hpctrain.training.optim.resumed_values import configured_values, ignored_after_load
+from hpctrain.runtime.stopping.stop_signals import should_stop
+from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
@@ -64,7 +64,7 @@ def prepare(trainer: T) -> T:
         optimizers, schedulers = [trainer.optimizer], [trainer.lr_scheduler]
         script = configured_values(optimizers, schedulers)
         load(checkpoint)
-        ignored = ignored_after_load(optimizers, schedulers, script, None)
+        ignored = ignored_values(optimizers, schedulers, script, None)
         remedy = "To change the value in a resumed run, set it in the on_train_begin() of a callback."
         checkpoints.report(ignored, [], remedy)
 

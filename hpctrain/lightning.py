@@ -1,4 +1,4 @@
-"""Exact resumption for Lightning: use `hpctrain.lightning.Trainer` instead of `lightning.Trainer`."""
+"""Resume Lightning exactly: use `hpctrain.lightning.Trainer` instead of `lightning.Trainer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import RUN_DIR_VARIABLE
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
-from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.data.loader_config import is_permutation
 from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
@@ -26,7 +26,7 @@ from hpctrain.training.optim.resumed_values import (
     advance_period,
     check_ends,
     configured_values,
-    ignored_after_load,
+    ignored_values,
 )
 from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
@@ -108,15 +108,13 @@ class RunCheckpoint(lightning.Callback):
         elif is_loader and _is_replaceable(loader) and not _has_own_shards(trainer, loader):
             self._loader = _ResumableLoader(trainer, loader, self)
         else:
-            if trainer.is_global_zero:
-                name = type(loader).__name__
-                name += f" with the sampler {type(loader.sampler).__name__}" if is_loader else ""
-                print(
-                    f"hpctrain: the position of the training loader, a {name}, cannot be restored. If a "
-                    "run is interrupted during an epoch, its samples differ from those of an uninterrupted "
-                    "run. Use a DataLoader with hpctrain.StatefulBatchSampler.",
-                    flush=True,
-                )
+            name = type(loader).__name__
+            name += f" with the sampler {type(loader.sampler).__name__}" if is_loader else ""
+            self.checkpoints.print_message(
+                f"the position of the training loader, a {name}, cannot be restored. If a run is interrupted "
+                "during an epoch, its samples differ from those of an uninterrupted run. Use a DataLoader "
+                "with hpctrain.StatefulBatchSampler."
+            )
             return loader
         # Lightning does not detect that the position is restored.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
@@ -138,7 +136,7 @@ class RunCheckpoint(lightning.Callback):
     def _report_differences(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         schedulers = _schedulers(trainer)
         configured = self.resumed.get("configured")
-        ignored = ignored_after_load(trainer.optimizers, schedulers, self._script, configured)
+        ignored = ignored_values(trainer.optimizers, schedulers, self._script, configured)
         self._script = configured or self._script
         stateful = [
             callback
@@ -156,11 +154,8 @@ class RunCheckpoint(lightning.Callback):
             batches = trainer.num_training_batches / trainer.accumulate_grad_batches
             steps = math.ceil(batches) if math.isfinite(batches) else None
             schedules = [
-                (
-                    config.scheduler,
-                    advance_period(config.interval, config.frequency, config.reduce_on_plateau, steps),
-                )
-                for config in trainer.lr_scheduler_configs
+                (c.scheduler, advance_period(c.interval, c.frequency, c.reduce_on_plateau, steps))
+                for c in trainer.lr_scheduler_configs
             ]
             last_step = int(trainer.estimated_stepping_batches)
             ends = check_ends(schedules, last_step, ignored, can_change=False)
@@ -180,11 +175,10 @@ class RunCheckpoint(lightning.Callback):
     def on_before_backward(self, trainer: lightning.Trainer, pl_module: Any, loss: torch.Tensor) -> None:
         del pl_module
         # The strategy averages over the ranks, whose shares of a batch may differ.
-        if not isinstance(self._loader, _ResumableLoader):
-            return
-        weight = self._loader.weight(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
-        if weight != 1.0 and loss.requires_grad:
-            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+        if isinstance(self._loader, _ResumableLoader) and loss.requires_grad:
+            weight = self._loader.weight(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+            if weight != 1.0:
+                loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
     def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._checked_step != trainer.global_step:
@@ -310,7 +304,15 @@ class _TrackedLoader:
     def position(self) -> dict[str, Any] | None:
         raise NotImplementedError
 
-    def _fetch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    @property
+    def _inner(self) -> Any:
+        return self._original
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._inner)
         while True:
             self._callback.restore_rng_state()
             self.before_fetch = rng.capture_rng_state(), self.position()
@@ -332,19 +334,17 @@ class _ResumableLoader(_TrackedLoader):
 
     @cached_property
     def sampler(self) -> StatefulBatchSampler:
-        loader = self._original
-        if isinstance(loader.batch_sampler, StatefulBatchSampler):
-            sampler = loader.batch_sampler
-        else:
+        sampler = self._original.batch_sampler
+        if not isinstance(sampler, StatefulBatchSampler):
             ranks = self._trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-            original = loader.sampler
+            original = self._original.sampler
             is_distributed = isinstance(original, DistributedSampler)
             sampler = StatefulBatchSampler(
-                loader.dataset,
-                loader.batch_size * ranks["num_replicas"],
+                self._original.dataset,
+                self._original.batch_size * ranks["num_replicas"],
                 seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
                 shuffle=original.shuffle if is_distributed else isinstance(original, RandomSampler),
-                drop_last=loader.drop_last,
+                drop_last=self._original.drop_last,
                 **ranks,
             )
         # Only the epoch of the checkpoint is resumed.
@@ -353,16 +353,15 @@ class _ResumableLoader(_TrackedLoader):
         return sampler
 
     @cached_property
-    def _loader(self) -> DataLoader[Any]:
-        loader: DataLoader[Any] = self._original
-        if loader.batch_sampler is self.sampler:
-            return loader
+    def _inner(self) -> Any:
+        if self._original.batch_sampler is self.sampler:
+            return self._original
         names = (
             *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"),
             *("in_order", "multiprocessing_context", "prefetch_factor", "persistent_workers"),
         )
-        options = {name: getattr(loader, name) for name in names}
-        return DataLoader(loader.dataset, batch_sampler=self.sampler, **options)
+        options = {name: getattr(self._original, name) for name in names}
+        return DataLoader(self.dataset, batch_sampler=self.sampler, **options)
 
     def weight(self, epoch: int, batch_idx: int) -> float:
         """Return the factor for the loss of a batch; 1 if the script weights the loss itself."""
@@ -373,12 +372,6 @@ class _ResumableLoader(_TrackedLoader):
     def position(self) -> dict[str, Any]:
         return self.sampler.state_dict()
 
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._fetch(iter(self._loader))
-
 
 class _StatefulLoader(_TrackedLoader):
     """A training loader whose state Lightning saves. Checkpoints contain the one before the last batch."""
@@ -387,22 +380,13 @@ class _StatefulLoader(_TrackedLoader):
         self._state_before: dict[str, Any] = self._original.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = (
-            self._state_before if self._callback.is_saving else self._original.state_dict()
-        )
-        return state
+        return self._state_before if self._callback.is_saving else {**self._original.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._original.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
-
-    def __len__(self) -> int:
-        return len(self._original)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._fetch(iter(self._original))
 
 
 def _as_list(values: Any) -> list[Any]:

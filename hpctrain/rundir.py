@@ -1,4 +1,4 @@
-"""Paths of all files of a run, and the event log of the run."""
+"""Define the paths of all files of a run, and the fields of its events."""
 
 from __future__ import annotations
 
@@ -9,107 +9,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec
 
 from hpctrain import system
 from hpctrain.errors import UserError
-from hpctrain.files import IsValid, append_json_line, make_folder, read_json_lines, read_regular, write_atomic
+from hpctrain.files import append_json_line, make_folder, read_regular, write_atomic
+
+if TYPE_CHECKING:
+    from hpctrain.schema import Event
+
+P = ParamSpec("P")
 
 EventKind = Literal[
-    "submitted",
-    "started",
-    "staged",
-    "startup",
-    "resumed",
-    "checkpoint",
-    "memory_copy",
-    "bad_loss",
-    "signal",
-    "failure",
-    "restart",
-    "shrink",
-    "replace",
-    "grow",
-    "excluded",
-    "straggler",
-    "paused",
-    "requeue",
-    "handover",
-    "chaos",
-    "seen",
-    "finished",
-]
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**53
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < 2**53  # type: ignore[arg-type]
-
-
-def _is_time(value: object) -> bool:
-    # Python's calendar ends with the year 9999.
-    return _is_number(value) and 0 <= value < 253_402_300_800  # type: ignore[operator]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-#: Checks of the event fields that readers require; an existing field must pass its check.
-_FIELDS: dict[str, Callable[[object], bool]] = {
-    "time": _is_time,
-    "attempt": _is_count,
-    # A failure without a rank has rank -1 or none.
-    "rank": lambda value: value is None or value == -1 or _is_count(value),
-    "step": lambda value: value is None or _is_count(value),
-    **dict.fromkeys(
-        ("nodes", "nodes_before", "world_size", "exit_code", "micro_batch_size", "verified_step"), _is_count
-    ),
-    **dict.fromkeys(("hosts", "broken"), lambda value: isinstance(value, list) and all(map(_is_text, value))),
-    "ranks": lambda value: isinstance(value, list) and all(map(_is_count, value)),
-    **dict.fromkeys(("kind", "job_id", "backend", "job_state", "state", "after", "memory"), _is_text),
-    **dict.fromkeys(
-        ("host", "cause", "log", "path", "tier", "by", "class", "device"),
-        lambda value: value is None or _is_text(value),
-    ),
-}
-#: Required fields of each kind of event.
-_REQUIRED: dict[str, tuple[str, ...]] = {
-    "submitted": ("time", "job_id", "backend"),
-    "seen": ("job_id", "job_state"),
-    "handover": ("job_id",),
-    "excluded": ("hosts",),
-    "paused": ("attempt", "rank", "seconds"),
-    "finished": ("time", "state"),
-}
-
-
-def is_event(record: Mapping[str, Any]) -> bool:
-    """True if a line of `events.jsonl` has valid values in all fields that readers of its kind require."""
-    kind = record.get("kind")
-    return (
-        isinstance(kind, str)
-        and all(name in record for name in _REQUIRED.get(kind, ()))
-        and all(name not in _FIELDS or _FIELDS[name](value) for name, value in record.items())
-        and (kind != "requeue" or _is_number(record.get("seconds", 0.0)))
-    )
-
-
-def is_metrics(record: Mapping[str, Any]) -> bool:
-    """True if a line of `metrics.jsonl` has valid values in the fields that hpctrain requires."""
-    return (
-        _is_count(record.get("step", 0))
-        and _is_count(record.get("attempt", 0))
-        and _is_time(record.get("time", 0))
-    )
-
-
-def is_new_submission(event: Mapping[str, Any]) -> bool:
-    """True for a submission by the user; a successor job continues the previous submission."""
-    return event.get("kind") == "submitted" and "after" not in event
+    "submitted", "started", "staged", "startup", "resumed", "checkpoint", "memory_copy", "bad_loss",
+    "signal", "failure", "restart", "shrink", "replace", "grow", "excluded", "straggler", "paused",
+    "requeue", "handover", "chaos", "seen", "finished",
+]  # fmt: skip
 
 
 #: The run folder of a rank, and its attempt.
@@ -184,9 +99,12 @@ class RunStorage:
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
         append_json_line(path, record)
 
-    def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
-        """Yield the JSON lines of a file. Damaged lines are skipped with a warning."""
-        return read_json_lines(path, is_valid)
+    def read_events(self, path: Path) -> Iterator[Event]:
+        """Yield the events in a file. Damaged lines are skipped with a warning."""
+        # Imported here because a submission reads no records.
+        from hpctrain.schema import Event, read_records
+
+        return read_records(path, Event)
 
     def write(self, path: Path, content: str) -> None:
         make_folder(path.parent)
@@ -214,6 +132,19 @@ class _FixedPath:
         return run.path / self._name
 
 
+class _NumberedPath(Generic[P]):
+    """Method that inserts its arguments, such as the numbers of an attempt and a rank, into a path."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __get__(self, run: RunDir, _kind: type[RunDir]) -> Callable[P, Path]:
+        def path(*values: P.args, **_: P.kwargs) -> Path:
+            return run.path / self._pattern.format(*values)
+
+        return path
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of a run. Contains only paths; no property creates a file."""
@@ -222,9 +153,7 @@ class RunDir:
     storage: RunStorage = field(default=RunStorage(), compare=False)
 
     spec = _FixedPath("spec.yaml")
-    """The specification of the job."""
     job_script = _FixedPath("job.sbatch")
-    """The job script as submitted to the scheduler."""
     sweep = _FixedPath("sweep.json")
     """The record of a sweep, in the folder of its job array."""
     git_ignore = _FixedPath(".gitignore")
@@ -232,7 +161,6 @@ class RunDir:
     code = _FixedPath("code")
     """Copies of the code, each with a record of its source."""
     report = _FixedPath("report.html")
-    """The report of the run, a single HTML page."""
     function = _FixedPath("function.pkl")
     """The function that every rank calls, for runs without a script. Written once."""
     resume_call = _FixedPath("next_call.pkl")
@@ -243,7 +171,6 @@ class RunDir:
     """The environment of each attempt, and the settings of its training."""
     logs = _FixedPath("logs")
     supervisor_log = _FixedPath("logs/supervisor.log")
-    """The actions of the supervisor, with their reasons."""
     slurm_log = _FixedPath("logs/slurm.log")
     """Output of the batch script and of Slurm."""
     lock = _FixedPath("supervisor.lock")
@@ -260,6 +187,43 @@ class RunDir:
     """A profile requested by the user. The supervisor removes the file when it sends the request."""
     checkpoints = _FixedPath("checkpoints")
     failures = _FixedPath("failures")
+
+    attempt_logs = _NumberedPath[[int]]("logs/attempt-{:03d}")
+    rank_log = _NumberedPath[[int, int]]("logs/attempt-{:03d}/rank-{:05d}.log")
+    agent_log = _NumberedPath[[int, int]]("logs/attempt-{:03d}/agent-{:05d}.log")
+    """The log of a node's torchrun agent, if torchrun starts the ranks."""
+    log_index = _NumberedPath[[int, int]]("logs/attempt-{:03d}/times-{:05d}.jsonl")
+    failure = _NumberedPath[[int, int]]("failures/attempt-{:03d}-rank-{:05d}.json")
+    exception_pickle = _NumberedPath[[int, int]]("failures/attempt-{:03d}-rank-{:05d}.pkl")
+    """The pickled exception of a failure, if it could be pickled."""
+    stacks = _NumberedPath[[int, int]]("failures/attempt-{:03d}-stacks-{:05d}.txt")
+    collectives = _NumberedPath[[int, int]]("failures/attempt-{:03d}-collectives-{:05d}.json")
+    """A rank's collectives before a hang, from torch's flight recorder."""
+    hung_gpus = _NumberedPath[[int, int]]("failures/attempt-{:03d}-gpus-{:03d}.json")
+    telemetry = _NumberedPath[[int]]("telemetry/node-{:03d}.jsonl")
+    logger_state = _NumberedPath[[str]]("loggers/{}.json")
+    """A logger's progress, and the tracker's id of the run."""
+    profile = _NumberedPath[[int]]("profiles/{:03d}")
+    profile_trace = _NumberedPath[[int, int]]("profiles/{:03d}/rank-{:05d}.trace.json.gz")
+    profile_result = _NumberedPath[[int, int]]("profiles/{:03d}/rank-{:05d}.json")
+    """A rank's most expensive operators, or its error. Written last."""
+    successor_claim = _NumberedPath[[str]]("chain/after-{}")
+    """The id of the successor of a job. Only the first writer creates it."""
+    successor_script = _NumberedPath[[str]]("chain/continues-job-{}")
+    """The link to the batch script with which the successor of a job is submitted."""
+    lease = _NumberedPath[[int]]("lease/{:06d}")
+    """A lease. Under Slurm, only the supervisor with the highest number may train."""
+    node_check_result = _NumberedPath[[int, int]]("checks/attempt-{:03d}/rank-{:05d}.json")
+    memory_errors = _NumberedPath[[str, int]]("checks/memory-errors-{}-{:03d}.json")
+    """The GPU memory errors on a host and local rank from before the job, recorded at its first check."""
+    staging_result = _NumberedPath[[int, int]]("staging/attempt-{:03d}/node-{:05d}.json")
+    """The result of staging on a node, which the supervisor removes."""
+    staged_environment = _NumberedPath[[str]]("staging/environment-{}")
+    """The path of the packed Python environment that all attempts of a job use."""
+    unfinished_marker = _NumberedPath[[int, int, str]]("unfinished/attempt-{:03d}-rank-{:05d}-{}.json")
+    """Exists while a rank is training; the key represents its output folder."""
+    result = _NumberedPath[[int, int]]("results/attempt-{:03d}-rank-{:05d}.pkl")
+    samples = _NumberedPath[[int, int]]("samples/attempt-{:03d}-rank-{:05d}.jsonl")
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -296,16 +260,8 @@ class RunDir:
         """Return the path for the code of a new submission."""
         return self.code / f"submission-{max(_numbered(self.code, _CODE_FOLDER), default=-1) + 1:03d}"
 
-    def telemetry(self, node: int) -> Path:
-        """Return the file with the measurements of a node and its GPUs."""
-        return self.path / "telemetry" / f"node-{node:03d}.jsonl"
-
     def all_telemetry(self) -> list[Path]:
         return sorted((self.path / "telemetry").glob("node-*.jsonl"))
-
-    def logger_state(self, name: str) -> Path:
-        """Return the file with a logger's progress and the tracker's id of the run."""
-        return self.path / "loggers" / f"{name}.json"
 
     def early_stop_reason(self) -> str | None:
         """Return the reason if the cancel request is from early stopping; None if it is from the user."""
@@ -314,21 +270,9 @@ class RunDir:
         except OSError:
             return None
 
-    def profile(self, number: int) -> Path:
-        """Return the folder of a profile."""
-        return self.path / "profiles" / f"{number:03d}"
-
     def new_profile(self) -> int:
         """Reserve the number of a new profile by creating its folder."""
         return self._reserve(len(self.storage.names(self.path / "profiles")), self.profile)
-
-    def profile_trace(self, number: int, rank: int) -> Path:
-        """Return the file with a rank's trace in Chrome's format."""
-        return self.profile(number) / f"rank-{rank:05d}.trace.json.gz"
-
-    def profile_result(self, number: int, rank: int) -> Path:
-        """Return the file with a rank's most expensive operators, or its error. Written last."""
-        return self.profile(number) / f"rank-{rank:05d}.json"
 
     def is_asked_to_requeue(self, attempt: int) -> bool:
         """True if the user requested a requeue of this attempt, so the end of the job is not imminent."""
@@ -337,98 +281,27 @@ class RunDir:
         except OSError:
             return False
 
-    def successor_claim(self, job_id: str) -> Path:
-        """Return the file with the id of the successor of `job_id`. Only the first writer creates it."""
-        return self.path / "chain" / f"after-{job_id}"
-
-    def successor_script(self, job_id: str) -> Path:
-        """Return the link to the batch script with which the successor of `job_id` is submitted."""
-        return self.path / "chain" / f"continues-job-{job_id}"
-
-    def lease(self, number: int) -> Path:
-        """Return the file of a lease. Under Slurm, only the supervisor with the highest number may train."""
-        return self.path / "lease" / f"{number:06d}"
-
     def leases(self) -> list[int]:
         return _numbered(self.path / "lease", _LEASE)
 
-    def node_check_result(self, attempt: int, rank: int) -> Path:
-        return self.path / "checks" / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.json"
-
     def node_check_results(self, attempt: int) -> list[Path]:
         return sorted(self.node_check_result(attempt, 0).parent.glob("rank-*.json"))
-
-    def staging_result(self, attempt: int, node: int) -> Path:
-        """Return the file with the result of staging on a node, which the supervisor removes."""
-        return self.path / "staging" / f"attempt-{attempt:03d}" / f"node-{node:05d}.json"
-
-    def staged_environment(self, job_id: str) -> Path:
-        """Return the file with the path of the packed Python environment that all attempts of a job use."""
-        return self.path / "staging" / f"environment-{job_id}"
-
-    def memory_errors(self, host: str, local_rank: int) -> Path:
-        """Return the file with the GPU memory errors from before the job, recorded at its first check."""
-        return self.path / "checks" / f"memory-errors-{host}-{local_rank:03d}.json"
-
-    def attempt_logs(self, attempt: int) -> Path:
-        return self.logs / f"attempt-{attempt:03d}"
-
-    def rank_log(self, attempt: int, rank: int) -> Path:
-        return self.attempt_logs(attempt) / f"rank-{rank:05d}.log"
-
-    def agent_log(self, attempt: int, node: int) -> Path:
-        """Return the log of a node's torchrun agent, if torchrun starts the ranks."""
-        return self.attempt_logs(attempt) / f"agent-{node:05d}.log"
 
     def ranks(self, attempt: int) -> list[int]:
         """Return the ranks with a log in this attempt, ascending."""
         return _numbered(self.attempt_logs(attempt), _RANK_LOG)
 
-    def log_index(self, attempt: int, node: int) -> Path:
-        """Return the file with the lengths over time of the logs of a node's ranks."""
-        return self.attempt_logs(attempt) / f"times-{node:05d}.jsonl"
-
     def all_log_indexes(self, attempt: int) -> list[Path]:
         return sorted(self.attempt_logs(attempt).glob("times-*.jsonl"))
-
-    def failure(self, attempt: int, rank: int) -> Path:
-        return self.failures / f"attempt-{attempt:03d}-rank-{rank:05d}.json"
-
-    def stacks(self, attempt: int, rank: int) -> Path:
-        """Return the file with the thread stacks of a rank at a hang."""
-        return self.failures / f"attempt-{attempt:03d}-stacks-{rank:05d}.txt"
-
-    def collectives(self, attempt: int, rank: int) -> Path:
-        """Return the file with a rank's collectives before a hang, from torch's flight recorder."""
-        return self.failures / f"attempt-{attempt:03d}-collectives-{rank:05d}.json"
-
-    def hung_gpus(self, attempt: int, node: int) -> Path:
-        """Return the file with the state of a node's GPUs at a hang."""
-        return self.failures / f"attempt-{attempt:03d}-gpus-{node:03d}.json"
-
-    def exception_pickle(self, attempt: int, rank: int) -> Path:
-        """Return the file with the pickled exception of a failure, if it could be pickled."""
-        return self.failure(attempt, rank).with_suffix(".pkl")
-
-    def unfinished_marker(self, attempt: int, rank: int, key: str) -> Path:
-        """Return a file that exists while a rank is training; `key` represents its output folder."""
-        return self.path / "unfinished" / f"attempt-{attempt:03d}-rank-{rank:05d}-{key}.json"
 
     def unfinished_files(self, attempt: int) -> list[Path]:
         """Return the existing files of all ranks, in rank order."""
         rank = "[0-9]" * 5
         return sorted((self.path / "unfinished").glob(f"attempt-{attempt:03d}-rank-{rank}-*.json"))
 
-    def result(self, attempt: int, rank: int) -> Path:
-        """Return the file with the return value of the function on this rank."""
-        return self.path / "results" / f"attempt-{attempt:03d}-rank-{rank:05d}.pkl"
-
     def failure_files(self, attempt: int) -> list[Path]:
         """Return the files of the failed ranks in the attempt."""
         return sorted(self.failures.glob(f"attempt-{attempt:03d}-rank-*.json"))
-
-    def samples(self, attempt: int, rank: int) -> Path:
-        return self.path / "samples" / f"attempt-{attempt:03d}-rank-{rank:05d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / checkpoint_folder_name(step)
@@ -475,9 +348,9 @@ class RunDir:
                     f"{path.name}, then start the run again."
                 )
 
-    def read_events(self) -> Iterator[dict[str, Any]]:
+    def read_events(self) -> Iterator[Event]:
         """Yield the recorded events. Damaged lines are skipped with a warning."""
-        return self.storage.read(self.events, is_event)
+        return self.storage.read_events(self.events)
 
 
 def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Time, threads, processes and the host: the supervisor takes them only from here.
+"""Provide time, threads, processes and the host to the supervisor, which takes them only from here.
 
 Callers write `system.sleep(1.0)`, so a test can replace all of them: `tests/simulation` runs the supervisor
 in virtual time. `scripts/check_conventions.py` rejects direct uses.
@@ -21,24 +21,10 @@ if TYPE_CHECKING:
     from subprocess import Popen
 
 __all__ = [
-    "Event",
-    "Lock",
-    "Popen",
-    "RLock",
-    "SimpleQueue",
-    "Thread",
-    "ThreadPoolExecutor",
-    "Timer",
-    "create_connection",
-    "exit_now",
-    "get_ident",
-    "gethostname",
-    "getpid",
-    "handle_signal",
-    "monotonic",
-    "sleep",
-    "time",
-]
+    "Event", "Lock", "Popen", "RLock", "SimpleQueue", "Thread", "ThreadPoolExecutor", "Timer",
+    "create_connection", "exit_now", "get_ident", "gethostname", "getpid", "handle_signal", "monotonic",
+    "sleep", "time",
+]  # fmt: skip
 
 #: Imported on first use, because the import takes milliseconds.
 _LAZY = {

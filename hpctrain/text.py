@@ -1,4 +1,4 @@
-"""Uniform formats of numbers, sizes, durations, plurals and suggestions for users, and checks of values."""
+"""Format numbers, sizes, durations, plurals and suggestions for users, and check values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def signal_name(number: int) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Format with five significant digits; `NaN` if it is not a number."""
+    """Format with five significant digits, or as `NaN`."""
     if value is None:
         return NOTHING
     return "NaN" if math.isnan(value) else f"{value:.5g}"
@@ -130,7 +130,7 @@ def is_count(text: str) -> bool:
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Return true if a JSON value is a finite number that fits a float."""
+    """True if a JSON value is a finite number that fits a float."""
     kind = type(value)
     return (kind is float or kind is int) and -_LARGEST <= value <= _LARGEST  # type: ignore[operator]
 
@@ -151,10 +151,7 @@ _CONTROL = re.compile(r"[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]|\x1b(?!\[
 
 
 def without_escapes(text: str) -> str:
-    """Remove terminal escape sequences from `text`, except colors.
-
-    A log may contain sequences that set the title of the terminal, clear it or make it respond.
-    """
+    """Remove terminal escape sequences, such as those that set the title, but not those of colors."""
     colored = _ESCAPES.sub(lambda match: match[0] if _COLOUR.fullmatch(match[0]) else "", text)
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", colored)
 

@@ -1,4 +1,4 @@
-"""Parts of torch that are private or have different names in some versions. Only this module imports them.
+"""Import parts of torch that are private, or have different names in some versions. No other module does.
 
 `tests/test_torch_compat.py` checks them against the installed version.
 """
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint.filesystem as dcp_filesystem
 from torch.distributed._composable_state import _module_state_mapping as fsdp_states
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -22,7 +22,7 @@ from torch.utils.data._utils import worker as dataloader_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 __all__ = [
-    "CURRENT_DCP_VERSION",
+    "DCP_VERSION",
     "FSDP_ATTRIBUTES",
     "BatchNorm",
     "DataLoaderIterator",
@@ -42,6 +42,11 @@ FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fs
 
 #: Gathers the tensors of all ranks into one tensor; named `all_gather_into_tensor` before torch 2.13.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+#: Arguments of DCP's `Metadata` that name the version of the format; none before torch 2.10.
+DCP_VERSION: dict[str, Any] = (
+    {"version": dcp_filesystem.CURRENT_DCP_VERSION} if hasattr(dcp_filesystem, "CURRENT_DCP_VERSION") else {}
+)
 
 _SHARES_BUFFERS = next(
     name

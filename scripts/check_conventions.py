@@ -19,8 +19,6 @@ PACKAGE = ROOT / "hpctrain"
 MAX_MODULES = 20
 #: Code that `tests/simulation` runs in virtual time.
 SIMULATED = ("supervisor", "records", "slurm")
-#: One module per command is the clearest layout.
-UNLIMITED = {PACKAGE / "cli"}
 
 FIRST_WORD = re.compile(r"(What|Whether|Which|Who|Whom|Whose|Whoever|Where|How|Of|Nobody|Somebody)\b")
 BANNED = re.compile(
@@ -60,7 +58,7 @@ def _class_names(modules: dict[Path, ast.Module]) -> Iterator[tuple[Path, int, s
 def _folder_sizes() -> Iterator[tuple[Path, int, str]]:
     for folder in (PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir())):
         count = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
-        if count > MAX_MODULES and folder not in UNLIMITED:
+        if count > MAX_MODULES:
             yield folder, 1, f"{count} modules in one folder; at most {MAX_MODULES}: group them in packages"
 
 

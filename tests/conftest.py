@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from string import ascii_lowercase
 from types import FrameType
 
 import pytest
 import pytest_timeout
-from helpers import fork_server
+from helpers import REPOSITORY, fork_server
 from helpers.accounting_slurm import AccountingSandbox, need_accounting
 from helpers.commands import skip_or_fail
-from helpers.distribution import SharedSlurmScheduling
 from helpers.slurm_versions import need_slurm_version, up_with_version
 from helpers.waiting import deadline_in, scaled
 from hypothesis import settings
 from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from hpctrain import sandbox
 from hpctrain.errors import UserError
@@ -60,6 +61,30 @@ def pytest_configure(config: pytest.Config) -> None:
     # Background jobs of a shell without job control ignore SIGINT, and so do their children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_FUNCTION = re.compile(r"^def (\w+)\((.*?)\)", re.MULTILINE | re.DOTALL)
+
+
+class SharedSlurmScheduling(LoadScopeScheduling):
+    """Schedules tests by file, because they may share a run, but those on Slurm in two groups and first."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        if "[slurm" in test or test.partition("[")[0] in _functions_on_slurm(REPOSITORY / file):
+            return f"slurm, {file.split('/')[1] == 'jobs'}"
+        return file
+
+
+@cache
+def _functions_on_slurm(file: Path) -> set[str]:
+    """Return the functions of a file that use Slurm, directly or by a fixture of the file."""
+    functions = {name: set(re.findall(r"\w+", words)) for name, words in _FUNCTION.findall(file.read_text())}
+    found, grown = {"slurm", "accounting"}, True
+    while grown:
+        new = {name for name, words in functions.items() if words & found} - found
+        found, grown = found | new, bool(new)
+    return found
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SharedSlurmScheduling | None:

@@ -139,11 +139,6 @@ def test_frames_of_hpctrain_and_torch_are_folded():
     ]
 
 
-def test_traceback_without_user_frames_is_unchanged():
-    text = f'Traceback (most recent call last):\n  File "{PACKAGE}/x.py", line 1, in f\n    g()\nOSError: m\n'
-    assert fold(text) == text
-
-
 def test_multi_line_message_is_kept():
     message = "ValueError: first\n    second, indented\nthird\n"
     assert fold(TRACE.replace("KeyError: 'x'\n", message)).endswith(message)

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from helpers.commands import run_command
 
 from hpctrain.files import (
     append_json_line,
-    append_line,
+    append_lines,
     create_atomic,
     make_folder,
     own_file,
@@ -42,7 +43,7 @@ def torn_file(tmp_path: Path) -> Path:
 def test_no_empty_lines_are_written_without_torn_ones(tmp_path):
     path = tmp_path / "log"
     for line in ("one", "zwölf \ud800"):
-        append_line(path, line)
+        append_lines(path, deque([line]))
         terminate_partial_line(path)
     assert path.read_text() == "one\nzwölf \\ud800\n"
 
@@ -51,8 +52,8 @@ def test_no_empty_lines_are_written_without_torn_ones(tmp_path):
     "read",
     [
         read_json_lines,
-        lambda path: RecordTail(path).read(),
-        lambda path: reversed(list(read_last_records(path))),
+        lambda path: RecordTail(path, dict).read(),
+        lambda path: reversed(list(read_last_records(path, dict))),
     ],
 )
 def test_readers_skip_a_torn_line_with_one_warning(torn_file, read, caplog):
@@ -75,7 +76,7 @@ def test_run_with_a_torn_record_continues(tmp_path):
     with open(run.events, "a") as file:
         file.write('{"time": 17')
     run_command(submit, timeout=60)
-    kinds = [event["kind"] for event in run.read_events()]
+    kinds = [event["kind"] for event in read_json_lines(run.events)]
     assert kinds == ["submitted", "started", "finished"] * 2
     status = run_command([*hpctrain, "status", run.path, "--json"])
     assert json.loads(status.stdout)["state"] == "COMPLETED"

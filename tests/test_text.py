@@ -17,62 +17,31 @@ from hpctrain.text import (
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("convert", "arguments", "text"),
     [
-        (0.0051951712, "0.0051952"),
-        (1234567.0, "1.2346e+06"),
-        (3.0, "3"),
-        (math.nan, "NaN"),
-        (None, "–"),
+        (format_number, [0.0051951712], "0.0051952"),
+        (format_number, [1234567.0], "1.2346e+06"),
+        (format_number, [math.nan], "NaN"),
+        (format_number, [None], "–"),
+        (pluralize, [1.0, "CPU-hour"], "1 CPU-hour"),
+        (pluralize, [1.5, "CPU-hour"], "1.5 CPU-hours"),
+        (pluralize, [38400, "GPU"], "38\u202f400 GPUs"),
+        (format_size, [999], "999 B"),
+        (format_size, [2**30], "1.07 GB"),
+        (format_size, [3e15], "3000 TB"),
+        (format_memory, [1000 * 2**30], "1000 GiB"),
+        (format_memory, [3e15], "2728 TiB"),
+        (format_duration, [0.045], "45 ms"),
+        (format_duration, [59.94], "59.9 s"),
+        (format_duration, [59.96], "1 min"),
+        (format_duration, [7260], "2 h 1 min"),
+        (format_duration, [1e6], "11 d 14 h"),
+        (format_ranks, [[0, 1, 2, 5]], "ranks 0-2, 5"),
     ],
 )
-def test_numbers_have_five_significant_digits(value, text):
-    assert format_number(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "noun", "text"),
-    [
-        (1, "rank", "1 rank"),
-        (1.0, "CPU-hour", "1 CPU-hour"),
-        (1.5, "CPU-hour", "1.5 CPU-hours"),
-        (38400, "GPU", "38\u202f400 GPUs"),
-    ],
-)
-def test_one_is_singular(value, noun, text):
-    assert pluralize(value, noun) == text
+def test_values_are_formatted(convert, arguments, text):
+    assert convert(*arguments) == text
 
 
 def test_ranks_after_twenty_ranges_are_counted():
-    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
     assert format_ranks([*range(0, 40, 2), 41, 42, 43]).endswith(", 36, 38 and 3 more")
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "size", "memory"),
-    [
-        (999, "999 B", "999 B"),
-        (1000, "1 kB", "1000 B"),
-        (2**30, "1.07 GB", "1 GiB"),
-        (1000 * 2**30, "1.07 TB", "1000 GiB"),
-        (3e15, "3000 TB", "2728 TiB"),
-        (None, "–", "–"),
-    ],
-)
-def test_disk_sizes_use_powers_of_ten_and_memory_powers_of_two(num_bytes, size, memory):
-    assert (format_size(num_bytes), format_memory(num_bytes)) == (size, memory)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (0.045, "45 ms"),
-        (59.94, "59.9 s"),
-        (59.96, "1 min"),
-        (7260, "2 h 1 min"),
-        (1e6, "11 d 14 h"),
-    ],
-)
-def test_durations_have_at_most_two_units(seconds, text):
-    assert format_duration(seconds) == text

@@ -17,7 +17,7 @@ PACKAGE = Path(hpctrain.__file__).parent
 LISTED = {
     "records/serialization.py": (2, "the call in the run folder, which the user has submitted"),
     "jobs/executor/job.py": (2, "results and exceptions in the run folder"),
-    "telemetry/loggers/process.py": (2, "the pipe from the rank that has started the process"),
+    "telemetry/loggers/dispatcher.py": (2, "the pipe from the rank that has started the process"),
     "training/loop/spawn.py": (3, "files in a temporary folder that only its owner can read"),
 }
 #: These unpickle what peers send.

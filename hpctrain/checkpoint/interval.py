@@ -1,11 +1,12 @@
-"""Checkpoint interval, from the cost of a save and the cost of an interruption. Imports no torch."""
+"""Choose the checkpoint interval from the costs of a save and of an interruption. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+
+from hpctrain.schema import Event
 
 #: Mean time between interruptions of a node in seconds, for a run without history: one day.
 NODE_MTBF_S = 86_400.0
@@ -47,7 +48,7 @@ class InterruptionHistory:
     node_seconds: float = 0.0
 
     @classmethod
-    def from_events(cls, events: Iterable[Mapping[str, Any]]) -> InterruptionHistory:
+    def from_events(cls, events: Iterable[Event]) -> InterruptionHistory:
         """Count over a run's events, oldest first.
 
         An attempt was interrupted if another attempt followed, and it neither saved on a stop signal nor
@@ -56,18 +57,17 @@ class InterruptionHistory:
         count, node_seconds = 0, 0.0
         nodes, last_time, orderly = 0, 0.0, True
         for event in events:
-            time = float(event.get("time", last_time))
-            match event.get("kind"):
+            match event.kind:
                 case "started":
                     count += not orderly
-                    nodes, last_time, orderly = int(event.get("nodes", 1)), time, False
+                    nodes, last_time, orderly = event.nodes or 1, event.time, False
                 case "signal":
-                    orderly = bool(event.get("saved"))
+                    orderly = bool(event.saved)
                 case "finished":
-                    orderly = event.get("state") != "FAILED"
+                    orderly = event.state != "FAILED"
             # Clocks may be set back.
-            node_seconds += nodes * max(0.0, time - last_time)
-            last_time = time
+            node_seconds += nodes * max(0.0, event.time - last_time)
+            last_time = event.time
         return cls(count, node_seconds)
 
     def node_mtbf_s(self, prior_s: float) -> float:

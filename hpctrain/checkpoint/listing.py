@@ -1,15 +1,18 @@
-"""Listing of a run's checkpoints, based only on the manifests. Imports no torch."""
+"""List the checkpoints of a run by their manifests, and those of scripts by their files; without torch."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hpctrain.checkpoint.format.manifest import Manifest
+from hpctrain.checkpoint.io.checkpoint_dir import is_checkpoint_entry
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
+from hpctrain.schema import Event
 
 TierName = Literal["shared", "local"]
 
@@ -35,7 +38,7 @@ class BestMetric:
 
 def list_checkpoints(run: RunDir, *, verify: bool = False) -> tuple[list[CheckpointInfo], BestMetric | None]:
     """Return the checkpoints visible on this host, oldest first, and the metric that ranks them."""
-    events = [event for event in run.read_events() if event.get("kind") == "checkpoint"]
+    events = [event for event in run.read_events() if event.kind == "checkpoint"]
     rule = _best_metric(events)
     checkpoints = list(_inspect(run.checkpoints, "shared", verify=verify))
     for folder in _local_tier_folders(events):
@@ -72,39 +75,75 @@ def _problems(manifest: Manifest, path: Path) -> Iterator[str]:
             yield str(error)
 
 
-def _local_tier_folders(events: Iterable[Mapping[str, Any]]) -> list[Path]:
-    folders = {Path(event["path"]).parent for event in events if event.get("tier") == "local"}
+def _local_tier_folders(events: Iterable[Event]) -> list[Path]:
+    folders = {Path(event.path).parent for event in events if event.tier == "local" and event.path}
     return sorted(folder for folder in folders if folder.is_dir())
 
 
-def _best_metric(events: list[dict[str, Any]]) -> BestMetric | None:
+def _best_metric(events: list[Event]) -> BestMetric | None:
     for event in reversed(events):
-        if (metric := event.get("metric")) is not None:
-            return BestMetric(str(metric), "max" if event.get("mode") == "max" else "min")
+        if event.metric is not None:
+            return BestMetric(event.metric, "max" if event.mode == "max" else "min")
     return None
 
 
-def _mark_newest_and_best(checkpoints: list[CheckpointInfo], rule: BestMetric | None) -> list[CheckpointInfo]:
-    intact = [
-        checkpoint
-        for checkpoint in checkpoints
-        if checkpoint.manifest is not None and not checkpoint.problems
-    ]
-    finite = [
-        checkpoint for checkpoint in intact if checkpoint.manifest and checkpoint.manifest.finite is not False
-    ]
-    newest = (finite or intact)[-1] if intact else None
+def _mark_newest_and_best(infos: list[CheckpointInfo], rule: BestMetric | None) -> list[CheckpointInfo]:
+    intact = [(info, info.manifest) for info in infos if info.manifest is not None and not info.problems]
+    finite = [info for info, manifest in intact if manifest.finite is not False]
+    newest = next(reversed(finite or [info for info, _ in intact]), None)
     best: int | None = None
     if rule is not None:
-        scores = {
-            checkpoint.step: checkpoint.manifest.score_by(rule.metric)
-            for checkpoint in intact
-            if checkpoint.manifest
-        }
+        scores = {info.step: manifest.score_by(rule.metric) for info, manifest in intact}
         best = next(iter(rank_steps(scores, rule.mode)), None)
     return [
-        replace(
-            checkpoint, newest=checkpoint is newest, best=checkpoint.step == best and checkpoint in intact
-        )
-        for checkpoint in checkpoints
+        replace(info, newest=info is newest, best=info.step == best and (info, info.manifest) in intact)
+        for info in infos
     ]
+
+
+#: Search depth: files in the folder and in its direct subfolders.
+_DEPTH = 2
+
+
+class ScriptCheckpointWatcher:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._before = dict(_iter_files(folder, _DEPTH))
+
+    def newest_since(self) -> Path | None:
+        """Return the entry of the folder with the newest file added or changed since the start."""
+        changed = {path: at for path, at in _iter_files(self._folder, _DEPTH) if self._before.get(path) != at}
+        return _newest_entry(self._folder, changed)
+
+
+def newest_script_checkpoint(folder: Path) -> tuple[Path, float] | None:
+    """Return the file or subfolder that changed last, and the time in seconds since the epoch, if any."""
+    files = dict(_iter_files(folder, _DEPTH))
+    newest = _newest_entry(folder, files)
+    return None if newest is None else (newest, max(files.values())[0] / 1e9)
+
+
+def _newest_entry(folder: Path, files: Mapping[Path, tuple[int, int]]) -> Path | None:
+    if not files:
+        return None
+    newest = max(files, key=lambda path: files[path])
+    return folder / newest.relative_to(folder).parts[0]
+
+
+def _iter_files(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[int, int]]]:
+    """Yield each file below `folder`, with its modification time in ns and its size in bytes."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if is_checkpoint_entry(entry.name):
+            continue
+        try:
+            if not entry.is_dir():
+                status = entry.stat()
+                yield Path(entry.path), (status.st_mtime_ns, status.st_size)
+            elif depth > 1:
+                yield from _iter_files(Path(entry.path), depth - 1)
+        except OSError:
+            continue  # The file was removed during the scan.

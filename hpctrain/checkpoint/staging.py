@@ -1,20 +1,208 @@
-"""Staging of a state in host memory, which is reused for later saves."""
+"""Stage a state in host memory, which is reused for later saves.
+
+A staged file has the layout of a rank's file on disk: archives in the format of
+`torch.distributed.checkpoint`, each the output of `torch.save` for a piece of a tensor. The bytes around the
+data depend only on type and shape, so they are generated once. A save only copies tensors to their positions,
+and writes one contiguous range of memory.
+"""
 
 from __future__ import annotations
 
+import math
 import mmap
+import struct
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 import xxhash
 
-from hpctrain.checkpoint.format.staged_file import StagedFile, allocate_memory
+from hpctrain.checkpoint.format.dcp_format import StoredChunk, rank_file_name
 from hpctrain.checkpoint.format.state_tree import STATE_KEY, rank_key, split_tree
-from hpctrain.checkpoint.format.write_plan import WriteItem, plan_writes, slice_item
+from hpctrain.checkpoint.format.write_plan import WriteItem, item_bytes, plan_writes, slice_item
 from hpctrain.checkpoint.io.coordination import RankCoordinator
+
+#: Archives start at multiples of this value, to align their data for every type.
+_ALIGNMENT = 64
+_RECORD = b"archive/data/0"
+#: Types of parameters and optimizer states that can be infinite or NaN.
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+#: Reserve for growth in later saves, such as more digits in the random state.
+_SLACK_BYTES = 1 << 20
+#: cudaHostRegisterPortable (CUDA Runtime API, memory management).
+_PORTABLE = 1
+
+
+class ByteRange(NamedTuple):
+    offset: int
+    length: int
+
+
+class StagedFile:
+    def __init__(self, items: Sequence[WriteItem]) -> None:
+        self.items = tuple(items)
+        self.spans: list[ByteRange] = []
+        self.num_bytes = 0
+        self._targets: list[torch.Tensor] = []
+        for item in items:
+            offset = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            head, tail = _envelope(item.dtype, item.sizes)
+            self.spans.append(ByteRange(offset, len(head) + item_bytes(item) + len(tail)))
+            self.num_bytes = offset + self.spans[-1].length
+
+    def bind_memory(self, memory: mmap.mmap) -> None:
+        """Use `memory`, of at least `num_bytes` bytes, and write the bytes around the data into it."""
+        self.content = memoryview(memory)[: self.num_bytes]
+        everything = torch.frombuffer(memory, dtype=torch.uint8)
+        end = 0
+        for item, span in zip(self.items, self.spans, strict=True):
+            head, tail = _envelope(item.dtype, item.sizes)
+            begin, stop = span.offset + len(head), span.offset + span.length - len(tail)
+            self.content[end:begin] = bytes(span.offset - end) + head
+            end = stop + len(tail)
+            self.content[stop:end] = tail
+            self._targets.append(everything[begin:stop].view(item.dtype).view(item.sizes))
+
+    def chunks(self, rank: int) -> list[StoredChunk]:
+        return [
+            StoredChunk(
+                item.key,
+                str(item.dtype).removeprefix("torch."),
+                item.tensor_shape,
+                item.offsets,
+                item.sizes,
+                rank_file_name(rank),
+                *span,
+            )
+            for item, span in zip(self.items, self.spans, strict=True)
+        ]
+
+    def fill(self, data: Sequence[torch.Tensor]) -> _CopyDone:
+        """Queue copies of all data; `synchronize()` the result before reading the content."""
+        begun = _record_events(data)
+        if data:
+            # A single call for all tensors, because a state may have thousands of small tensors.
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, list(data), non_blocking=True)
+        return _CopyDone(begun, _record_events(data))
+
+    def is_finite(self, checked: Callable[[str], bool]) -> bool:
+        return all(
+            math.isfinite(limit)
+            for item, target in zip(self.items, self._targets, strict=True)
+            if item.dtype in _FLOATS and target.numel() and checked(item.key)
+            # The extremes take one pass without a copy; a NaN becomes both of them.
+            for limit in torch.stack(target.aminmax()).tolist()
+        )
+
+
+def _record_events(data: Sequence[torch.Tensor]) -> list[Any]:
+    events = []
+    for gpu in sorted({source.device.index for source in data if source.is_cuda}):
+        with torch.cuda.device(gpu):
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(gpu))
+        events.append(event)
+    return events
+
+
+class _CopyDone:
+    def __init__(self, begun: list[Any], events: list[Any]) -> None:
+        self._begun, self._events = begun, events
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the copies from a GPU, after `synchronize`; 0 without GPUs."""
+        pairs = zip(self._begun, self._events, strict=True)
+        return max((begun.elapsed_time(ended) / 1e3 for begun, ended in pairs), default=0.0)
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._events)
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
+def allocate_memory(num_bytes: int, gpu: torch.device | None) -> mmap.mmap:
+    """Allocate memory with all pages touched, to avoid page faults in saves, and pinned if there is a GPU."""
+    num_bytes += _SLACK_BYTES
+    # Private, to avoid limits on shared memory. Not inherited by children: otherwise, after each fork, such
+    # as of a data worker, the next save would copy every page.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a kernel without huge pages rejects the hint
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    if gpu is not None:
+        pin_memory(memory, gpu)
+    return memory
+
+
+def pin_memory(memory: mmap.mmap, gpu: torch.device) -> None:
+    # Registered, because torch's own pinned memory is rounded up to powers of two. The current device of a
+    # new thread is the first GPU, on which each rank of the node would otherwise create a context.
+    with torch.cuda.device(gpu):
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(memory), _PORTABLE)))
+    weakref.finalize(memory, runtime.cudaHostUnregister, address)
+
+
+class _Envelope:
+    """Stream for `torch.save` that stores the bytes before and after the tensor's data."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.head, self.tail = bytearray(), bytearray()
+        self._record_seen, self._left = False, num_bytes
+
+    def write(self, block: Any) -> int:
+        remaining = memoryview(block).cast("B")
+        written = len(remaining)
+        if not self._record_seen:
+            self.head += remaining
+            remaining = memoryview(self._split())
+        skipped = min(self._left, len(remaining))
+        self._left -= skipped
+        self.tail += remaining[skipped:]
+        return written
+
+    def flush(self) -> None: ...
+
+    def _split(self) -> bytes:
+        """Move the bytes after the header of the data's record out of the head; none until it is complete."""
+        at = self.head.find(_RECORD)
+        if at < 0:
+            return b""
+        # The last two fields before the name in a local file header of a zip archive (APPNOTE.TXT, 4.3.7).
+        name_length, extra_length = struct.unpack("<HH", self.head[at - 4 : at])
+        begin = at + name_length + extra_length
+        if len(self.head) < begin:
+            return b""
+        self._record_seen = True
+        following = bytes(self.head[begin:])
+        del self.head[begin:]
+        return following
+
+
+@cache
+def _envelope(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return the bytes around a contiguous tensor in a `torch.save` file, without checksums of the data."""
+    tensor = torch.empty(sizes, dtype=dtype)  # never touched, so it takes no memory
+    stream = _Envelope(tensor.nbytes)
+    with_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensor, cast(IO[bytes], stream))
+    finally:
+        torch.serialization.set_crc32_options(with_checksums)
+    return bytes(stream.head), bytes(stream.tail)
 
 
 @dataclass(frozen=True)
@@ -27,20 +215,11 @@ class StagedState:
     """Hash that is equal on ranks whose states have the same names, types and shapes."""
 
 
-#: The properties that determine the write plan of a tensor.
-_TensorSignature = tuple[str, type, torch.Size, torch.dtype, torch.layout, bool]
-#: Tensor types that are complete on each rank.
-_UNSHARDED_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-def _signature_of(key: str, tensor: torch.Tensor) -> _TensorSignature:
-    return key, type(tensor), tensor.shape, tensor.dtype, tensor.layout, tensor.is_meta
-
-
 class _CachedPlan(NamedTuple):
     """Cached write plan of a state; computing the plan is slower than copying small tensors."""
 
-    signatures: list[_TensorSignature]
+    signatures: list[tuple[str, type, torch.Size, torch.dtype, torch.layout, bool]]
+    """The properties that determine the plan of each tensor."""
     items: tuple[WriteItem, ...]
     fingerprint: str
 
@@ -66,13 +245,13 @@ class StateStager:
         self._preparing.start()
 
     def stage(self, state: Any, rank_state: Mapping[str, torch.Tensor]) -> StagedState:
-        plain, items, data, alike = self.plan(state, rank_state)
+        plain, items, data, fingerprint = self.plan(state, rank_state)
         self._join()
         if self._staged_file is None or self._staged_file.items != items:
             self._allocate(items, _gpu_of(data))
         staged_file = self._staged_file
         assert staged_file is not None
-        return StagedState(staged_file, staged_file.fill(data), plain, alike)
+        return StagedState(staged_file, staged_file.fill(data), plain, fingerprint)
 
     def plan(
         self, state: Any, rank_state: Mapping[str, torch.Tensor]
@@ -81,33 +260,24 @@ class StateStager:
         plain, tensors = split_tree(state, STATE_KEY)
         prefix = rank_key(self._coordinator.rank)
         of_rank = {prefix + name: tensor for name, tensor in rank_state.items()}
-        looks = [_signature_of(key, tensor) for key, tensor in (*tensors.items(), *of_rank.items())]
-        cached = self._cached_plan
-        if cached is None or cached.signatures != looks:
-            cached, data = self._plan_writes(tensors, of_rank, looks)
-            # The properties of a distributed tensor do not identify the local part, so the plan is not
-            # cached.
-            are_plain = all(
-                type(tensor) in _UNSHARDED_TYPES for tensor in (*tensors.values(), *of_rank.values())
-            )
-            self._cached_plan = cached if are_plain else None
-        else:
+        signatures = [
+            (key, type(tensor), tensor.shape, tensor.dtype, tensor.layout, tensor.is_meta)
+            for key, tensor in (*tensors.items(), *of_rank.items())
+        ]
+        cached, coordinator = self._cached_plan, self._coordinator
+        if cached is not None and cached.signatures == signatures:
             everything = {**tensors, **of_rank}
             data = [slice_item(item, everything[item.key]) for item in cached.items]
-        return plain, cached.items, data, cached.fingerprint
-
-    def _plan_writes(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        of_rank: Mapping[str, torch.Tensor],
-        looks: list[_TensorSignature],
-    ) -> tuple[_CachedPlan, list[torch.Tensor]]:
-        coordinator = self._coordinator
+            return plain, cached.items, data, cached.fingerprint
         writes = list(plan_writes(tensors, coordinator.rank, coordinator.world_size, coordinator.rank_of))
         writes += plan_writes(of_rank, 0, 1)
+        items = tuple(item for item, _ in writes)
         common = ";".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
-        alike = xxhash.xxh3_64_hexdigest(common.encode())
-        return _CachedPlan(looks, tuple(item for item, _ in writes), alike), [data for _, data in writes]
+        fingerprint = xxhash.xxh3_64_hexdigest(common.encode())
+        # The properties of a distributed tensor do not identify the local part.
+        are_complete = all(kind in (torch.Tensor, torch.nn.Parameter) for _, kind, *_ in signatures)
+        self._cached_plan = _CachedPlan(signatures, items, fingerprint) if are_complete else None
+        return plain, items, [data for _, data in writes], fingerprint
 
     def _allocate(self, items: Sequence[WriteItem], gpu: torch.device | None) -> None:
         self._staged_file = None

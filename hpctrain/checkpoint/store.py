@@ -1,4 +1,4 @@
-"""Saving and loading of a run's checkpoints.
+"""Save and load the checkpoints of a run.
 
 A checkpoint is a folder in the format of `torch.distributed.checkpoint`, plus `state.json` (everything except
 tensors), `tensors.json` (the location of each tensor) and `manifest.json`. Each rank writes its share in the
@@ -13,15 +13,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name
+from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
+from hpctrain.checkpoint.format.write_plan import WriteItem
+from hpctrain.checkpoint.io.background_io import FileWriter, bytes_file_write
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, Retention
-from hpctrain.checkpoint.io.commit import CommitTarget
-from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
+from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, complete_files, write_and_commit
+from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, SaveAborted, describe_exception
 from hpctrain.checkpoint.io.loading import (
     LoadedCheckpoint,
     VerifiedCheckpoint,
@@ -29,11 +34,9 @@ from hpctrain.checkpoint.io.loading import (
     list_shared_steps,
     load,
 )
-from hpctrain.checkpoint.saver import CommittedSave, PendingSave, Saver
-from hpctrain.checkpoint.staging import StateStager
-from hpctrain.checkpoint.tier.local_tier import LocalTier
+from hpctrain.checkpoint.staging import StagedState, StateStager
+from hpctrain.checkpoint.tier.local_tier import LocalTier, TierCopyFailed
 from hpctrain.checkpoint.tier.memory_copies import commit_newest_copy
-from hpctrain.checkpoint.tier.tier_copier import TierCopyFailed
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import checkpoint_folder_name
 
@@ -47,8 +50,36 @@ _MARGIN_S = 60.0
 _EXIT_LIMIT_S = 10.0
 
 
+@dataclass(frozen=True)
+class CommittedSave:
+    step: int
+    path: Path
+    total_bytes: int
+    seconds: float
+    """Seconds from the call of `async_save` or `save` to the commit, on this rank."""
+    score: float | None = None
+    finite: bool | None = True
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class PendingSave:
+    step: int
+    score: float | None
+    started_at: float
+    staged: StagedState | None
+    problem: str | None
+    direct: bool
+    """True if the save bypasses the local tier."""
+    verified_step: int | None = None
+    time: float = field(default_factory=time.time)
+    abort: threading.Event = field(default_factory=threading.Event)
+    outcome: CommittedSave | CheckpointError | None = None
+    thread: threading.Thread | None = None
+
+
 class CheckpointStore:
-    """The checkpoints in one folder; methods that save, load, drain or close are collective."""
+    """The checkpoints in one folder; methods that save, load, set aside or close are collective."""
 
     def __init__(
         self,
@@ -57,12 +88,11 @@ class CheckpointStore:
         *,
         retention: Retention | None = None,
         second_tier: Path | None = None,
-        second_tier_bytes: int | None = None,
         patience_s: float = IO_TIMEOUT_S,
         records: tuple[Path, ...] = (),
         checked: Callable[[str], bool] | None = None,
     ) -> None:
-        """Open the checkpoints; tensors with `checked` keys must be finite (collective)."""
+        """Open the checkpoints; tensors with `checked` keys must be finite."""
         self._coordinator = RankCoordinator(group, patience_s + _MARGIN_S)
         self._target = CommitTarget(
             self._coordinator,
@@ -71,21 +101,28 @@ class CheckpointStore:
             io_timeout_s=patience_s,
         )
         self._retention, self._checked = retention or Retention(), checked
-        self._saver = Saver(self._target, self._retention, checked)
         self._tier: LocalTier | None = None
+        self._notes: list[str] = []
         if second_tier is not None:
             try:
-                self._tier = self._saver.local_tier = LocalTier(
+                self._tier = LocalTier(
                     second_tier,
                     self._target,
                     RankCoordinator(group, patience_s + _MARGIN_S),
-                    limit_bytes=second_tier_bytes,
-                    on_copied=self._saver.on_copied,
-                    on_failure=self._saver.report,
+                    on_copied=self._on_copied,
+                    on_failure=self._report,
                 )
             except CheckpointError as error:
-                self._saver.notes = [f"{error}. Checkpoints are written directly to {folder}."]
+                self._notes = [f"{error}. Checkpoints are written directly to {folder}."]
         self._stager = StateStager(self._coordinator)
+        #: Layout of this rank's file that rank 0 has; the tables are rebuilt only after a change of a layout.
+        self._sent_layout: tuple[WriteItem, ...] | None = None
+        self._layouts: dict[int, list[tuple[Any, ...]]] = {}
+        self._tables: dict[str, bytes] = {}
+        #: The writer of the last save, if it still reads memory because its disk hangs.
+        self._writer: FileWriter | None = None
+        self._outcomes: list[CommittedSave | CheckpointError] = []
+        self._lock = threading.Lock()
         self._in_flight: PendingSave | None = None
         #: Size of this rank's share of the latest state, in bytes.
         self.state_bytes = 0
@@ -107,13 +144,13 @@ class CheckpointStore:
         verified_step: int | None = None,
         direct: bool = False,
     ) -> PendingSave:
-        """Copy the state, and write it in the background; `rank_state` is of this rank only (collective)."""
+        """Copy the state, and write it in the background; `rank_state` is of this rank only."""
         begun = time.monotonic()
         if self._in_flight is not None:
             self._join(self._in_flight)
         staged, problem = None, None
         try:
-            if self._saver.hung_writer:
+            if self._writer is not None and not self._writer.ended.is_set():
                 raise CheckpointError("an earlier save is still waiting for the disk")
             staged = self._stager.stage(state, rank_state)
             self.state_bytes = staged.staged_file.num_bytes
@@ -121,7 +158,7 @@ class CheckpointStore:
             problem = describe_exception(error)
         save = PendingSave(step, score, begun, staged, problem, direct, verified_step)
         save.thread = threading.Thread(
-            target=self._saver.run, args=(save,), name="hpctrain-checkpoint", daemon=True
+            target=self._run, args=(save,), name="hpctrain-checkpoint", daemon=True
         )
         self._in_flight = save
         save.thread.start()
@@ -136,10 +173,11 @@ class CheckpointStore:
         score: float | None = None,
         verified_step: int | None = None,
     ) -> CommittedSave:
-        """Write the state to `folder`, not only to the local tier; raise errors on all ranks (collective)."""
+        """Write the state to `folder`, not only to the local tier; raise errors on all ranks."""
         save = self.async_save(step, state, rank_state, score=score, verified_step=verified_step, direct=True)
         self._join(save)
-        self._saver.drop_outcome(save.outcome)
+        with self._lock:
+            self._outcomes = [reported for reported in self._outcomes if reported is not save.outcome]
         if isinstance(save.outcome, CheckpointError):
             raise save.outcome
         assert save.outcome is not None
@@ -147,7 +185,9 @@ class CheckpointStore:
 
     def collect_outcomes(self) -> list[CommittedSave | CheckpointError]:
         """Return the outcomes since the last call, two for a checkpoint copied from the local tier."""
-        return self._saver.collect_outcomes()
+        with self._lock:
+            ended, self._outcomes = self._outcomes, []
+        return ended
 
     def wait(self, timeout_s: float) -> bool:
         save = self._in_flight
@@ -162,7 +202,7 @@ class CheckpointStore:
             self._in_flight.abort.set()
 
     def close(self, *, clean: bool = False, timeout_s: float | None = None) -> list[str]:
-        """Finish the background work; `clean` removes a copied local tier; return messages (collective)."""
+        """Finish the background work; `clean` removes a copied local tier; return messages."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if self._in_flight is not None:
             self._join(self._in_flight, timeout_s)
@@ -171,25 +211,24 @@ class CheckpointStore:
         return notes
 
     def drain(self, timeout_s: float) -> list[str]:
-        """Copy missing checkpoints from the local tier, delete it, and close (collective)."""
+        """Copy missing checkpoints from the local tier, delete it, and close."""
         if self._tier is None:
             return self.close()
-        _, broken = find_latest_valid(self._target, self._tier)
+        _, broken = self._find_latest_valid()
         return [*broken, *self.close(clean=True, timeout_s=timeout_s)]
 
     def load_newest(self, like: Any = None) -> tuple[LoadedCheckpoint | None, list[str]]:
-        """Load the newest valid checkpoint, preferably finite, distributed as `like` (collective)."""
+        """Load the newest valid checkpoint, preferably finite, distributed as `like`."""
         if self._in_flight is not None:
             self._join(self._in_flight)
-        newest, broken = find_latest_valid(self._target, self._tier)
+        newest, broken = self._find_latest_valid()
         return load(self._coordinator, newest, like) if newest else None, broken
 
     def commit_newest_copy(self, folder: Path, limit: int | None = None) -> str | None:
-        """Collective."""
         return commit_newest_copy(folder, self._target, self._checked, limit)
 
     def set_aside_after(self, step: int) -> list[str]:
-        """Set aside the checkpoints after `step`, whose states may be wrong (collective)."""
+        """Set aside the checkpoints after `step`, whose states may be wrong."""
         tiers = [(self._target, set(list_shared_steps(self._target)))]
         if self._tier is not None:
             tiers.append((self._tier.target, set(self._tier.gather_node_files())))
@@ -198,7 +237,7 @@ class CheckpointStore:
             for later in sorted(saved_step for saved_step in steps if saved_step > step):
                 folder = target.directory.folder / checkpoint_folder_name(later)
                 problem = f"{folder} was saved after step {step}, the last verified step."
-                sentences.append(_set_aside(target, target.directory, later, problem, "unverified"))
+                sentences.append(_set_aside(target, later, problem, "unverified"))
         return sentences
 
     def add_score(self, step: int, score: float) -> None:
@@ -211,6 +250,157 @@ class CheckpointStore:
             save.abort.set()
             save.thread.join()
 
+    def _run(self, save: PendingSave) -> None:
+        try:
+            save.outcome = self._save(save)
+        except CheckpointError as error:
+            save.outcome = error
+        except Exception as error:  # noqa: BLE001 (stored as the outcome)
+            save.outcome = CheckpointError(
+                f"the checkpoint of step {save.step} was not written: {describe_exception(error)}"
+            )
+        save.staged = None
+        self._report(save.outcome)
+
+    def _report(self, outcome: CommittedSave | CheckpointError) -> None:
+        with self._lock:
+            self._outcomes.append(outcome)
+
+    def _on_copied(self, manifest: Manifest, begun: float) -> None:
+        self._report(_describe_save(self._target.directory, manifest, begun, self._prune(manifest.step)))
+
+    def _save(self, save: PendingSave) -> CommittedSave:
+        self._coordinator.raise_on_all(save.problem, f"the checkpoint of step {save.step} was not written")
+        assert save.staged is not None
+        notes, self._notes = self._notes, []
+        if self._tier is not None and not save.direct:
+            try:
+                self._tier.make_room(save.staged.staged_file.num_bytes)
+                manifest = self._commit(save, save.staged, self._tier.target)
+            except (PeerLost, SaveAborted):
+                raise
+            except CheckpointError as error:
+                notes.append(
+                    f"{error}. The checkpoint was written to {self._target.directory.folder} instead."
+                )
+            else:
+                self._tier.schedule_copy(save.step, may_skip=self._retention.may_skip(save.step, save.score))
+                return _describe_save(self._tier.target.directory, manifest, save.started_at, notes)
+        manifest = self._commit(save, save.staged, self._target)
+        notes += self._prune(save.step)
+        return _describe_save(self._target.directory, manifest, save.started_at, notes)
+
+    def _commit(self, save: PendingSave, staged: StagedState, target: CommitTarget) -> Manifest:
+        staged_file, rank = staged.staged_file, self._coordinator.rank
+        layout = None
+        if self._sent_layout != staged_file.items:
+            layout = [*map(astuple, staged_file.chunks(rank))]
+        # If the save fails, rank 0 may not have received the layout.
+        self._sent_layout = None
+
+        def seal(
+            entries: list[FileEntry], remarks: list[tuple[list[tuple[Any, ...]] | None, bool]]
+        ) -> dict[str, bytes]:
+            changed = {rank: new for rank, (new, _) in enumerate(remarks) if new is not None}
+            if changed:
+                self._layouts.update(changed)
+                self._tables = build_tables(
+                    StoredChunk(*chunk) for rank in sorted(self._layouts) for chunk in self._layouts[rank]
+                )
+            return complete_files(
+                self._tables,
+                staged.plain,
+                entries,
+                step=save.step,
+                world_size=self._coordinator.world_size,
+                time=save.time,
+                score=save.score,
+                finite=None if self._checked is None else all(finite for _, finite in remarks),
+                verified_step=save.verified_step,
+                metric=None if save.score is None else self._retention.metric,
+            )
+
+        write = RankWrite(
+            [bytes_file_write(rank_file_name(rank), staged_file.content)] if staged_file.content else [],
+            seal,
+            remark=lambda: (layout, self._checked is None or staged_file.is_finite(self._checked)),
+            fingerprint=staged.fingerprint,
+            ready=staged.ready,
+            abort=save.abort,
+        )
+        try:
+            manifest = write_and_commit(target, save.step, write)
+        finally:
+            # Drop a finished writer, so that its memory can be freed for a larger state.
+            self._writer = None if write.writer is None or write.writer.ended.is_set() else write.writer
+        self._sent_layout = staged_file.items
+        return manifest
+
+    def _prune(self, newest: int) -> list[str]:
+        if not self._coordinator.is_main:
+            return []
+        pruning = self._target.io_thread.submit(lambda: self._target.directory.prune(newest, self._retention))
+        pruning.wait(self._target.io_timeout_s)
+        if pruning.error:  # the new checkpoint is committed anyway
+            return [f"No old checkpoint was deleted: {pruning.error}."]
+        return pruning.result or []
+
+    def _find_latest_valid(self) -> tuple[VerifiedCheckpoint | None, list[str]]:
+        """Find the newest valid checkpoint, preferably a finite one; set newer ones aside."""
+        target, tier = self._target, self._tier
+        shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
+        broken: list[str] = []
+        checkpoint: VerifiedCheckpoint | None = None
+        not_finite: list[VerifiedCheckpoint] = []
+        for step in sorted(shared | held.keys(), reverse=True):
+            if step in shared:
+                try:
+                    checkpoint = check_shared(target, step)
+                except CorruptCheckpoint as error:
+                    broken.append(_set_aside(target, step, str(error)))
+            if checkpoint is None and tier is not None and step in held:
+                try:
+                    checkpoint = tier.find(step, held[step])
+                except CorruptCheckpoint as error:
+                    broken.append(_set_aside(tier.target, step, str(error)))
+            if checkpoint is None:
+                continue
+            if checkpoint.manifest.finite is not False:
+                break
+            not_finite.append(checkpoint)
+            checkpoint = None
+        if checkpoint is None and not_finite:
+            checkpoint = not_finite[0]
+        else:
+            for skipped in not_finite:
+                step, problem = skipped.manifest.step, not_finite_problem(skipped.folder)
+                if tier is not None and step in held:
+                    moved = _set_aside(tier.target, step, problem)
+                if skipped.folder.parent == target.directory.folder:
+                    moved = _set_aside(target, step, problem)
+                broken.append(moved)
+        if tier is not None:
+            tier.reset_to(checkpoint)
+        return checkpoint, broken
+
+
+def not_finite_problem(folder: Path) -> str:
+    return f"{folder} contains NaN or infinite values in the parameters or the optimizer state."
+
+
+def _describe_save(
+    directory: CheckpointDir, manifest: Manifest, begun: float, notes: list[str]
+) -> CommittedSave:
+    return CommittedSave(
+        step=manifest.step,
+        path=directory.folder / checkpoint_folder_name(manifest.step),
+        total_bytes=manifest.total_bytes,
+        seconds=time.monotonic() - begun,
+        score=manifest.score,
+        finite=manifest.finite,
+        notes=tuple(notes),
+    )
+
 
 def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
     """Abort a save in flight if a process exits without closing its store, with a short wait."""
@@ -220,56 +410,12 @@ def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
         store.wait(_EXIT_LIMIT_S)
 
 
-def find_latest_valid(
-    target: CommitTarget, tier: LocalTier | None
-) -> tuple[VerifiedCheckpoint | None, list[str]]:
-    """Find the newest valid checkpoint, preferably a finite one; set newer ones aside (collective)."""
-    shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
-    broken: list[str] = []
-    checkpoint: VerifiedCheckpoint | None = None
-    not_finite: list[VerifiedCheckpoint] = []
-    for step in sorted(shared | held.keys(), reverse=True):
-        if step in shared:
-            try:
-                checkpoint = check_shared(target, step)
-            except CorruptCheckpoint as error:
-                broken.append(_set_aside(target, target.directory, step, str(error)))
-        if checkpoint is None and tier is not None and step in held:
-            try:
-                checkpoint = tier.find(step, held[step])
-            except CorruptCheckpoint as error:
-                broken.append(_set_aside(tier.target, tier.target.directory, step, str(error)))
-        if checkpoint is None:
-            continue
-        if checkpoint.manifest.finite is not False:
-            break
-        not_finite.append(checkpoint)
-        checkpoint = None
-    if checkpoint is None and not_finite:
-        checkpoint = not_finite[0]
-    else:
-        for skipped in not_finite:
-            problem = (
-                f"{skipped.folder} contains NaN or infinite values in the parameters or the optimizer state."
-            )
-            if tier is not None and (step := skipped.manifest.step) in held:
-                moved = _set_aside(tier.target, tier.target.directory, step, problem)
-            if skipped.folder.parent == target.directory.folder:
-                moved = _set_aside(target, target.directory, skipped.manifest.step, problem)
-            broken.append(moved)
-    if tier is not None:
-        tier.reset_to(checkpoint)
-    return checkpoint, broken
-
-
-def _set_aside(
-    target: CommitTarget, directory: CheckpointDir, step: int, problem: str, suffix: str = "broken"
-) -> str:
+def _set_aside(target: CommitTarget, step: int, problem: str, suffix: str = "broken") -> str:
     def rename() -> str | None:
         # A node without a part of the checkpoint has nothing to rename.
-        if not target.is_leader or step not in directory.steps():
+        if not target.is_leader or step not in target.directory.steps():
             return None
-        return directory.quarantine(step, suffix).name
+        return target.directory.quarantine(step, suffix).name
 
     name = target.coordinator.run_on_all(rename, f"{problem} The checkpoint cannot be renamed")
     names = target.coordinator.all_gather(name, "setting a checkpoint aside")

@@ -1,4 +1,4 @@
-"""The command line: one thin module per command. Only these modules use click."""
+"""The command line. Only these modules use click."""
 
 import gc
 

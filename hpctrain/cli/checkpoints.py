@@ -9,22 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
+from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.cli.common import (
     DefaultGroup,
+    complete_runs,
     echo_json,
     echo_table,
     json_option,
     open_run,
-    run_argument,
+    runs_dir_option,
     short_path,
 )
 from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
 from hpctrain.rundir import RunDir
-from hpctrain.text import format_number, format_size, format_time
+from hpctrain.text import format_number, format_size, format_time, pluralize
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.listing import BestMetric, CheckpointInfo
+
+
+def _run_argument(function: Any) -> Any:
+    """Add RUN, which may also be the folder of a run that was not submitted, and `--runs-dir`."""
+    return click.argument("run", metavar="RUN", shell_complete=complete_runs)(runs_dir_option(function))
 
 
 @click.group("checkpoints", cls=DefaultGroup, default="list")
@@ -42,7 +48,7 @@ def command() -> None:
 
 
 @command.command("list")
-@run_argument
+@_run_argument
 @click.option(
     "--verify", is_flag=True, help="Compare every file with its checksum. Exits with 1 if a file is damaged."
 )
@@ -68,17 +74,17 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
             problem = "damaged" if ".broken-" in path.name else "saved after the last verified step"
             click.echo(f"{short_path(path)}: {problem}, set aside by the run", err=True)
     if num_damaged := sum(bool(checkpoint.problems) for checkpoint in checkpoints):
+        result = "A run skips damaged checkpoints and sets them aside."
+        if num_damaged == len(checkpoints):
+            result = "A run in this folder fails at its start. To start over, delete the checkpoints."
+        verb = "is" if num_damaged == 1 else "are"
         if not as_json:
-            count = "1 checkpoint is" if num_damaged == 1 else f"{num_damaged} checkpoints are"
-            result = "A run skips damaged checkpoints and sets them aside."
-            if num_damaged == len(checkpoints):
-                result = "A run in this folder fails at its start. To start over, delete the checkpoints."
-            click.echo(f"{count} damaged. {result}", err=True)
+            click.echo(f"{pluralize(num_damaged, 'checkpoint')} {verb} damaged. {result}", err=True)
         sys.exit(CheckpointError.exit_code)
 
 
 @command.command("export")
-@run_argument
+@_run_argument
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
 @click.option(
     "--step",
@@ -109,7 +115,7 @@ def export(
     folder = _folder_of(run, runs_dir)
     checkpoints, _ = _ranked_checkpoints(folder)
     chosen = _select(folder, checkpoints, step, best=best)
-    from hpctrain.checkpoint.convert.export_checkpoint import export_checkpoint
+    from hpctrain.checkpoint.convert.conversion import export_checkpoint
 
     while True:
         try:
@@ -126,7 +132,7 @@ def export(
 
 
 @command.command("import")
-@run_argument
+@_run_argument
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE")
 @click.option(
     "--step",
@@ -153,7 +159,7 @@ def import_(
     executed. --allow names classes in FILE that you trust.
     """
     folder = _importable_folder(run, runs_dir)
-    from hpctrain.checkpoint.convert.import_checkpoint import import_checkpoint
+    from hpctrain.checkpoint.convert.conversion import import_checkpoint
 
     for sentence in import_checkpoint(file, folder, step=step, weights_only=weights_only, allow=allow):
         click.echo(sentence)
@@ -227,15 +233,13 @@ def _print_table(
 ) -> None:
     if not checkpoints:
         place = short_path(folder.checkpoints)
-        if (newest := newest_script_checkpoint(folder.checkpoints)) is None:
-            click.echo(f"No checkpoints in {place}.", err=True)
-        else:
-            path, time = newest
-            click.echo(
+        message = f"No checkpoints in {place}."
+        if (newest := newest_script_checkpoint(folder.checkpoints)) is not None:
+            message = (
                 f"{place} has no checkpoints in hpctrain's format. The script's newest checkpoint is "
-                f"{short_path(path)} ({format_time(time)}).",
-                err=True,
+                f"{short_path(newest[0])} ({format_time(newest[1])})."
             )
+        click.echo(message, err=True)
         return
     rows = [_as_row(checkpoint, verify=verify) for checkpoint in checkpoints]
     score = "score" if rule is None else rule.metric
@@ -266,16 +270,14 @@ def _as_row(checkpoint: CheckpointInfo, *, verify: bool) -> tuple[str, ...]:
 
 def _as_record(checkpoint: CheckpointInfo, rule: BestMetric | None) -> dict[str, Any]:
     manifest = checkpoint.manifest
+    names = ("time", "world_size", "finite", "score")
     return {
         "step": checkpoint.step,
         "path": str(checkpoint.path),
         "tier": checkpoint.tier,
-        "time": manifest and manifest.time,
         "bytes": manifest and manifest.total_bytes,
         "files": manifest and len(manifest.files),
-        "world_size": manifest and manifest.world_size,
-        "finite": manifest and manifest.finite,
-        "score": manifest and manifest.score,
+        **{name: manifest and getattr(manifest, name) for name in names},
         "metric": rule and rule.metric,
         "newest": checkpoint.newest,
         "best": checkpoint.best,

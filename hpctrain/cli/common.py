@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from hpctrain.errors import RunFailed
+from hpctrain.errors import RunFailed, RunNotFound
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
 from hpctrain.rundir import RunDir
-from hpctrain.text import format_number, printable, without_escapes
+from hpctrain.text import format_count, format_number, printable, without_escapes
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run import Run
@@ -29,13 +29,19 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Exit code after Ctrl-C.
 INTERRUPTED = 128 + signal.SIGINT
 
-runs_dir_option = click.option(
-    "--runs-dir",
-    type=click.Path(path_type=Path),
-    default=Path("runs"),
-    show_default=True,
-    help="Parent folder of the run folders.",
-)
+#: Key of the context: the folder that `--runs-dir` names.
+_RUNS_DIR = "hpctrain.runs_dir"
+
+
+def _runs_dir_option(**settings: Any) -> Callable[[_Function], _Function]:
+    text = "Parent folder of the run folders."
+    kind = click.Path(path_type=Path)
+    return click.option(
+        "--runs-dir", type=kind, default=Path("runs"), show_default=True, help=text, **settings
+    )
+
+
+runs_dir_option = _runs_dir_option()
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -62,20 +68,40 @@ def parse_pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str
 
 
 def run_argument(function: _Function) -> _Function:
-    return click.argument("run", metavar="RUN", shell_complete=complete_runs)(runs_dir_option(function))
+    """Add the argument RUN, which is passed as an open run, and the option `--runs-dir` to a command."""
+    add = click.argument("run", metavar="RUN", callback=_open_run, shell_complete=complete_runs)
+    return add(_runs_dir_option(is_eager=True, expose_value=False, callback=_keep_runs_dir)(function))
+
+
+def _keep_runs_dir(ctx: click.Context, _param: click.Parameter, runs_dir: Path) -> None:
+    ctx.meta[_RUNS_DIR] = runs_dir
+
+
+def _open_run(ctx: click.Context, _param: click.Parameter, run: str) -> Run | None:
+    return None if ctx.resilient_parsing else open_run(run, ctx.meta[_RUNS_DIR])
 
 
 def runs_argument(function: _Function) -> _Function:
-    """Add the argument RUN, which may be repeated, and the option `--runs-dir` to a command."""
-    add = click.argument("runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_runs)
-    return add(runs_dir_option(function))
+    """Add the argument RUN, which may be repeated, and the option `--runs-dir`. See `run_argument`."""
+    add = click.argument(
+        "runs", metavar="RUN...", nargs=-1, required=True, callback=_open_runs, shell_complete=complete_runs
+    )
+    return add(_runs_dir_option(is_eager=True, expose_value=False, callback=_keep_runs_dir)(function))
+
+
+def _open_runs(ctx: click.Context, _param: click.Parameter, runs: Sequence[str]) -> list[Run]:
+    try:
+        return [] if ctx.resilient_parsing else [open_run(run, ctx.meta[_RUNS_DIR]) for run in runs]
+    except RunNotFound as error:
+        raise RunNotFound(f"{error} Nothing was done." if len(runs) > 1 else str(error)) from error
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
     """Complete the ids of runs, newest first; if no id matches, complete folders."""
     from hpctrain.jobs.runs.run import list_runs
 
-    runs = list_runs(ctx.params.get("runs_dir") or Path("runs"), os.environ)
+    runs_dir = ctx.params.get("runs_dir") or ctx.meta.get(_RUNS_DIR) or Path("runs")
+    runs = list_runs(runs_dir, os.environ)
     names = [run.run_id for run in reversed(runs) if run.run_id.startswith(incomplete)]
     return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="dir")]
 
@@ -88,7 +114,14 @@ def open_run(run: str, runs_dir: Path) -> Run:
     """Return the run that the user names, or raise `RunNotFound`."""
     from hpctrain.jobs.runs.run import find_run
 
-    return find_run(run, runs_dir, os.environ)
+    try:
+        return find_run(run, runs_dir, os.environ)
+    except RunNotFound:
+        if os.path.isfile(run):
+            raise RunNotFound(
+                f"{run} is a file, not a run. To submit it: hpctrain submit {shlex.quote(run)}"
+            ) from None
+        raise
 
 
 def walk_commands(
@@ -157,11 +190,15 @@ def describe_state(status: RunStatus) -> str:
 
 def describe_progress(status: RunStatus) -> str | None:
     """Return the last step, or the reason for its absence; None for a job array or before the ranks start."""
-    from hpctrain.telemetry.accounting.metric_fields import describe_step
+    from hpctrain.telemetry.report.metric_curves import describe_step
 
     if status.attempt is None or status.tasks is not None:
         return None
     return describe_step(status.step, status.reports_steps)
+
+
+def format_step(status: RunStatus) -> str:
+    return "not reported" if status.reports_steps is False else format_count(status.step)
 
 
 def one_line(text: str) -> str:
@@ -186,7 +223,7 @@ def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
     if status.cause:
         lines += [("cause", one_line(status.cause)), ("log", short_path(status.log or run.logs))]
         failures = failures_since_submission(run.read_events()) if with_traceback else []
-        failures = [failure for failure in failures if failure.get("rank") is not None]
+        failures = [failure for failure in failures if failure.rank is not None]
         trace = rank_traceback(run, failures[-1]) if failures else []
         lines += [("", line) for line in trace or job_log_tail(status.log)]
     step = f", step {progress}" if (progress := describe_progress(status)) else ""

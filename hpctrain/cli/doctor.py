@@ -14,7 +14,7 @@ from hpctrain.cli.common import echo_json, json_option, runs_dir_option
 from hpctrain.text import pluralize
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.doctor.run_checks import DoctorReport
+    from hpctrain.jobs.doctor.probe import DoctorReport
 
 _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 

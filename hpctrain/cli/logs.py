@@ -1,18 +1,35 @@
-"""Print the output of the ranks (`hpctrain logs`)."""
+"""Print the output of the ranks (`hpctrain logs`), until a run ends or the user detaches."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import threading
 from itertools import chain
-from pathlib import Path
+from typing import Any
 
 import click
 
-from hpctrain.cli.common import echo_log, open_run, run_argument, run_reference, short_path
+from hpctrain.cli.common import (
+    INTERRUPTED,
+    describe_end,
+    echo_log,
+    exit_for,
+    program_name,
+    run_argument,
+    run_reference,
+    short_path,
+)
 from hpctrain.errors import UserError
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_log_reader import LogFilter
+from hpctrain.jobs.runs.run_log_reader import EventLine, LogFilter, LogMark, LogPosition, LogText, follow_run
 from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.remote.protocol import RECORD_START, STREAM_VARIABLE
 from hpctrain.text import format_ranks
+
+#: All ranks print nearly the same output; the other logs can be read later.
+_RANK_0 = LogFilter(ranks=(0,))
 
 
 @click.command("logs")
@@ -30,31 +47,26 @@ from hpctrain.text import format_ranks
     "--attempt", type=click.IntRange(min=0), metavar="N", help="Attempt to show.  [default: the newest]"
 )
 @click.option("--errors", is_flag=True, help="Show only errors, with the cause of each failed attempt first.")
-def command(
-    run: str, runs_dir: Path, follow: bool, ranks: tuple[int, ...], attempt: int | None, errors: bool
-) -> None:
+def command(run: Run, follow: bool, ranks: tuple[int, ...], attempt: int | None, errors: bool) -> None:
     """Print the logs of the ranks of RUN in chronological order, each line prefixed with its rank.
 
     Lines of one rank keep their order; lines of different ranks within the same second may not. --errors
     shows the traceback of the rank that failed first (or the end of its log) and one line per error on
     other ranks. Add --rank to show another rank in full.
     """
-    opened = open_run(run, runs_dir)
     log_filter = LogFilter(ranks, attempt, errors)
     if follow:
-        from hpctrain.cli.live_output import stream_run
-
-        stream_run(opened, log_filter, whole=False)
+        stream_run(run, log_filter, whole=False)
     elif errors:
-        for task in opened.tasks() or [opened]:
+        for task in run.tasks() or [run]:
             _print_errors(task, log_filter)
-    elif tasks := opened.tasks():
+    elif tasks := run.tasks():
         raise UserError(
-            f"Run {opened.run_id} is a job array of {len(tasks)} tasks with separate logs. Specify a task, "
+            f"Run {run.run_id} is a job array of {len(tasks)} tasks with separate logs. Specify a task, "
             f"such as {run_reference(str(tasks[0].dir.path))}, or use -f to follow all tasks."
         )
     else:
-        _print_logs(opened, log_filter)
+        _print_logs(run, log_filter)
 
 
 def _print_logs(run: Run, log_filter: LogFilter) -> None:
@@ -83,13 +95,13 @@ def _print_logs(run: Run, log_filter: LogFilter) -> None:
     status = run.status()
     subject = "the selected ranks" if log_filter.ranks else "its ranks"
     if attempt != (status.attempt or 0):
-        remark = f"{subject} wrote no output in attempt {attempt}."
+        message = f"{subject} wrote no output in attempt {attempt}."
     elif not status.state.ended:
-        remark = f"{subject} have not written any output yet. Use `hpctrain logs -f` to wait for output."
+        message = f"{subject} have not written any output yet. Use `hpctrain logs -f` to wait for output."
     else:
         advice = " Use `hpctrain logs --errors` to show the cause." if status.cause else ""
-        remark = f"{subject} wrote no output.{advice}"
-    click.echo(f"Run {run.run_id} is {status.state}: {remark}", err=True)
+        message = f"{subject} wrote no output.{advice}"
+    click.echo(f"Run {run.run_id} is {status.state}: {message}", err=True)
     if attempt == (status.attempt or 0):
         _show_job_log(status, err=True)
 
@@ -111,7 +123,7 @@ def _print_errors(run: Run, log_filter: LogFilter) -> None:
     status = None if failures else run.status()
     if status is None or (label and status.cause is None):
         return
-    failed_attempts = {event.get("attempt", 0) for event in events if event.get("kind") == "failure"}
+    failed_attempts = {event.attempt for event in events if event.kind == "failure"}
     searched = "" if attempt is None else f" in attempt {attempt}"
     if attempt is None and failed_attempts:
         numbers = format_ranks(sorted(failed_attempts), "attempt")
@@ -130,3 +142,60 @@ def _show_job_log(status: RunStatus, *, err: bool = False) -> None:
 
     if lines := job_log_tail(status.log):
         echo_log("\n".join([f"last lines of {status.log}:", *(f"  {line}" for line in lines)]), err=err)
+
+
+def stream_run(run: Run, shown: LogFilter = _RANK_0, *, whole: bool, text_to_stderr: bool = False) -> None:
+    """Stream the log to stdout and events to stderr, then print the result of the run.
+
+    Exits with the code of the run's result. For another machine (`--on`), the output consists of records
+    (see `LogStream`), and continues at the position that stdin names.
+    """
+    status, explained = None, False
+    handle = run_reference(str(run.dir.path))
+    detached = (
+        f"\nDetached. The run continues. Follow it again: {program_name()} logs -f {handle}  |  "
+        f"cancel it: {program_name()} cancel {handle}"
+    )
+    show, positions, to_stderr = _print, None, text_to_stderr
+    if click.get_current_context().meta.get(STREAM_VARIABLE):
+        show, start = _send, json.loads(sys.stdin.readline())
+        threading.Thread(target=_exit_with_reader, daemon=True).start()
+        whole, to_stderr = start.get("whole", whole), start.get("to_stderr", to_stderr)
+        positions = {
+            source: LogPosition.from_json(position) for source, position in start["positions"].items()
+        }
+        follow = ["logs", "-f", str(run.dir.path), *(f"--rank={rank}" for rank in shown.ranks)]
+        follow += ["--errors"] * shown.errors + [f"--attempt={shown.attempt}"] * (shown.attempt is not None)
+        show("follow", {"args": follow, "whole": whole, "to_stderr": to_stderr, "detached": detached})
+    try:
+        for item in follow_run(run, shown, whole=whole, positions=positions):
+            match item:
+                case LogText(text, mark):
+                    show("err" if to_stderr else "out", text, mark)
+                case EventLine(line, details, mark):
+                    show("err", "\n   ".join([f"== {line}", *details]) + "\n", mark)
+                    explained |= bool(details)
+                case LogMark():
+                    show("out", "", item)
+                case _:
+                    status = item
+    except KeyboardInterrupt:
+        click.echo(detached, err=True)
+        sys.exit(INTERRUPTED)
+    assert status is not None, "follow() ends with a status"
+    show("err", describe_end(status, with_traceback=not explained) + "\n")
+    exit_for(status)
+
+
+def _print(kind: str, content: Any, mark: LogMark | None = None) -> None:  # noqa: ARG001
+    echo_log(content, nl=False, err=kind == "err")
+
+
+def _send(kind: str, content: Any, mark: LogMark | None = None) -> None:
+    click.echo(RECORD_START + json.dumps([kind, content, mark]))
+
+
+def _exit_with_reader() -> None:
+    """Exit when the other machine disconnects: a run that prints nothing would not notice it."""
+    sys.stdin.read()
+    os._exit(1)

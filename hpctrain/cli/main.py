@@ -7,17 +7,19 @@ import io
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from hpctrain._version import __version__
-from hpctrain.cli.common import INTERRUPTED
-from hpctrain.errors import HpctrainError
+from hpctrain.cli.common import INTERRUPTED, program_name
+from hpctrain.errors import HpctrainError, SpecError
 from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
 from hpctrain.text import suggest
 
-#: Subcommands by task, in the order of the help; each is `command` in the module of its name.
+#: Subcommands by task, in the order of the help.
 _TASKS = {
     "Run": ("init", "submit", "sweep", "wait", "cancel", "requeue", "resume"),
     "Understand": ("status", "list", "logs", "top", "serve", "report", "checkpoints", "verify", "profile"),
@@ -27,6 +29,15 @@ _TASKS = {
     "Set up": ("setup", "pull", "completion"),
 }
 _COMMANDS = tuple(name for names in _TASKS.values() for name in names)
+#: Modules of commands that share one. All others are `command` in the module of their name.
+_MODULES = {
+    **dict.fromkeys(("init", "completion"), "main"),
+    **dict.fromkeys(("wait", "cancel", "requeue", "chaos"), "control"),
+    **dict.fromkeys(("env", "exec", "attach", "profile"), "ranks"),
+    **dict.fromkeys(("setup", "pull"), "on_cluster"),
+    "list": "status",
+    "serve": "report",
+}
 
 #: Commands that run on this machine, and use the cluster themselves.
 _WITH_CLUSTER = ("setup", "pull")
@@ -41,7 +52,9 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = import_module(f"hpctrain.cli.{cmd_name}").command
+        module = _MODULES.get(cmd_name)
+        name = f"{cmd_name}_command" if module else "command"
+        command: click.Command = getattr(import_module(f"hpctrain.cli.{module or cmd_name}"), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -102,8 +115,8 @@ class _LazyGroup(click.Group):
             # The reader has closed the pipe; click exits quietly.
             raise
         except OSError as error:
-            where = f"{str(error.filename)!r}: " if error.filename else ""
-            click.echo(f"Error: {where}{error.strerror or error}.", err=True)
+            place = f"{str(error.filename)!r}: " if error.filename else ""
+            click.echo(f"Error: {place}{error.strerror or error}.", err=True)
             ctx.exit(HpctrainError.exit_code)
 
 
@@ -120,6 +133,45 @@ def cli(ctx: click.Context, on: str | None) -> None:
     # Jobs do not inherit these variables, which describe this command alone.
     for name in (CLUSTER_VARIABLE, STREAM_VARIABLE):
         ctx.meta[name] = on if name == CLUSTER_VARIABLE and on else os.environ.pop(name, None)
+
+
+@click.command("init")
+@click.argument("file", default="hpctrain.yaml", type=click.Path(path_type=Path))
+def init_command(file: Path) -> None:
+    """Write FILE (default: hpctrain.yaml) with every option of submit, commented out.
+
+    An existing file is never overwritten.
+    """
+    from hpctrain.jobs.options.config_template import config_template
+
+    try:
+        with open(file, "x", encoding="utf-8") as new:
+            new.write(config_template())
+    except FileExistsError:
+        raise SpecError(
+            f"{str(file)!r} already exists and was not changed. Choose another file name."
+        ) from None
+    except OSError as error:
+        raise SpecError(f"Cannot write {str(file)!r}: {error.strerror}. Choose another file name.") from error
+    click.echo(
+        f"Wrote {file}. Edit this file, then run `{program_name()} submit --show-config SCRIPT` to see the "
+        "effective values."
+    )
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> None:
+    """Print the completion script for SHELL. It completes commands, options, their values and runs.
+
+    \b
+        bash  eval "$(hpctrain completion bash)"    in ~/.bashrc
+        zsh   eval "$(hpctrain completion zsh)"     in ~/.zshrc, after compinit
+        fish  hpctrain completion fish | source     in ~/.config/fish/config.fish
+    """  # noqa: D301
+    completion = get_completion_class(shell)
+    assert completion is not None
+    click.echo(completion(cli, {}, "hpctrain", "_HPCTRAIN_COMPLETE").source())
 
 
 def main() -> None:

@@ -1,23 +1,41 @@
-"""Run a command on the login node of a cluster, and show its output here (`--on`)."""
+"""Use a cluster over SSH: run commands there (`--on`), and `hpctrain setup` and `pull`."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hpctrain.cli.common import INTERRUPTED, echo_log
-from hpctrain.errors import UserError
-from hpctrain.remote.cluster import Cluster
-from hpctrain.remote.protocol import CLUSTER_VARIABLE
-from hpctrain.remote.ssh_connection import SSH_FAILED
+from hpctrain._version import __version__
+from hpctrain.cli.common import INTERRUPTED, echo_log, short_path
+from hpctrain.errors import CheckpointError, UserError
+from hpctrain.jobs.runs.run_log_reader import LogMark, LogPosition
+from hpctrain.remote.cluster import (
+    VENV,
+    Cluster,
+    LocalCode,
+    collect_facts,
+    find_problems,
+    is_supported,
+    send_code,
+    shell_path,
+)
+from hpctrain.remote.protocol import CLUSTER_VARIABLE, RECORD_START
+from hpctrain.remote.ssh_connection import SSH_FAILED, ClusterUnreachable
+from hpctrain.rundir import RunDir
 
 #: Commands that submit the code of this machine.
 _SENDING = ("submit", "sweep", "resume")
@@ -27,6 +45,12 @@ _NOT_SENDING = ("status", "best", "cancel")
 _READING = ("exec", "shell", "attach")
 #: Commands that only wait, so they run again after a lost connection.
 _REPEATABLE = ("wait",)
+#: Names of hpctrain's checkpoints. The files of a script's own checkpoints belong together.
+_CHECKPOINTS = (f"step-{'[0-9]' * 8}*", ".saving-*", ".deleting-*")
+#: Number of tries to copy a run if checkpoints are deleted on the cluster during the copy.
+_MAX_TRIES = 3
+#: Number of consecutive lost connections without progress after which the copy fails.
+_MAX_STALLED = 8
 
 
 def run_on_cluster(name: str, args: Sequence[str]) -> int:
@@ -37,26 +61,27 @@ def run_on_cluster(name: str, args: Sequence[str]) -> int:
             f"with `ssh -L 8000:127.0.0.1:8000 {name}`, and run `hpctrain serve --port 8000` there."
         )
     options = _parse_options(args)
-    cluster = open_cluster(name)
+    cluster = _open_cluster(name)
+    is_sending = args[0] in _SENDING
     prints_only = options.get("show_config") or options.get("help")
-    if args[0] in _SENDING and (*args, "")[1] not in _NOT_SENDING and not prints_only:
-        send_project(cluster, needs_slurm=options.get("backend") != "local")
+    if is_sending and (*args, "")[1] not in _NOT_SENDING and not prints_only:
+        _send_project(cluster, needs_slurm=options.get("backend") != "local")
     # A lost connection kills programs on its terminal, which must not happen during a submission.
-    has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and args[0] not in _SENDING
+    has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not is_sending
     remedy = "Run the command again."
-    if args[0] in _SENDING:
+    if is_sending:
         remedy = f"`hpctrain --on {cluster.name} list` shows whether the run was submitted."
     if options.get("follow"):
-        code = _follow(cluster, args, remedy if args[0] in _SENDING else "")
+        code = _follow(cluster, args, remedy if is_sending else "")
     else:
         command = cluster.connection.command(cluster.hpctrain(args), terminal=has_terminal)
         # Other commands would take the input of the caller, such as that of a loop in the shell.
         stdin = None if has_terminal or args[0] in _READING else subprocess.DEVNULL
         try:
             while (code := subprocess.call(command, stdin=stdin)) == SSH_FAILED and args[0] in _REPEATABLE:
-                cluster.connection.reopen(lambda message: click.echo(message, err=True))
+                cluster.connection.reopen(_report)
         except KeyboardInterrupt:
-            if args[0] not in _SENDING:
+            if not is_sending:
                 raise
             click.echo(f"\n{remedy}", err=True)
             return INTERRUPTED
@@ -66,8 +91,7 @@ def run_on_cluster(name: str, args: Sequence[str]) -> int:
 
 def asks_for_help(args: Sequence[str]) -> bool:
     """True if a command that submits would only print its help, which needs no cluster."""
-    # `resume RUN --help` opens the run, so it needs one.
-    return args[0] in ("submit", "sweep") and bool(_parse_options(args)["help"])
+    return args[0] in _SENDING and bool(_parse_options(args)["help"])
 
 
 def _parse_options(args: Sequence[str]) -> dict[str, Any]:
@@ -95,48 +119,284 @@ def _parse(command: click.Command, arguments: list[str]) -> dict[str, Any]:
 
 
 def _follow(cluster: Cluster, args: Sequence[str], interrupted: str) -> int:
-    from hpctrain.remote.log_stream import LogStream
-
-    stream = LogStream(cluster, lambda text, err: echo_log(text, nl=False, err=err))
+    stream = LogStream(cluster)
     try:
         return stream.run(args)
     except KeyboardInterrupt:
-        click.echo(stream.detached or f"\n{interrupted}", err=True)
+        click.echo(stream.follow.get("detached") or f"\n{interrupted}", err=True)
         return INTERRUPTED
 
 
-def run_json(cluster: Cluster, args: Sequence[str]) -> Any:
-    """Return the JSON document that `hpctrain ARGS` prints on a cluster."""
-    result = cluster.connection.run(cluster.hpctrain(args))
-    if result.returncode:
-        raise UserError(f"{cluster.name}: {result.stderr.strip().removeprefix('Error: ')}")
-    return json.loads(result.stdout)
+class LogStream:
+    """Output of a command that follows a run, continued after a lost connection.
+
+    The cluster sends each piece of text as one record, with its position in the logs. A piece is shown only
+    when its record is complete, and a new connection continues after the last record: no line is lost or
+    repeated.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._last_notice = cluster, ""
+        self._positions: dict[str, LogPosition] = {}
+        self.follow: dict[str, Any] = {}
+        """How to continue, and the message for a user who interrupts; empty before the stream has started."""
+
+    def run(self, args: Sequence[str]) -> int:
+        """Run `hpctrain ARGS` on the cluster, and return its exit code."""
+        while (code := self._run_once(args)) == SSH_FAILED and (self.follow or args[0] == "logs"):
+            self._cluster.connection.reopen(_report)
+            args = self.follow.get("args", args)
+        return code
+
+    def _run_once(self, args: Sequence[str]) -> int:
+        positions = {source: asdict(position) for source, position in self._positions.items()}
+        start = json.dumps({**self.follow, "positions": positions})
+        command = self._cluster.connection.command(self._cluster.hpctrain(args, stream=True))
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            try:
+                with suppress(BrokenPipeError):
+                    process.stdin.write(f"{start}\n".encode())  # type: ignore[union-attr]
+                    process.stdin.flush()  # type: ignore[union-attr]
+                for data in process.stdout or ():
+                    line = data.decode(errors="replace")
+                    if not line.startswith(RECORD_START):
+                        echo_log(line, nl=False)
+                    elif line.endswith("\n"):
+                        self._receive(*json.loads(line[len(RECORD_START) :]))
+            except BaseException:
+                process.kill()
+                raise
+        return process.returncode
+
+    def _receive(self, kind: str, content: Any, mark: list[Any] | None) -> None:
+        if kind == "follow":
+            self.follow = content
+            return
+        if mark is not None:
+            self._positions.setdefault(mark[0], LogPosition()).advance(LogMark(*mark))
+        elif content == self._last_notice:
+            return  # A new connection reports the state of the job again.
+        else:
+            self._last_notice = content
+        echo_log(content, nl=False, err=kind == "err")
 
 
-def needed_cluster(ctx: click.Context) -> Cluster:
+def _report(message: str) -> None:
+    click.echo(message, err=True)
+
+
+def _needed_cluster(ctx: click.Context) -> Cluster:
     if name := ctx.meta.get(CLUSTER_VARIABLE):
-        return open_cluster(name)
+        return _open_cluster(name)
     raise click.UsageError(f"This command requires a cluster: `hpctrain --on CLUSTER {ctx.info_name} …`", ctx)
 
 
-def open_cluster(name: str) -> Cluster:
+def _open_cluster(name: str) -> Cluster:
     cluster = Cluster(name, Path.cwd(), os.environ)
     cluster.connection.open()
     return cluster
 
 
-def send_project(cluster: Cluster, *, needs_slurm: bool) -> None:
+def _send_project(cluster: Cluster, *, needs_slurm: bool) -> None:
     """Check the cluster, and send the code of the current project."""
-    from hpctrain.remote.environment_check import collect_facts, find_problems
-    from hpctrain.remote.send_code import LocalCode, send_code
-
     code = LocalCode.find(cluster.root, cluster.environ)
     cluster.remember()  # so that another project with this name takes another folder
     facts = collect_facts(cluster)
-    problems = find_problems(cluster, facts, size_bytes=code.size_bytes, needs_slurm=needs_slurm)
-    if text := "\n".join(problems):
-        raise UserError(text)
-    cluster.folder = facts.folder
+    if problems := list(find_problems(cluster, facts, size_bytes=code.size_bytes, needs_slurm=needs_slurm)):
+        raise UserError("\n".join(problems))
+    cluster.folder = facts["folder"]
     cluster.remember()
     send_code(cluster, code)
-    click.echo(f"Sent {len(code.files)} files to {cluster.name}:{cluster.folder}", err=True)
+    _report(f"Sent {len(code.files)} files to {cluster.name}:{cluster.folder}")
+
+
+@click.command("setup")
+@click.option(
+    "--folder",
+    metavar="DIR",
+    help="Project folder on the cluster, such as '$SCRATCH/project'.  [default: ~/hpctrain/NAME, where NAME "
+    "is the name of the local project folder]",
+)
+@click.option(
+    "--python",
+    metavar="PATH",
+    help="Python on the cluster for hpctrain and the ranks. '' restores the default.  [default: an "
+    "environment created by `setup`]",
+)
+@click.pass_context
+def setup_command(ctx: click.Context, folder: str | None, python: str | None) -> None:
+    """Check a cluster (--on), and install hpctrain there if it is missing or has another version.
+
+    Without --python, hpctrain is installed into a new environment, which also contains the packages of the
+    cluster's python3. Later commands use the same folder and Python.
+    """
+    cluster = _needed_cluster(ctx)
+    if folder:
+        cluster.folder = folder
+    else:
+        cluster.remember()
+    recorded = cluster.python
+    cluster.python = named = recorded if python is None else python or None
+    facts = collect_facts(cluster)
+    if not facts["write_error"]:
+        cluster.folder = facts["folder"]
+        cluster.python = named if is_supported(facts) else recorded
+        cluster.remember()
+        cluster.python = named
+        if is_supported(facts) and facts["rsync"] and facts["hpctrain"] != __version__:
+            _install(cluster, facts["python"])
+            facts = collect_facts(cluster)
+    if problems := list(find_problems(cluster, facts)):
+        raise UserError("\n".join(problems))
+    click.echo(
+        f"{cluster.name} is ready: Python {facts['python_version']} ({facts['python']}), "
+        f"hpctrain {facts['hpctrain']}, folder {facts['folder']}"
+    )
+
+
+def _install(cluster: Cluster, python: str) -> None:
+    """Build a wheel here, and install it on the cluster with pip, whose output is shown.
+
+    It is installed for the Python that the user named, otherwise into an environment of its own.
+    """
+    source = _source()
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
+        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source]
+        if subprocess.call(pip, stdout=sys.stderr):
+            raise UserError(
+                "Cannot build a wheel of hpctrain on this machine (see pip's messages above). Install "
+                f"hpctrain {__version__} on {cluster.name} yourself, and run this command again."
+            )
+        (wheel,) = Path(folder).glob("*.whl")
+        if (built := wheel.name.split("-")[1]) != __version__:
+            raise UserError(
+                f"This machine runs hpctrain {__version__}, but {source} contains {built}. Install "
+                "hpctrain on this machine again, and then run this command again."
+            )
+        cluster.connection.rsync([str(wheel), f"{cluster.name}:{cluster.folder}/"])
+    wheel_path = shell_path(f"{cluster.folder}/{wheel.name}")
+    python = shlex.quote(python)
+    create = ":" if cluster.python else f'{python} -m venv --system-site-packages "{VENV}"'
+    target = python if cluster.python else f'"{VENV}/bin/python"'
+    # `--force-reinstall` replaces another build of the same version; its dependencies stay.
+    install = f"{target} -m pip install --quiet"
+    script = f"{create} && {install} --no-deps --force-reinstall {wheel_path} && {install} {wheel_path}"
+    command = cluster.connection.command(f"{script}; E=$?; rm {wheel_path}; exit $E")
+    code = subprocess.call(command, stdout=sys.stderr)
+    cluster.connection.check(code)
+    if code:
+        raise UserError(
+            f"Cannot install hpctrain on {cluster.name} (see pip's messages above). Install hpctrain "
+            f"{__version__} there yourself, then run `hpctrain --on {cluster.name} setup --python PATH` with "
+            "the path of its Python."
+        )
+
+
+def _source() -> str:
+    """Return the source of the installed package for pip: its folder or file, otherwise its version."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        record = distribution("hpctrain").read_text("direct_url.json")
+    except PackageNotFoundError:
+        record = None
+    if not record:
+        return f"hpctrain=={__version__}"
+    origin = json.loads(record)
+    if "vcs_info" not in origin:
+        return str(origin["url"])
+    vcs = origin["vcs_info"]
+    return f"{vcs['vcs']}+{origin['url']}@{vcs['commit_id']}"
+
+
+@click.command("pull")
+@click.argument("run", metavar="RUN")
+@click.argument("dest", metavar="[DEST]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--all-checkpoints", is_flag=True, help="Copy all checkpoints, not only the newest and the best."
+)
+@click.pass_context
+def pull_command(ctx: click.Context, run: str, dest: Path | None, all_checkpoints: bool) -> None:
+    """Copy RUN from a cluster (--on) to DEST: logs, metrics, report, newest and best checkpoints.
+
+    DEST is runs/RUN by default. If the connection is lost, the copy continues after reconnecting. A second
+    `pull` copies only what has changed.
+    """
+    cluster = _needed_cluster(ctx)
+    copied, size_bytes, stalled, tries = dest, -1, 0, 0
+    while True:
+        try:
+            status = _query_status(cluster, run)
+            copied = dest or Path("runs", status["run_id"])
+            has_report = _copy(cluster, status, copied, all_checkpoints=all_checkpoints)
+            folders = (RunDir(copied).checkpoints / name for name in _kept_checkpoints(status))
+            if (missing := next((path for path in folders if not _is_complete(path)), None)) is None:
+                break
+            if (tries := tries + 1) == _MAX_TRIES:
+                raise UserError(
+                    f"The copy of {missing} is incomplete, because the run deletes its old checkpoints "
+                    "faster than they are copied. Try again when the run has ended."
+                )
+        except ClusterUnreachable as error:
+            before = size_bytes
+            size_bytes = sum(path.lstat().st_size for path in copied.rglob("*")) if copied else 0
+            stalled = stalled + 1 if size_bytes == before else 0
+            if error.is_permanent or stalled == _MAX_STALLED:
+                raise
+            cluster.connection.reopen(_report)
+            time.sleep(min(2.0**stalled / 2, 30.0))
+    click.echo(f"Run copied to {short_path(copied)}{', with report.html' if has_report else ''}")
+
+
+def _query_status(cluster: Cluster, run: str) -> dict[str, Any]:
+    result = cluster.connection.run(cluster.hpctrain(["status", run, "--json"]))
+    if result.returncode:
+        raise UserError(f"{cluster.name}: {result.stderr.strip().removeprefix('Error: ')}")
+    status: dict[str, Any] = json.loads(result.stdout)
+    return status
+
+
+def _kept_checkpoints(status: dict[str, Any]) -> list[str]:
+    """Return the names of the newest and the best checkpoint in the run folder."""
+    best = (status.get("best") or {}).get("checkpoint")
+    paths = [Path(path) for path in (status["checkpoint"], best) if path]
+    folder = RunDir(Path(status["run_dir"])).checkpoints
+    return sorted({path.name for path in paths if path.parent == folder})
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """True if a copy has all files of its manifest. A checkpoint of the script has no manifest."""
+    from hpctrain.checkpoint.format.manifest import Manifest
+
+    if not re.fullmatch(r"step-\d{8,}", checkpoint.name):
+        return True
+    try:
+        files = Manifest.read(checkpoint).files
+        return all((checkpoint / entry.name).stat().st_size == entry.bytes for entry in files)
+    except (CheckpointError, OSError):
+        return False
+
+
+def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpoints: bool) -> bool:
+    """Copy the run, and return true if it has a new report."""
+    from hpctrain.telemetry.report.run_results import read_spec
+
+    run_dir = status["run_dir"]
+    if (copied_run := read_spec(RunDir(copied).spec).get("run_dir")) not in (None, run_dir):
+        raise UserError(
+            f"{str(copied)!r} contains the run in {copied_run!r}, but the run to copy is in {run_dir!r}. "
+            "Name another destination (DEST)."
+        )
+    cluster.connection.find_rsync()
+    report = cluster.connection.run(cluster.hpctrain(["report", run_dir]))
+    if report.returncode:
+        reason = report.stderr.strip().removeprefix("Error: ")
+        _report(f"Warning: cannot write report.html on {cluster.name}: {reason}")
+    options = ["-rlpt", "--partial", *(["--info=progress2"] if sys.stdout.isatty() else [])]
+    if not all_checkpoints:
+        names = _kept_checkpoints(status)
+        options += [f"--include=/checkpoints/{name}{inside}" for name in names for inside in ("", "/**")]
+        options += [f"--exclude={t}/checkpoints/{name}" for t in ("", "/task-*") for name in _CHECKPOINTS]
+    copied.mkdir(parents=True, exist_ok=True)
+    cluster.connection.rsync([*options, f"{cluster.name}:{run_dir}/", f"{copied}/"], may_vanish=True)
+    return not report.returncode

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.common import open_run, run_argument, run_reference, short_path
-from hpctrain.errors import RunNotFound, SpecError, UserError
-from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.cli.common import program_name, run_argument, run_reference, short_path
+from hpctrain.errors import SpecError
+from hpctrain.jobs.options.resolved_options import previous_values
+from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
+from hpctrain.jobs.options.table import all_options
+from hpctrain.jobspec.directives import directives_after_start
+from hpctrain.jobspec.job_spec import default_stop_before_limit_s
+from hpctrain.jobspec.notify import NOTIFICATION_KINDS
+from hpctrain.rundir import RunDir
+from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONS
+from hpctrain.text import is_finite
 
 if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run import Run
     from hpctrain.jobs.runs.run_status import RunStatus
 
 #: Options that change the output, not the job.
 _OUTPUT_OPTIONS = {"--json", "--follow", "--dry-run", "--show-config"}
+#: Fields that are None if the option is `never`.
+_NEVER = ("standby_workers_s", "hang_timeout_s")
+
+
+def _show_help(ctx: click.Context, _param: click.Parameter, options: tuple[str, ...]) -> tuple[str, ...]:
+    if not ctx.resilient_parsing and set(options) & set(ctx.help_option_names):
+        click.echo(ctx.get_help())
+        ctx.exit()
+    return options
 
 
 @click.command("resume", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.pass_context
 @run_argument
-@click.argument("options", nargs=-1, type=click.UNPROCESSED)
-def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str, ...]) -> None:
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, is_eager=True, callback=_show_help)
+def command(context: click.Context, run: Run, options: tuple[str, ...]) -> None:
     """Submit an ended RUN as a new job that resumes from the newest valid checkpoint.
 
     The job uses the script, arguments and options of the last submission. OPTIONS of `hpctrain submit`, such
@@ -34,32 +56,23 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
     from hpctrain.cli import submit
     from hpctrain.jobspec.load_spec import load_spec
 
-    try:
-        opened = open_run(run, runs_dir)
-    except RunNotFound:
-        if not Path(run).is_file():
-            raise
-        raise UserError(
-            f"{run} is a file, not a run. To submit it: hpctrain submit {shlex.quote(run)}"
-        ) from None
-    folder = opened.dir
+    folder = run.dir
     spec = load_spec(folder.spec)
     if folder.function.exists():
         raise SpecError(
-            f"Run {folder.run_id} calls a function, which can only be submitted from Python. Submit the "
+            f"Run {run.run_id} calls a function, which can only be submitted from Python. Submit the "
             "function again from Python."
         )
     if folder.sweep.exists():
         raise SpecError(
-            f"Run {folder.run_id} is a sweep, whose trials have different arguments. Use `hpctrain sweep "
+            f"Run {run.run_id} is a sweep, whose trials have different arguments. Use `hpctrain sweep "
             f"resume {run_reference(str(folder.path))}`, or resume a single trial."
         )
-    _check_state(opened.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
+    _check_state(run.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
     # Relative paths in OPTIONS refer to the folder of the submission, as in the run's files.
     target = folder.array or folder
     fields = asdict(spec) | ({} if spec.array_task is None else {"array": spec.array_task})
-    started = bool(folder.attempts())
-    with submit.resubmission(context, fields, target, options, started=started) as inner:
+    with resubmission(context, fields, target, options, started=bool(folder.attempts())) as inner:
         os.chdir(spec.workdir)
         submit.command.invoke(inner)
 
@@ -67,6 +80,7 @@ def command(context: click.Context, run: str, runs_dir: Path, options: tuple[str
 def _check_state(status: RunStatus, *, changed: bool) -> None:
     """Reject a run that is active, or complete with unchanged options."""
     from hpctrain.records.log_tail import read_last_records
+    from hpctrain.schema import StepRecord
     from hpctrain.slurm.states import RunState
 
     handle = run_reference(status.run_dir)
@@ -81,10 +95,176 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
                 f"If you have already cancelled it, wait until it ends: `hpctrain wait {handle}`."
             )
         case RunState.COMPLETED if not changed:
-            record = next(read_last_records(RunDir(Path(status.run_dir)).metrics, is_metrics), {})
-            total = f" of {record['last_step']}" if record.get("last_step") else ""
+            record = next(read_last_records(RunDir(Path(status.run_dir)).metrics, StepRecord), None)
+            total = f" of {record.last_step}" if record is not None and record.last_step else ""
             step = "" if status.step is None else f" (step {status.step}{total})"
             raise SpecError(
                 f"Run {status.run_id} is complete{step}. To train longer, increase max_steps or max_epochs "
                 f"and submit the script with --run-dir {short_path(status.run_dir)}."
             )
+
+
+def resubmission(
+    ctx: click.Context, spec: Mapping[str, Any], run: RunDir, options: Sequence[str], *, started: bool = True
+) -> click.Context:
+    """Return the context of a submission that continues a run with its program and changed options."""
+    from hpctrain.cli import submit
+
+    call = _program(spec)
+    called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"
+    alone = click.Context(submit.command, info_name="submit", **submit.command.context_settings)
+    with suppress(click.NoSuchOption):  # reported below
+        values, _, _ = submit.command.make_parser(alone).parse_args(list(options))
+        if "--" in options or values.get("as_module") or isinstance(values.get("script"), str):
+            raise SpecError(
+                f"{called} continues run {run.run_id} with its script and arguments, and accepts only "
+                "options. To continue the run with other arguments, use: "
+                f"{_command_with_program(spec, run, options, started=started)}"
+            )
+        keys = [text.partition("=")[0] for text in values.get("assignments") or ()]
+        if isinstance(values.get("run_dir"), str) or {"run_dir", "runs_dir"}.intersection(keys):
+            raise SpecError(
+                f"{called} continues run {run.run_id} in its folder, so --run-dir cannot be changed. Remove "
+                "it, or use `hpctrain submit` for a new run."
+            )
+    arguments = [*options, f"--run-dir={run.path.absolute()}", *call]
+    context = submit.command.make_context("submit", arguments, parent=ctx.parent)
+    context.meta[submit.PREVIOUS] = previous_values(repeated_options(spec, started=started))
+    return context
+
+
+def _command_with_program(
+    spec: Mapping[str, Any], run: RunDir, options: Sequence[str], *, started: bool
+) -> str:
+    """Return the command that continues a run with the program, or only the arguments, in `options`."""
+    from hpctrain.jobspec.redaction import redact_args
+
+    repeated = repeated_options(spec, started=started)
+    shown = as_arguments({name: value for name, value in repeated.items() if name not in ("env", "notify")})
+    command_line = ["hpctrain", "submit", *redact_args(shown), f"--run-dir={short_path(run.path)}"]
+    end = list(options).index("--") if "--" in options else len(options)
+    if options[end + 1 : end + 2] and options[end + 1].startswith("-"):
+        # New arguments for the same program.
+        program = _program({**spec, "args": ()})
+        return shlex.join([*command_line, *options[:end], *program, *options[end + 1 :]])
+    return shlex.join([*command_line, *options])
+
+
+def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
+    """Return shell lines that submit a script again in a new run folder; empty without script or folder."""
+    if not isinstance(spec.get("script"), str) or not isinstance(workdir := spec.get("workdir"), str):
+        return []
+    copy = _mapping(spec.get("code")).get("copy")
+    # A checkout can be used instead of the copy.
+    comments = [f"# The code that ran: {' '.join(str(copy).split())}"] if copy else []
+    command_line = ["hpctrain", "submit", *as_arguments(repeated_options(spec)), *_program(spec)]
+    return [*comments, f"cd {shlex.quote(workdir)}", shlex.join(command_line)]
+
+
+def _program(spec: Mapping[str, Any]) -> list[str]:
+    """Return the script with its arguments, as on the command line."""
+    marks = {"module": ["-m"], "command": ["--"]}.get(str(spec.get("program")), [])
+    return [*marks, str(spec["script"]), *_texts(spec.get("args"))]
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Return options as arguments of `hpctrain submit`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        option = all_options()[name]
+        if name == "sbatch":
+            arguments += (_directive(key, text) for key, text in _pairs(value))
+        elif option.kind.pairs:
+            arguments += (f"{option.flag}={key}={text}" for key, text in _pairs(value))
+        elif not option.on_command_line:
+            arguments.append(f"--set={name}={','.join(value) if option.kind.many else value}")
+        elif option.kind.many:
+            arguments += (f"{option.flag}={text}" for text in value)
+        elif option.kind.flag:
+            arguments.append(option.flag if value else f"--no-{option.flag[2:]}")
+        else:
+            arguments.append(f"{option.flag}={value}")
+    return arguments
+
+
+def repeated_options(spec: Mapping[str, Any], *, started: bool = True) -> dict[str, Any]:
+    """Return the options of a submission whose values differ from the defaults, by name.
+
+    For a run that has started, options that delay the start are omitted.
+    """
+    values = {}
+    for name, value in _values(spec, started=started).items():
+        option = all_options()[name]
+        if option.kind.many:
+            value = _texts(value)
+        if value not in (None, "", [], option.default):
+            values[name] = value
+    return values
+
+
+def _values(spec: Mapping[str, Any], *, started: bool) -> dict[str, Any]:
+    nodes, min_nodes, limit_s = spec.get("nodes") or 1, spec.get("min_nodes"), spec.get("time_limit_s")
+    gpus, gpu_type = spec.get("gpus_per_node"), spec.get("gpu_type")
+    tasks, lead_s = spec.get("ntasks_per_node"), spec.get("stop_before_limit_s")
+    shell, torchrun, container, notify, code, directives = (
+        _mapping(spec.get(name))
+        for name in ("shell", "torchrun", "container", "notify", "code", "directives")
+    )
+    limit = limit_s if is_finite(limit_s) else None
+    if started:
+        directives = directives_after_start(directives)
+    return {
+        "nodes": f"{min_nodes}:{nodes}" if min_nodes and min_nodes != nodes else str(nodes),
+        "gpus_per_node": f"{gpu_type}:{gpus}" if gpus and gpu_type else gpus,
+        "ntasks_per_node": tasks if tasks != (gpus or 1) else None,
+        **{name: spec.get(name) for name in ("array", "template", "backend", "name", "env")},
+        "time": format_time_limit(limit)
+        if limit is not None or limit_s == math.inf
+        else directives.get("time"),
+        **{
+            option: "never" if field in _NEVER and spec.get(field, "") is None else spec.get(field)
+            for field, option in SPEC_FIELDS.items()
+        },
+        "stop_before_limit": lead_s if lead_s != default_stop_before_limit_s(limit) else None,
+        "restart_policy": {
+            f"{kind}.{name}": value
+            for kind, changes in _mapping(spec.get("restart_policy")).items()
+            for name, value in _pairs(changes)
+        },
+        "sbatch": {name: value for name, value in directives.items() if name != "time"},
+        "module": shell.get("modules"),
+        **{name: shell.get(name) for name in ("setup", "teardown", "conda", "venv")},
+        "launcher": "torchrun" if torchrun else None,
+        **{name: torchrun.get(name) for name in ("rdzv_backend", "rdzv_endpoint")},
+        **{
+            f"container_{name}": container.get(name)
+            for name in ("image", "runtime", "python", "mounts", "env")
+        },
+        "notify": notify.get("targets"),
+        "notify_on": on if tuple(on := _texts(notify.get("on"))) != NOTIFICATION_KINDS else None,
+        "notify_stall_after": notify.get("stall_s"),
+        "stage": [f"{source}:{name}" for name, source in _pairs(spec.get("stage"))],
+        "srun_arg": spec.get("srun_args"),
+        "code_snapshot": None if code or not spec.get("supervised", True) else False,
+        "code_snapshot_limit": code.get("limit_mb"),
+    }
+
+
+def _directive(name: str, value: str) -> str:
+    # On the command line, a flag of sbatch has no value.
+    is_named = name.replace("-", "_") in SBATCH_OPTIONS
+    is_flag = is_named and (name in SBATCH_FLAGS) != bool(value)
+    option = f"--{name}" if is_flag else f"--sbatch={name}"
+    return f"{option}={value}" if value else option
+
+
+def _texts(values: object) -> list[str]:
+    return [str(value) for value in values] if isinstance(values, list | tuple) else []
+
+
+def _pairs(values: object) -> Iterator[tuple[str, str]]:
+    yield from ((str(name), str(value)) for name, value in _mapping(values).items())
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

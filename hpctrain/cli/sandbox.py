@@ -30,6 +30,7 @@ def command() -> None:
 @click.option("--cpus-per-node", default=8, show_default=True, help="CPUs per node, as configured in Slurm.")
 @click.option(
     "--preempt-grace",
+    "preempt_grace_s",
     default=30,
     show_default=True,
     help="Seconds from SIGTERM to SIGKILL when a job is preempted.",
@@ -37,52 +38,40 @@ def command() -> None:
 @click.option("--gpu-type", default="", metavar="TYPE", help="GPU type in Slurm, such as a100.")
 @click.option(
     "--conf",
+    "settings",
     multiple=True,
     metavar="KEY=VALUE",
     help="Setting for slurm.conf, such as JobRequeue=0. Overrides the default. Repeatable.",
 )
 @_name_option
 @json_option
-def up(
-    nodes: int,
-    gpus_per_node: int,
-    cpus_per_node: int,
-    preempt_grace: int,
-    gpu_type: str,
-    conf: tuple[str, ...],
-    name: str,
-    as_json: bool,
-) -> None:
+def up(name: str, as_json: bool, **size: Any) -> None:
     """Start a sandbox and wait until its nodes accept jobs."""
-    start = time.monotonic()
-    found = sandbox.find(name)
-    dead = [label for label, pid in found.daemons().items() if pid is None] if found else []
-    box = sandbox.up(
-        name,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        cpus_per_node=cpus_per_node,
-        preempt_grace_s=preempt_grace,
-        gpu_type=gpu_type,
-        settings=conf,
-    )
+    start, earlier = time.monotonic(), sandbox.find(name)
+    dead = [label for label, pid in earlier.daemons().items() if pid is None] if earlier else []
+    box = sandbox.up(name, **size)
     if as_json:
-        echo_json({**_facts(box), "was_up": found is not None and not dead, "restarted": dead})
+        echo_json({**_facts(box), "was_up": earlier is not None and not dead, "restarted": dead})
         return
-    how = "is already up" if found and not dead else f"is up after {time.monotonic() - start:.1f} s"
+    readiness = "is already up" if earlier and not dead else f"is up after {time.monotonic() - start:.1f} s"
     restarted = f" (restarted: {', '.join(dead)})" if dead else ""
-    click.echo(f"Sandbox {name} {how}{restarted}: {box.shape}.")
-    click.echo(f"  nodes        {', '.join(box.nodes)}")
-    click.echo("  partitions   preemptible (default), urgent (its jobs preempt those in preemptible)")
-    click.echo(f"  files, logs  {box.folder}")
     selection = "" if name == "default" else f" --name {name}"
-    click.echo(f'\nTo use the sandbox, run `eval "$(hpctrain sandbox env{selection})"`, or:')
-    click.echo(_exports(box))
-    click.echo("\nTry this:")
-    click.echo("  sinfo")
     gpus = f" --gpus-per-node={box.shape.gpus_per_node}" if box.shape.gpus_per_node else ""
-    click.echo(f"  srun --nodes={nodes}{gpus} sh -c 'echo $SLURMD_NODENAME has GPUs $CUDA_VISIBLE_DEVICES'")
-    click.echo(f"  hpctrain sandbox down{selection}")
+    click.echo(
+        f"""\
+Sandbox {name} {readiness}{restarted}: {box.shape}.
+  nodes        {", ".join(box.nodes)}
+  partitions   preemptible (default), urgent (its jobs preempt those in preemptible)
+  files, logs  {box.folder}
+
+To use the sandbox, run `eval "$(hpctrain sandbox env{selection})"`, or:
+{_exports(box)}
+
+Try this:
+  sinfo
+  srun --nodes={len(box.nodes)}{gpus} sh -c 'echo $SLURMD_NODENAME has GPUs $CUDA_VISIBLE_DEVICES'
+  hpctrain sandbox down{selection}"""
+    )
 
 
 @command.command()
@@ -90,25 +79,24 @@ def up(
 @json_option
 def status(name: str, as_json: bool) -> None:
     """Show the daemons, nodes and partitions of a sandbox. Exits with 2 if it does not exist."""
-    box = sandbox.find(name)
-    if box is None:
-        if as_json:
-            echo_json({"name": name, "up": False, "sandboxes": sandbox.list_names()})
-        raise UserError(_not_there(name))
+    if sandbox.find(name) is None and as_json:
+        echo_json({"name": name, "up": False, "sandboxes": sandbox.list_names()})
+    box = _find(name)
     facts = _facts(box)
     if as_json:
         echo_json(facts)
         return
+    daemons = {
+        label: "not running" if pid is None else f"pid {pid}" for label, pid in facts["daemons"].items()
+    }
     click.echo(f"Sandbox {name}: {box.shape}, files and logs in {facts['folder']}")
-    click.echo("\nDaemons")
-    for daemon, pid in facts["daemons"].items():
-        click.echo(f"  {daemon:24} {'not running' if pid is None else f'pid {pid}'}")
-    click.echo("\nNodes")
-    for node, state in facts["nodes"].items():
-        click.echo(f"  {node:24} {state}")
+    for title, rows in (("Daemons", daemons), ("Nodes", facts["nodes"])):
+        click.echo(f"\n{title}")
+        for label, state in rows.items():
+            click.echo(f"  {label:24} {state}")
     click.echo("\nPartitions\n  preemptible (default)\n  urgent")
-    if others := [other for other in facts["sandboxes"] if other != name]:
-        click.echo(f"\nOther sandboxes on this machine: {', '.join(others)}")
+    if names := [label for label in facts["sandboxes"] if label != name]:
+        click.echo(f"\nOther sandboxes on this machine: {', '.join(names)}")
 
 
 @command.command()
@@ -118,9 +106,7 @@ def env(name: str) -> None:
 
     Usage: eval "$(hpctrain sandbox env)"
     """
-    if (box := sandbox.find(name)) is None:
-        raise UserError(_not_there(name))
-    click.echo(_exports(box))
+    click.echo(_exports(_find(name)))
 
 
 @command.command()
@@ -135,7 +121,7 @@ def down(name: str, as_json: bool) -> None:
     if as_json:
         echo_json({"name": name, "was_there": was_there})
     if not was_there:
-        raise UserError(_not_there(name))
+        raise _not_there(name)
     if not as_json:
         click.echo(f"Sandbox {name} removed.")
 
@@ -164,7 +150,13 @@ def _exports(box: sandbox.Sandbox) -> str:
     return f"export SLURM_CONF={shlex.quote(str(box.conf))}"
 
 
-def _not_there(name: str) -> str:
-    others = sandbox.list_names()
-    here = f" Existing sandboxes: {', '.join(others)}." if others else ""
-    return f"There is no sandbox {name!r}.{here} Use `hpctrain sandbox up` to start a sandbox."
+def _find(name: str) -> sandbox.Sandbox:
+    if (box := sandbox.find(name)) is None:
+        raise _not_there(name)
+    return box
+
+
+def _not_there(name: str) -> UserError:
+    names = sandbox.list_names()
+    existing = f" Existing sandboxes: {', '.join(names)}." if names else ""
+    return UserError(f"There is no sandbox {name!r}.{existing} Use `hpctrain sandbox up` to start a sandbox.")

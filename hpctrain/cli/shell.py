@@ -1,11 +1,10 @@
-"""An interactive shell with the resources and the environment of a run (`hpctrain shell`)."""
+"""Open a shell with the resources and the environment of a run (`hpctrain shell`)."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ import click
 
 from hpctrain.cli import submit
 from hpctrain.cli.common import open_run
-from hpctrain.cli.exec import become
-from hpctrain.cli.resubmit_command import submit_arguments
+from hpctrain.cli.ranks import become, terminal_options
+from hpctrain.cli.resume import repeated_options
 from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE
+from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.render import render_setup
 from hpctrain.jobspec.job_spec import JobSpec
@@ -49,37 +48,11 @@ _SETUP_VARIABLE = "HPCTRAIN_SHELL_SETUP"
 _RUN_SETUP = f'setup="${_SETUP_VARIABLE}"; unset {_SETUP_VARIABLE} SLURM_EXIT_ERROR; eval "$setup"'
 
 
-class _ShellCommand(submit.SubmitCommand):
-    """The options of `submit` that affect a shell; its help lists them. They override those of `--like`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        like = None
-        with suppress(click.UsageError):  # reported below
-            values, _, _ = self.make_parser(ctx).parse_args(list(args))
-            like, runs_dir = values.get("like"), values.get("runs_dir")
-        if isinstance(like, str):
-            spec = load_spec(open_run(like, Path(str(runs_dir or "runs"))).dir.spec)
-            flags = {flag for param in self.params for flag in param.opts}
-            options, _ = submit_arguments(asdict(spec))
-            args = [*(option for option in options if option.partition("=")[0] in flags), *args]
-            ctx.obj = Path(spec.workdir)
-        return super().parse_args(ctx, args)
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        click.Command.format_options(self, ctx, formatter)
-
-
-@click.command("shell", cls=_ShellCommand, context_settings=submit.command.context_settings)
+@click.command("shell", cls=submit.HiddenSubmitOptions, context_settings=submit.command.context_settings)
 @click.option("--like", metavar="RUN", help="Use the options and the working directory of this run.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND [ARGS]...]")
-@click.pass_context
 def command(
-    ctx: click.Context,
-    /,
-    argv: tuple[str, ...],
-    like: str | None,  # noqa: ARG001 (handled before the other options)
-    assignments: tuple[str, ...],
-    **asked: Any,
+    argv: tuple[str, ...], like: str | None, assignments: tuple[str, ...], **options_given: Any
 ) -> None:
     """Open a shell in a new job, with the resources and the environment of a run, or run COMMAND there.
 
@@ -91,14 +64,20 @@ def command(
     Accepts the options of `hpctrain submit` for resources, queue, environment and container. The shell runs
     on the first node, and the job ends when the shell exits. Without Slurm, the shell runs on this machine.
     """  # noqa: D301
-    cwd = ctx.obj or Path.cwd()
+    cwd, previous = Path.cwd(), None
+    if like is not None:
+        spec = load_spec(open_run(like, Path(options_given["runs_dir"] or "runs")).dir.spec)
+        options = repeated_options(asdict(spec))
+        cwd = Path(spec.workdir)
+        previous = previous_values({name: options[name] for name in options.keys() - _WITHOUT_EFFECT})
     program, *args = argv or ("bash",)
     submission = prepare_submission(
         program,
         args,
-        asked,  # type: ignore[arg-type]
+        options_given,  # type: ignore[arg-type]
         source=COMMAND_LINE_SOURCE,
         assignments=assignments,
+        previous=previous,
         environ=os.environ,
         cwd=cwd,
         python=sys.executable,
@@ -124,7 +103,7 @@ def _become_shell(spec: JobSpec, argv: Sequence[str], script: str) -> None:
     mounted = replace(spec, run_dir=spec.workdir)
     contained = containerize(mounted, inner, [*variables, *defaults], os.environ.get("PATH"))
     inner = ["/bin/bash", "-c", _RUN_SETUP, "bash", *contained.command]
-    terminal = ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+    terminal = terminal_options()
     os.chdir(spec.workdir)
     if spec.backend == "local":
         become(inner, apply_env_defaults({**strip_job_env(os.environ), **variables}, defaults))
@@ -145,7 +124,4 @@ def _become_shell(spec: JobSpec, argv: Sequence[str], script: str) -> None:
     become(["salloc", *options, *step], apply_env_defaults(environ, defaults))
 
 
-for _param in submit.options():
-    if _param.name not in _WITHOUT_EFFECT:
-        _param.hidden = True
-        command.params.append(_param)
+command.params += submit.hidden_options(_WITHOUT_EFFECT)

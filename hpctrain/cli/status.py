@@ -1,7 +1,9 @@
-"""Show the state of one run or of all (`hpctrain status`)."""
+"""Show the state of one run or of all (`hpctrain status`, `hpctrain list`)."""
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +16,15 @@ from hpctrain.cli.common import (
     describe_state,
     echo_json,
     echo_log,
+    echo_table,
+    format_step,
     json_option,
     one_line,
     open_run,
     runs_dir_option,
     short_path,
 )
-from hpctrain.text import format_number, format_size, format_time
+from hpctrain.text import NOTHING, format_duration, format_number, format_size, format_time
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 #: A larger `metrics.jsonl` is only read for `--json`, because reading it takes a second or more.
 _MAX_METRICS_BYTES = 50_000_000
+_HEADER = ("RUN", "STATE", "JOB", "AGE", "STEP", "LOSS", "")
 
 
 @click.command("status")
@@ -42,8 +47,6 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
     than 50 MB of metrics, only --json shows the best value.
     """
     if run is None:
-        from hpctrain.cli.list import command as list_command
-
         context.invoke(list_command, runs_dir=runs_dir, as_json=as_json)
         return
     from hpctrain.telemetry.report.run_results import describe_results, read_results
@@ -87,22 +90,20 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
 
 def _describe_restarts(run: RunDir) -> str | None:
     """Return the number of restarts since the submission, and the time and cause of the last."""
-    from hpctrain.rundir import is_new_submission
-
     num_restarts, newest = 0, None
     for event in run.read_events():
-        if is_new_submission(event):
+        if event.is_new_submission:
             num_restarts, newest = 0, None
-        elif event.get("kind") in ("restart", "shrink", "replace", "requeue"):
+        elif event.kind in ("restart", "shrink", "replace", "requeue"):
             num_restarts, newest = num_restarts + 1, event
     if newest is None:
         return None
-    cause = str(newest.get("cause") or newest.get("class") or newest["kind"])
-    return f"{num_restarts}, the last at {format_time(newest.get('time'))}: {one_line(cause)}"
+    cause = newest.cause or newest.end_kind or newest.kind
+    return f"{num_restarts}, the last at {format_time(newest.time)}: {one_line(cause)}"
 
 
 def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
-    from hpctrain.records.checkpoint_health import starts_over
+    from hpctrain.records.run_record import starts_over
 
     if status.checkpoint:
         return short_path(status.checkpoint)
@@ -111,3 +112,40 @@ def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
             f"none in {short_path(run.checkpoints)}; restarts start over, unless the script saves elsewhere"
         )
     return None
+
+
+@click.command("list")
+@runs_dir_option
+@json_option
+def list_command(runs_dir: Path, as_json: bool) -> None:
+    """List all runs, newest last, with one line per job array.
+
+    To list the tasks of a job array or the trials of a sweep, use `hpctrain sweep status`.
+    """
+    from hpctrain.jobs.runs.run import list_runs, query_statuses
+
+    statuses = query_statuses(list_runs(runs_dir, os.environ), skip_unreadable=True)
+    if as_json:
+        echo_json([asdict(status) for status in statuses])
+    elif statuses:
+        echo_table([_HEADER, *(_row(status, time.time()) for status in statuses)])
+    else:
+        click.echo(f"No runs in {runs_dir}.", err=True)
+
+
+def _row(status: RunStatus, time_now: float) -> tuple[str, ...]:
+    from hpctrain.jobs.runs.run_status import describe_unknown
+    from hpctrain.slurm.states import RunState
+
+    note = status.words if status.tasks is not None else ""
+    if status.state is RunState.UNKNOWN and status.tasks is None:
+        note = describe_unknown(status) if status.job_id is not None else status.words
+    return (
+        status.run_id,
+        str(status.state),
+        f"{status.backend} {status.job_id}" if status.job_id else NOTHING,
+        NOTHING if status.submitted is None else format_duration(max(0.0, time_now - status.submitted)),
+        format_step(status),
+        format_number(status.loss),
+        note,
+    )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import groupby
@@ -27,20 +26,14 @@ from hpctrain.cli.common import (
     run_reference,
     short_path,
 )
-from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.options.option import Option
+from hpctrain.errors import SchedulerError
+from hpctrain.jobs.options.option import DEFAULT_SOURCE, Option, OptionValue
 from hpctrain.jobs.options.option_parser import find_replacement, option_names
-from hpctrain.jobs.options.resolved_options import (
-    COMMAND_LINE_SOURCE,
-    ResolvedOptions,
-    previous_values,
-    resolve_options,
-)
+from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
-from hpctrain.rundir import RunDir
 from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES, SBATCH_OPTIONS, SHORT_NAMES
 from hpctrain.text import suggest
 
@@ -51,7 +44,7 @@ SBATCH_HEADING = "Options of sbatch"
 #: Options of sbatch whose value may be omitted, with the form of a value.
 _OPTIONAL_VALUES = {"--nice": r"[+-]?\d+", "--get-user-env": r"\d*[SL]?", "--propagate": r"[A-Z,]+"}
 #: Key of the context: the options of the submission that this one repeats.
-_PREVIOUS = "hpctrain.previous"
+PREVIOUS = "hpctrain.previous"
 
 
 def heading(param: click.Parameter) -> str:
@@ -96,6 +89,13 @@ class SubmitCommand(click.Command):
                 if title == SBATCH_HEADING:
                     formatter.write_paragraph()
                     formatter.write_text(describe_sbatch_options())
+
+
+class HiddenSubmitOptions(SubmitCommand):
+    """A command that accepts options of a submission, which only the help of `submit` lists."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        click.Command.format_options(self, ctx, formatter)
 
 
 class _SbatchOption(click.Option):
@@ -194,9 +194,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
     "value set in a file. Repeatable.",
 )
 @click.option(
-    "--show-config",
-    is_flag=True,
-    help="Print the value of each option and its source, without submitting.",
+    "--show-config", is_flag=True, help="Print the value of each option and its source, without submitting."
 )
 @click.option(
     "--dry-run",
@@ -210,10 +208,7 @@ def _directives(ctx: click.Context, param: click.Parameter, values: Sequence[str
 )
 @json_option
 @click.option(
-    "-m",
-    "as_module",
-    is_flag=True,
-    help="Run SCRIPT as a module, as `python -m` does: -m package.module.",
+    "-m", "as_module", is_flag=True, help="Run SCRIPT as a module, as `python -m` does: -m package.module."
 )
 @click.argument("script", shell_complete=complete_files)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
@@ -260,7 +255,7 @@ def command(ctx: click.Context, /, **params: Any) -> None:
             f"Run {run.run_id}: job {run.job_id} ({backend}), folder {short_path(run_dir)}", err=follow
         )
     if follow:
-        from hpctrain.cli.live_output import stream_run
+        from hpctrain.cli.logs import stream_run
 
         stream_run(run, whole=True, text_to_stderr=as_json)
     elif not as_json:
@@ -284,7 +279,7 @@ def prepare(
     )
     return submission, [
         *submission.notes,
-        *([] if _PREVIOUS in ctx.meta else _misplaced_options(script, args)),
+        *([] if PREVIOUS in ctx.meta else _misplaced_options(script, args)),
     ]
 
 
@@ -297,7 +292,7 @@ def _sources(ctx: click.Context, *assignments: str) -> Any:
     return {
         "source": COMMAND_LINE_SOURCE,
         "assignments": [*ctx.params["assignments"], *assignments],
-        "previous": ctx.meta.get(_PREVIOUS),
+        "previous": ctx.meta.get(PREVIOUS),
         "environ": os.environ,
         "cwd": Path.cwd(),
     }
@@ -328,27 +323,23 @@ def _source_rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
     """Return the rows in order. The row of an unset option has the default as text, and no value."""
     rows = []
     for name, option in all_options().items():
-        default = option.default_text or None
         keys = sorted(key for key in settings.values if key == name or key.startswith(f"{name}."))
-        for key in keys:
+        for key in keys or [name]:
+            setting = settings.values.get(key, OptionValue(key, None, DEFAULT_SOURCE))
+            source = setting.source
             # In a file, options of sbatch need no prefix.
             short_key = key.removeprefix("sbatch.").replace("-", "_")
-            setting = settings.values[key]
-            source = setting.source
             rows.append(
                 {
                     "option": short_key if short_key in SBATCH_OPTIONS else key,
                     "value": setting.value,
-                    "default": default,
+                    "default": option.default_text or None,
                     "source": source.words or "file",
                     "file": str(source.path) if source.path else None,
                     "line": source.line or None,
                     "profile": source.profile,
                 }
             )
-        if not keys:
-            row = dict.fromkeys(("value", "file", "line", "profile"))
-            rows.append({"option": name, "default": default, "source": "default", **row})
     return rows
 
 
@@ -364,8 +355,16 @@ def _cells(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["option"], text, source
 
 
-def options() -> list[click.Option]:
-    return [copy(param) for param in command.params if isinstance(param, click.Option)]
+def _options() -> list[click.Option]:
+    return [param for param in command.params if isinstance(param, click.Option)]
+
+
+def hidden_options(excluded: Collection[str]) -> list[click.Parameter]:
+    """Return the options of `submit` for a command that does not list them in its help."""
+    params: list[click.Parameter] = [copy(param) for param in _options() if param.name not in excluded]
+    for param in params:
+        param.hidden = True  # type: ignore[attr-defined]
+    return params
 
 
 def _misplaced_options(script: str, args: Sequence[str]) -> list[str]:
@@ -374,64 +373,12 @@ def _misplaced_options(script: str, args: Sequence[str]) -> list[str]:
         source = Path(script).read_text(errors="replace")
     except (OSError, ValueError):
         return []  # a module or a command
-    flags = {name for param in options() for name in param.opts if name.startswith("--")}
+    flags = {name for param in _options() for name in param.opts if name.startswith("--")}
     return [
         f"Note: {name} is passed to {Path(script).name}. Put options of hpctrain before the script."
         for name in dict.fromkeys(arg.partition("=")[0] for arg in args)
         if name in flags and name[2:].replace("-", "_") not in source.replace("-", "_")
     ]
-
-
-def resubmission(
-    ctx: click.Context, spec: Mapping[str, Any], run: RunDir, options: Sequence[str], *, started: bool = True
-) -> click.Context:
-    """Return the context of a submission that continues a run with its program and changed options.
-
-    Args:
-        ctx: the context of the calling command.
-        spec: content of the run's `spec.yaml`.
-        run: the run.
-        options: options of `hpctrain submit`, which override those of the run.
-        started: false if the run has not started yet.
-
-    Raises:
-        SpecError: `options` names another program or another run folder.
-    """
-    from hpctrain.cli.resubmit_command import submit_arguments
-    from hpctrain.jobspec.redaction import redact_args
-
-    earlier_options, call = submit_arguments(spec, started=started)
-    called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"
-    alone = click.Context(command, info_name="submit", **command.context_settings)
-    with suppress(click.NoSuchOption):  # reported below
-        values, _, _ = command.make_parser(alone).parse_args(list(options))
-        if "--" in options or values.get("as_module") or isinstance(values.get("script"), str):
-            shown = [option for option in earlier_options if not option.startswith(("--env=", "--notify="))]
-            command_line = ["hpctrain", "submit", *redact_args(shown), f"--run-dir={short_path(run.path)}"]
-            end = list(options).index("--") if "--" in options else len(options)
-            if options[end + 1 : end + 2] and options[end + 1].startswith("-"):
-                # New arguments for the same program.
-                program = call[: len(call) - len(spec.get("args") or ())]
-                command_line += [*options[:end], *program, *options[end + 1 :]]
-            else:
-                command_line += options
-            raise SpecError(
-                f"{called} continues run {run.run_id} with its script and arguments, and accepts only "
-                f"options. To continue the run with other arguments, use: {shlex.join(command_line)}"
-            )
-        keys = [text.partition("=")[0] for text in values.get("assignments") or ()]
-        if isinstance(values.get("run_dir"), str) or {"run_dir", "runs_dir"}.intersection(keys):
-            raise SpecError(
-                f"{called} continues run {run.run_id} in its folder, so --run-dir cannot be changed. Remove "
-                "it, or use `hpctrain submit` for a new run."
-            )
-    with command.make_context("submit", [*earlier_options, *call], parent=ctx.parent) as earlier:
-        values_of_run: Any = {name: value for name, value in earlier.params.items() if name in option_names()}
-        repeated = previous_values(values_of_run, earlier.params["assignments"])
-    arguments = [*options, f"--run-dir={run.path.absolute()}", *call]
-    context = command.make_context("submit", arguments, parent=ctx.parent)
-    context.meta[_PREVIOUS] = repeated
-    return context
 
 
 _params = [_click_option(option) for option in all_options().values() if option.on_command_line]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,9 +15,9 @@ from hpctrain.cli.common import (
     DefaultGroup,
     complete_files,
     echo_json,
+    echo_table,
     json_option,
     one_line,
-    open_run,
     parse_pairs,
     program_name,
     run_argument,
@@ -33,19 +32,22 @@ from hpctrain.rundir import RunDir
 from hpctrain.sweeps.search_space import inline_files
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, SweepRecord, read_sweep
-from hpctrain.telemetry.report.run_results import Mode, describe_results, rank_key
-from hpctrain.text import pluralize
+from hpctrain.telemetry.report.run_results import (
+    Mode,
+    RunResults,
+    common_ranking,
+    describe_results,
+    rank_key,
+    read_results,
+)
+from hpctrain.text import format_count, format_number, pluralize
 
 if TYPE_CHECKING:
-    from hpctrain.cli.results_table import ResultRow
     from hpctrain.jobs.runs.run import Run
+    from hpctrain.jobs.runs.run_status import RunStatus
 
-
-class _SweepSubmitCommand(submit.SubmitCommand):
-    """The options of `submit` also apply, but its help lists them."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        click.Command.format_options(self, ctx, formatter)
+#: A trial, its hyper-parameters and its metrics.
+_ResultRow = tuple["RunStatus", RunResults]
 
 
 @click.group("sweep", cls=DefaultGroup, default="submit")
@@ -91,11 +93,7 @@ _concurrent_option = click.option(
 )
 
 
-@command.command(
-    "submit",
-    cls=_SweepSubmitCommand,
-    context_settings=submit.command.context_settings,
-)
+@command.command("submit", cls=submit.HiddenSubmitOptions, context_settings=submit.command.context_settings)
 @_over_option
 @_random_option
 @click.option("--sweep-seed", type=int, metavar="SEED", help="Random seed for --random.  [default: 0]")
@@ -131,32 +129,20 @@ _concurrent_option = click.option(
 @click.argument("script", shell_complete=complete_files)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 @click.pass_context
-def submit_(
-    ctx: click.Context,
-    /,
-    over: dict[str, str],
-    number: int | None,
-    sweep_seed: int | None,
-    form: str,
-    concurrent: int | None,
-    metric: str | None,
-    mode: Mode | None,
-    rule: str | None,
-    min_steps: int | None,
-    args: tuple[str, ...],
-    **params: Any,
-) -> None:
+def submit_(ctx: click.Context, /, **params: Any) -> None:
     """Submit SCRIPT once per trial. A trial's hyper-parameters are passed to it after ARGS.
 
     All options of `hpctrain submit` apply to each trial. Each trial is a normal run.
     """
-    space: dict[str, str | list[str]] = {**over}
-    if not over:
+    number, metric, rule = params["number"], params["metric"], params["rule"]
+    mode, min_steps, seed = params["mode"], params["min_steps"], params["sweep_seed"]
+    space: dict[str, str | list[str]] = {**params["over"]}
+    if not space:
         values: Any = {name: value for name, value in params.items() if name in option_names()}
         for file in resolve_options(values, cwd=Path.cwd(), environ=os.environ).files:
             space |= file.sweep
     if not space:
-        place = " before SCRIPT" if "--over" in args else ""
+        place = " before SCRIPT" if "--over" in params["args"] else ""
         raise click.UsageError(
             f"The sweep has no hyper-parameters. Use --over NAME=VALUES{place}, or `sweep:` in hpctrain.yaml."
         )
@@ -164,7 +150,7 @@ def submit_(
         (rule and metric is None, "--stop-early compares trials by a metric. Add --metric NAME."),
         (mode and metric is None, "--mode is the direction of a metric. Add --metric NAME."),
         (min_steps and not rule, "--min-steps has no effect without --stop-early. Add --stop-early asha."),
-        (sweep_seed is not None and not number, "--sweep-seed has no effect on a grid. Add --random N."),
+        (seed is not None and not number, "--sweep-seed has no effect on a grid. Add --random N."),
         (
             params["dry_run"] and params["as_json"],
             "--dry-run prints the arguments of the trials as text. Remove --json.",
@@ -172,21 +158,19 @@ def submit_(
     ):
         if is_wrong:
             raise click.UsageError(message)
-    stopping = None
-    if rule is not None and metric is not None:
+    if rule is not None:
         mode = mode or "min"
-        stopping = StoppingRule.parse(rule, metric, mode, min_steps or 100)
     record = SweepRecord(
-        args=args,
-        format=form,
+        args=params["args"],
+        format=params["form"],
         space=inline_files(space, Path.cwd()),
         folder=str(Path.cwd()),
         sampler="random" if number else "grid",
-        seed=sweep_seed or 0,
-        concurrent=concurrent or 0,
+        seed=seed or 0,
+        concurrent=params["concurrent"] or 0,
         metric=metric,
         mode=mode,
-        stopping=stopping,
+        stopping=rule and StoppingRule.parse(rule, metric, mode, min_steps or 100),
     ).with_trials(number or 0)
     _submit(ctx, record, range(len(record.trials)))
 
@@ -195,8 +179,7 @@ def _submit(ctx: click.Context, record: SweepRecord, indices: Sequence[int]) -> 
     """Submit trials as one job array, with the options of `hpctrain submit` in `ctx`."""
     if ctx.params.get("array") is not None:
         raise click.UsageError("A sweep sets --array itself. Use --concurrent to limit concurrent trials.")
-    array = record.array(indices)
-    submission, notes = submit.prepare(ctx, record.args, f"array={array}")
+    submission, notes = submit.prepare(ctx, record.args, f"array={record.array(indices)}")
     run_dir = submission.spec.run_dir
     if "over" in ctx.params and RunDir(Path(run_dir)).sweep.exists():
         handle = run_reference(run_dir)
@@ -204,8 +187,9 @@ def _submit(ctx: click.Context, record: SweepRecord, indices: Sequence[int]) -> 
             f"{short_path(run_dir)} (--run-dir) already contains a sweep. Use "
             f"`hpctrain sweep resume {handle}` or `hpctrain sweep extend {handle}`, or choose another folder."
         )
+    advised_array = record.array(indices).partition("%")[0]
     for note in notes:
-        click.echo(note.replace(f"--array {array}%2", "--concurrent 2"), err=True)
+        click.echo(note.replace(f"--array {advised_array}%2", "--concurrent 2"), err=True)
     if ctx.params["dry_run"]:
         for index in indices:
             click.echo(f"task-{index}: {' '.join(record.trial_args(index))}")
@@ -225,14 +209,41 @@ def _submit(ctx: click.Context, record: SweepRecord, indices: Sequence[int]) -> 
     submit.echo_next(str(run.dir), "sweep status", "sweep best", "sweep cancel")
 
 
-def _rows(run: Run, metric: str | None, mode: Mode | None) -> list[ResultRow]:
-    from hpctrain.cli.results_table import read_rows
+def _rows(run: Run, metric: str | None, mode: Mode | None) -> list[_ResultRow]:
+    """Return the trials, best first. All best values are those of the same metric."""
     from hpctrain.jobs.runs.run import query_statuses
 
     if not run.dir.tasks():
         raise UserError(f"Run {run.run_id} is neither a sweep nor a job array. Use `hpctrain status`.")
-    rows = read_rows(query_statuses(run.tasks(), skip_unreadable=True), metric, mode)
+    statuses = query_statuses(run.tasks(), skip_unreadable=True)
+    rows = [(status, read_results(RunDir(Path(status.run_dir)), metric, mode)) for status in statuses]
+    ranking = common_ranking(results.best for _, results in rows)
+    for index, (status, results) in enumerate(rows):
+        if results.best and (results.best.metric, results.best.mode) != ranking:
+            rows[index] = (status, read_results(RunDir(Path(status.run_dir)), *ranking))
     return sorted(rows, key=lambda row: rank_key(row[1].best))
+
+
+def _as_document(row: _ResultRow) -> dict[str, Any]:
+    return asdict(row[0]) | asdict(row[1])
+
+
+def _echo_rows(rows: Sequence[_ResultRow], names: Sequence[str]) -> None:
+    """Print a line per trial. `names` are shown besides the hyper-parameters that differ."""
+    from hpctrain.telemetry.hparams import varying_hparams
+
+    columns = list(dict.fromkeys([*varying_hparams([results.hparams for _, results in rows]), *names]))
+    best = next((results.best for _, results in rows if results.best), None)
+    lines = [["RUN", "STATE", "STEP", *columns, *([f"{best.metric} ({best.mode})", "AT"] if best else [])]]
+    for status, results in rows:
+        values = (results.hparams.get(name) for name in columns)
+        hparams = [format_number(v) if isinstance(v, float | None) else str(v) for v in values]
+        cells = [status.run_id, str(status.state), format_count(status.step), *hparams]
+        if best is not None:
+            value, step = (results.best.value, results.best.step) if results.best else (None, None)
+            cells += [format_number(value), format_count(step)]
+        lines.append(cells)
+    echo_table([[one_line(cell) for cell in line] for line in lines])
 
 
 def _ranking(function: Any) -> Any:
@@ -244,26 +255,23 @@ def _ranking(function: Any) -> Any:
 
 @command.command("status")
 @_ranking
-def status(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_json: bool) -> None:
+def status(run: Run, metric: str | None, mode: Mode | None, as_json: bool) -> None:
     """Show all trials of the sweep RUN, best first, with their states and causes of failures."""
-    from hpctrain.cli.results_table import as_document, echo_rows
-
-    sweep = open_run(run, runs_dir)
-    record = read_sweep(sweep.dir)
-    sweep_status, rows = sweep.status(), _rows(sweep, metric, mode)
+    record = read_sweep(run.dir)
+    sweep_status, rows = run.status(), _rows(run, metric, mode)
     if as_json:
         echo_json(
             {
-                "run_id": sweep.run_id,
+                "run_id": run.run_id,
                 "state": sweep_status.state,
                 "states": sweep_status.tasks,
                 "sweep": None if record is None else asdict(record),
-                "trials": [as_document(row) for row in rows],
+                "trials": [_as_document(row) for row in rows],
             }
         )
         return
-    click.echo(f"{sweep.run_id}: {sweep_status.words}")
-    echo_rows(rows, list(record.space) if record is not None else ())
+    click.echo(f"{run.run_id}: {sweep_status.words}")
+    _echo_rows(rows, list(record.space) if record is not None else ())
     for trial, _ in rows:
         if trial.cause or trial.note:
             click.echo(f"{trial.run_id}: {one_line(trial.cause or trial.note or '')}")
@@ -273,21 +281,18 @@ def status(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_j
 
 @command.command("best")
 @_ranking
-def best(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_json: bool) -> None:
+def best(run: Run, metric: str | None, mode: Mode | None, as_json: bool) -> None:
     """Show the best trial of the sweep RUN, with its hyper-parameters and its best checkpoint."""
-    from hpctrain.cli.results_table import as_document
-
-    sweep = open_run(run, runs_dir)
-    rows = _rows(sweep, metric, mode)
+    rows = _rows(run, metric, mode)
     if not rows or (value := rows[0][1].best) is None:
         name = f"the metric {metric!r}" if metric else "a metric"
         raise UserError(
-            f"No trial of {sweep.run_id} has logged {name} yet. Use `hpctrain sweep status "
-            f"{shlex.quote(run)}` to see their states."
+            f"No trial of {run.run_id} has logged {name} yet. Use `hpctrain sweep status "
+            f"{run_reference(str(run.dir))}` to see their states."
         )
     trial, results = rows[0]
     if as_json:
-        echo_json(as_document(rows[0]))
+        echo_json(_as_document(rows[0]))
         return
     click.echo(f"{'trial':<12}{trial.run_id} ({trial.state})")
     for title, text in describe_results(results).items():
@@ -304,19 +309,17 @@ def best(run: str, runs_dir: Path, metric: str | None, mode: Mode | None, as_jso
 @_concurrent_option
 @run_argument
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
-def resume(
-    ctx: click.Context, run: str, runs_dir: Path, concurrent: int | None, options: tuple[str, ...]
-) -> None:
+def resume(ctx: click.Context, run: Run, concurrent: int | None, options: tuple[str, ...]) -> None:
     """Submit the trials of the sweep RUN that failed, were cancelled, or never ran.
 
     Completed and active trials are left unchanged. OPTIONS of `hpctrain submit`, such as --time 4:00:00,
     override those of the last submission.
     """
-    sweep, record = _open_sweep(run, runs_dir)
+    record = _record_of(run)
     from hpctrain.jobs.runs.run import query_statuses
     from hpctrain.slurm.states import RunState
 
-    statuses = dict(zip(sweep.dir.tasks(), query_statuses(sweep.tasks()), strict=True))
+    statuses = dict(zip(run.dir.tasks(), query_statuses(run.tasks()), strict=True))
     # A trial without a job was never submitted.
     submitted = {index: status for index, status in statuses.items() if status.job_id is not None}
     retried = (RunState.FAILED, RunState.CANCELLED)
@@ -327,8 +330,8 @@ def resume(
             "still active. Resume the sweep when Slurm responds."
         )
     if not missing:
-        raise SpecError(f"Nothing to resume: every trial of {sweep.run_id} is complete or active.")
-    _resubmit(ctx, sweep, record, missing, concurrent, options)
+        raise SpecError(f"Nothing to resume: every trial of {run.run_id} is complete or active.")
+    _resubmit(ctx, run, record, missing, concurrent, options)
 
 
 @command.command("extend", context_settings={"ignore_unknown_options": True})
@@ -340,8 +343,7 @@ def resume(
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def extend(
     ctx: click.Context,
-    run: str,
-    runs_dir: Path,
+    run: Run,
     over: dict[str, str],
     number: int | None,
     concurrent: int | None,
@@ -351,7 +353,7 @@ def extend(
 
     Existing trials are not repeated. OPTIONS are those of `hpctrain submit`.
     """
-    sweep, record = _open_sweep(run, runs_dir)
+    record = _record_of(run)
     if unknown := [name for name in over if name not in record.space]:
         raise UserError(
             f"The sweep has no hyper-parameter {unknown[0]!r} (--over). Its hyper-parameters are "
@@ -364,8 +366,8 @@ def extend(
     larger = record.with_values(over, Path.cwd()).with_trials(number or 0)
     new = range(len(record.trials), len(larger.trials))
     if not new:
-        raise SpecError(f"The sweep {sweep.run_id} already has all of these trials.")
-    _resubmit(ctx, sweep, larger, new, concurrent, options)
+        raise SpecError(f"The sweep {run.run_id} already has all of these trials.")
+    _resubmit(ctx, run, larger, new, concurrent, options)
 
 
 @command.command("cancel")
@@ -374,16 +376,15 @@ def extend(
 @click.pass_context
 def cancel(ctx: click.Context, /, **arguments: Any) -> None:
     """Cancel all trials of every sweep RUN that have not ended, after saving their states."""
-    from hpctrain.cli.cancel import command as cancel_command
+    from hpctrain.cli.control import cancel_command
 
     ctx.invoke(cancel_command, **arguments)
 
 
-def _open_sweep(run: str, runs_dir: Path) -> tuple[Run, SweepRecord]:
-    sweep = open_run(run, runs_dir)
-    if (record := read_sweep(sweep.dir)) is None:
-        raise UserError(f"Run {sweep.run_id} is not a sweep. Use `hpctrain resume` for other runs.")
-    return sweep, record
+def _record_of(run: Run) -> SweepRecord:
+    if (record := read_sweep(run.dir)) is None:
+        raise UserError(f"Run {run.run_id} is not a sweep. Use `hpctrain resume` for other runs.")
+    return record
 
 
 def _resubmit(
@@ -394,12 +395,13 @@ def _resubmit(
     concurrent: int | None,
     options: Sequence[str],
 ) -> None:
+    from hpctrain.cli.resume import resubmission
     from hpctrain.jobspec.load_spec import load_spec
 
     spec = load_spec(run.dir.spec)
     fields = {**asdict(spec), "array": None, "args": record.args}
     record = replace(record, concurrent=concurrent or record.concurrent)
-    with submit.resubmission(ctx, fields, run.dir, options) as inner:
+    with resubmission(ctx, fields, run.dir, options) as inner:
         os.chdir(spec.workdir)
         if inner.params["follow"] or inner.params["show_config"]:
             raise click.UsageError(
@@ -409,7 +411,4 @@ def _resubmit(
         _submit(inner, record, indices)
 
 
-for _param in submit.options():
-    if _param.name not in ("show_config", "follow"):
-        _param.hidden = True
-        submit_.params.append(_param)
+submit_.params += submit.hidden_options(("show_config", "follow"))

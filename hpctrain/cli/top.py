@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.common import complete_runs, echo_json, json_option, open_run, runs_dir_option
-from hpctrain.cli.serve import QUERY_INTERVAL_S, hparams_text
+from hpctrain.cli.report import QUERY_INTERVAL_S, hparams_text
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.text import NOTHING, format_count, format_duration, format_number, pluralize
@@ -119,22 +119,26 @@ class _LiveRun:
 
     def __init__(self, run: Run) -> None:
         from hpctrain.records.log_tail import RecordTail
+        from hpctrain.schema import Event, StepRecord
         from hpctrain.telemetry.live.top_view import TopView
 
         self._run, self._view = run, TopView()
-        self._events, self._metrics = RecordTail(run.dir.events), RecordTail(run.dir.metrics)
+        self._events = RecordTail(run.dir.events, Event)
+        self._metrics = RecordTail(run.dir.metrics, StepRecord)
 
     def snapshot(self, status: RunStatus) -> TopSnapshot:
         from hpctrain.records.log_tail import read_last_lines, read_last_records
+        from hpctrain.schema import NodeSample
 
         self._view.add_records(self._events.read_in_parts(), self._metrics.read_in_parts())
         log = status.log or self._run.log_path()
-        last_lines = (next(read_last_records(path), None) for path in self._run.dir.all_telemetry())
+        paths = self._run.dir.all_telemetry()
+        samples = (next(read_last_records(path, NodeSample), None) for path in paths)
         return self._view.snapshot(
             status.run_id,
             str(status.state),
             status.words,
-            filter(None, last_lines),
+            filter(None, samples),
             reports_steps=status.reports_steps,
             log=read_last_lines(Path(log), _LOG_LINES) if log else (),
         )

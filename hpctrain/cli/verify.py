@@ -9,13 +9,16 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hpctrain.cli.common import echo_json, json_option, open_run, run_argument
+from hpctrain.cli.common import echo_json, json_option, run_argument
 from hpctrain.errors import RunFailed
 from hpctrain.text import printable
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run import Run
 
 _RANGE = re.compile(r"(\d{1,18})?:(\d{1,18})?", re.ASCII)
 _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -43,8 +46,7 @@ _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 )
 @json_option
 def command(
-    run: str,
-    runs_dir: Path,
+    run: Run,
     steps: str | None,
     ranks: int | None,
     backend: Literal["local", "slurm"],
@@ -66,7 +68,7 @@ def command(
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _exit)
     result = verify_run(
-        open_run(run, runs_dir).dir,
+        run.dir,
         os.environ,
         first=first_step,
         last=last_step,

@@ -1,18 +1,13 @@
-"""Compute the port of a rendezvous, bind ports for torch's store, and find other users of a port."""
+"""Compute the port of a rendezvous, and bind ports for torch's store."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import pwd
 import socket
 import zlib
-from collections.abc import Iterator
-from pathlib import Path
 
 #: Below Linux's ephemeral ports (32768 and up), above the well-known ones.
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 def rendezvous_port(key: str) -> int:
@@ -34,26 +29,3 @@ def bind_socket(number: int = 0, *, local_only: bool = False) -> socket.socket:
         sock.bind((address, number))
         on_error.pop_all()
     return sock
-
-
-def foreign_users(remote_port: int) -> list[str]:
-    """Return the other users of this machine with a connection to `remote_port` on any host."""
-    uids = {uid for port, uid in _connections() if port == remote_port}
-    # The kernel shows connections that are being closed as root's.
-    return sorted(_name(uid) for uid in uids - {os.getuid(), 0})
-
-
-def _connections() -> Iterator[tuple[int, int]]:
-    """Yield the remote port and user id of each connection."""
-    for table in _TABLES:
-        with contextlib.suppress(OSError):
-            for line in table.read_text(encoding="ascii", errors="replace").splitlines()[1:]:
-                fields = line.split()
-                with contextlib.suppress(ValueError, IndexError):
-                    yield int(fields[2].rpartition(":")[2], 16), int(fields[7])
-
-
-def _name(uid: int) -> str:
-    with contextlib.suppress(KeyError):
-        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
-    return f"uid {uid}"

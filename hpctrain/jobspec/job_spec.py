@@ -274,8 +274,8 @@ def _check(spec: JobSpec) -> None:
             )
     for name, minimum in _LEAST.items():
         if (value := getattr(spec, name)) is not None and value < minimum:
-            option = name.removesuffix("_s").replace("_", "-")
-            raise SpecError(f"--{option} is {value}, but must be at least {minimum}.")
+            option = "scale_up_after" if name == "scale_up_after_s" else f"--{name.replace('_', '-')}"
+            raise SpecError(f"{option} is {value}, but must be at least {minimum}.")
     if spec.array is not None:
         JobArray.parse(spec.array)
     if spec.backend == "slurm" and "\\" in spec.run_dir:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from hpctrain.errors import SpecError
 from hpctrain.jobspec.redaction import strip_url_paths
 
 #: Events that can cause a notification.
-NOTIFICATION_KINDS = ("finish", "failure", "stall")
+NotificationKind = Literal["finish", "failure", "stall"]
+NOTIFICATION_KINDS: tuple[NotificationKind, ...] = get_args(NotificationKind)
 DEFAULT_STALL_S = 900
 
 

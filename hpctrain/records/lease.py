@@ -15,13 +15,17 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import structs
+from msgspec.structs import replace
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import create_atomic, open_regular
 from hpctrain.rundir import RunDir
+from hpctrain.schema import LeaseHolder, decode
 from hpctrain.slurm.job_queries import query_job
 from hpctrain.slurm.states import RunState, parse_job_state
 
@@ -38,21 +42,6 @@ KEPT_LEASES = 100
 _CLAIM_PAUSE_S = 1.0
 #: A lease is written in one block of this fixed length, for renewals in place.
 _BYTES = 512
-
-
-@dataclass(frozen=True)
-class LeaseHolder:
-    job_id: str
-    start: int = 0
-    """Number of earlier starts of the job by Slurm."""
-    host: str = ""
-    pid: int = 0
-    beat: int = 0
-    """Number of renewals of the lease."""
-    released: bool = False
-
-    def text(self) -> bytes:
-        return json.dumps(vars(self)).ljust(_BYTES - 1).encode() + b"\n"
 
 
 @dataclass(frozen=True)
@@ -122,7 +111,9 @@ class Lease:
 
     def _claim(self, number: int) -> bool:
         """Create the lease with this number. Return False if another process was faster."""
-        if not create_atomic(self._run.lease(number), self._me.text(), f"{self._me.host}.{self._me.pid}"):
+        if not create_atomic(
+            self._run.lease(number), encode_holder(self._me), f"{self._me.host}.{self._me.pid}"
+        ):
             return False
         self._number = number
         for older in self._run.leases()[:-KEPT_LEASES]:
@@ -157,9 +148,13 @@ class Lease:
         # Written in place: other hosts see new content of a file sooner than a new file of the same name.
         fd = os.open(self._run.lease(number), os.O_WRONLY)
         try:
-            os.pwrite(fd, holder.text(), 0)
+            os.pwrite(fd, encode_holder(holder), 0)
         finally:
             os.close(fd)
+
+
+def encode_holder(holder: LeaseHolder) -> bytes:
+    return json.dumps(structs.asdict(holder)).ljust(_BYTES - 1).encode() + b"\n"
 
 
 def inherits_lease(me: LeaseHolder, holder: LeaseHolder, predecessor: str | None, deaths: int) -> bool:
@@ -178,10 +173,8 @@ def newest_lease(run: RunDir) -> LeaseState | None:
     with open_regular(path) as file:
         text, renewed = file.read(), os.fstat(file.fileno()).st_mtime
     try:
-        holder = LeaseHolder(**json.loads(text))
-        if list(map(type, astuple(holder))) != list(map(type, astuple(LeaseHolder("")))):
-            raise TypeError(holder)
-    except (ValueError, TypeError, RecursionError):
+        holder = decode(text, LeaseHolder)
+    except ValueError:
         holder = LeaseHolder("unknown (unreadable lease)")
     return LeaseState(numbers[-1], holder, _now(path.parent) - renewed)
 

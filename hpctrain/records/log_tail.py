@@ -5,10 +5,12 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Generic
 
-from hpctrain.files import IsValid, open_regular, parse_json_line
+from hpctrain.files import decode_line, open_regular
+from hpctrain.schema import Record, decode
 
 _BLOCK_BYTES = 64 * 1024
 #: Limit of a backward search: otherwise, a file without a matching record would be read completely.
@@ -60,37 +62,37 @@ class FileTail:
             return 0.0
 
 
-class RecordTail:
+class RecordTail(Generic[Record]):
     """Incremental reader of a JSON Lines file."""
 
-    def __init__(self, path: Path, is_valid: IsValid | None = None) -> None:
-        self._path, self._is_valid, self._tail = path, is_valid, FileTail(path)
+    def __init__(self, path: Path, kind: type[Record]) -> None:
+        self._path, self._decode, self._tail = path, partial(decode, kind=kind), FileTail(path)
         self._partial_line = ""
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Record]:
         """Return the complete records appended since the last call."""
         return self._parse_lines(self._tail.read())
 
-    def read_in_parts(self) -> Iterator[dict[str, Any]]:
+    def read_in_parts(self) -> Iterator[Record]:
         """Yield the same records, reading in blocks and closing the file between them."""
         while text := self._tail.read(most_bytes=_BLOCK_BYTES):
             yield from self._parse_lines(text)
 
-    def _parse_lines(self, text: str) -> list[dict[str, Any]]:
+    def _parse_lines(self, text: str) -> list[Record]:
         *lines, self._partial_line = (self._partial_line + text).split("\n")
-        parsed = (parse_json_line(line, self._path, self._is_valid, ended=True) for line in lines)
+        parsed = (decode_line(line.encode(), self._path, self._decode, ended=True) for line in lines)
         return [record for record in parsed if record is not None]
 
 
 def read_last_records(
-    path: Path, is_valid: IsValid | None = None, *, unless: bytes | None = None, whole: bool = False
-) -> Iterator[dict[str, Any]]:
+    path: Path, kind: type[Record], *, unless: bytes | None = None, whole: bool = False
+) -> Iterator[Record]:
     """Yield the records of a JSON Lines file from last to first, without reading in advance."""
 
-    def parse(line: bytes, *, ended: bool) -> dict[str, Any] | None:
+    def parse(line: bytes, *, ended: bool) -> Record | None:
         if unless is not None and unless in line:
             return None
-        return parse_json_line(line.decode(errors="replace"), path, is_valid, ended=ended)
+        return decode_line(line, path, partial(decode, kind=kind), ended=ended)
 
     try:
         file = open_regular(path)

@@ -1,1 +1,1 @@
-"""Use of a cluster over SSH: connection, environment check, code, and logs that survive lost connections."""
+"""Use a cluster over SSH: open a connection, check the environment, and send code."""

@@ -1,4 +1,4 @@
-"""Remember the folder and Python of a project on a cluster, and run hpctrain there."""
+"""Check a cluster, send it the code of a project, and run hpctrain in the folder of the project there."""
 
 from __future__ import annotations
 
@@ -7,22 +7,46 @@ import json
 import os
 import re
 import shlex
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain._version import __version__
 from hpctrain.errors import UserError
 from hpctrain.files import make_folder, read_json, try_lock, write_atomic
+from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
+from hpctrain.jobs.submit.code_snapshot import GitRepository, NotARepository
 from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
-from hpctrain.remote.ssh_connection import SshConnection
+from hpctrain.remote.ssh_connection import ClusterUnreachable, SshConnection
+from hpctrain.text import format_size
 
 #: Environment that `setup` creates on the cluster.
 VENV = "$HOME/.local/share/hpctrain/venv"
 _LOCK_LIMIT_S = 10.0
 #: Message of the cluster's shell if a variable of a path is not set.
-UNSET = "is not set"
+_UNSET = "is not set"
+#: Bytes that must be writable besides the code, for the first files of a run.
+_SPARE_BYTES = 1_000_000
+
+_FACTS_SCRIPT = """
+FOLDER=%s
+write() { mkdir -p -- "$FOLDER" && cd -- "$FOLDER" && head -c %d /dev/zero >.hpctrain-test; }
+echo "write_error=$(write 2>&1 | tail -n 1)"
+rm -f -- "$FOLDER/.hpctrain-test"
+cd -- "$FOLDER" 2>/dev/null
+echo "folder=$PWD"
+echo "free_kb=$(df -Pk . | tail -n 1 | tr -s ' ' | cut -d' ' -f4)"
+%s
+echo "python=$(command -v "$PY")"
+echo "python_version=$("$PY" --version 2>/dev/null | cut -d' ' -f2)"
+echo "hpctrain=$("$PY" -P -c 'from hpctrain import __version__ as v; print(v)' 2>/dev/null)"
+echo "sbatch=$(command -v sbatch)"
+echo "rsync=$(command -v rsync)"
+"""
 
 
 class Cluster:
@@ -39,12 +63,10 @@ class Cluster:
         state = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", "~"), ".local", "state")
         self._path = Path(state, "hpctrain", "clusters.json").expanduser()
         record = self._records().get(name, {})
-        folders = record.get("folders", {})
-        pythons = record.get("pythons", {})
-        self.python: str | None = pythons.get(str(self.root), record.get("python"))
+        self.python: str | None = record.get("pythons", {}).get(str(self.root))
         """Path of Python on the cluster for this project, if the user named one."""
         self._recorded_python = self.python
-        self.folder = self._own_folder = self._choose_folder(folders)
+        self.folder = self._default_folder = self._choose_folder(record.get("folders", {}))
         """Folder of the project on the cluster, absolute or relative to the home folder."""
 
     def remember(self) -> None:
@@ -62,13 +84,14 @@ class Cluster:
                 )
         try:
             records = self._records()
-            folders = records.get(self.name, {}).get("folders", {})
-            if self.folder == self._own_folder:
-                self.folder = self._own_folder = self._choose_folder(folders)
-            record = records.get(self.name, {}) | {"folders": {**folders, str(self.root): self.folder}}
+            record = records.setdefault(self.name, {})
+            folders = record.setdefault("folders", {})
+            if self.folder == self._default_folder:
+                self.folder = self._default_folder = self._choose_folder(folders)
+            folders[str(self.root)] = self.folder
             if self.python != self._recorded_python:
-                record["pythons"] = record.get("pythons", {}) | {str(self.root): self.python}
-            write_atomic(self._path, json.dumps(records | {self.name: record}, indent=1), private=True)
+                record.setdefault("pythons", {})[str(self.root)] = self.python
+            write_atomic(self._path, json.dumps(records, indent=1), private=True)
         finally:
             os.close(lock)
 
@@ -116,15 +139,164 @@ class Cluster:
 def shell_path(path: str) -> str:
     """Quote a path of the cluster for its shell; `~` or a variable at the start is expanded there.
 
-    If the variable is not set, the script ends with an error that contains `UNSET`.
+    If the variable is not set, the script ends with an error that contains `_UNSET`.
     """
     match = re.fullmatch(r"(?:(~)|\$([A-Za-z_]\w*)|\$\{([A-Za-z_]\w*)\})(?:/(.*))?", path, re.DOTALL)
     start, suffix = "", path
     if match:
-        start, suffix = match[1] or f'"${{{match[2] or match[3]}:?{UNSET}}}"', match[4] or ""
+        start, suffix = match[1] or f'"${{{match[2] or match[3]}:?{_UNSET}}}"', match[4] or ""
     if "$" in suffix or (not start and suffix.startswith("~")):
         raise UserError(
             f"{path!r} is not a valid path on a cluster: only ~/ or one variable at its start is expanded. "
             "Remove any other `$` or `~`."
         )
     return "/".join(piece for piece in (start, suffix and shlex.quote(suffix)) if piece)
+
+
+def collect_facts(cluster: Cluster) -> dict[str, str]:
+    """Collect facts on the cluster, creating the folder of the project if it is missing.
+
+    An empty string means that the item is missing.
+    """
+    script = _FACTS_SCRIPT % (shell_path(cluster.folder), _SPARE_BYTES, cluster.choose_python())
+    result = cluster.connection.run("; ".join(script.strip().splitlines()))
+    facts = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
+    if "rsync" not in facts:
+        reason = (result.stderr or result.stdout).strip() or f"exit code {result.returncode}"
+        if match := re.search(rf"(\w+): {_UNSET}$", reason):
+            raise UserError(
+                f"A path (--folder or --python) contains the variable {match[1]}, which is not set on "
+                f"{cluster.name}. Use another path."
+            )
+        raise ClusterUnreachable(f"{cluster.name} cannot run a script in a bash login shell: {reason}.")
+    cluster.connection.rsync_path = facts["rsync"] or "rsync"
+    return facts
+
+
+def find_problems(
+    cluster: Cluster, facts: Mapping[str, str], *, size_bytes: int = 0, needs_slurm: bool = True
+) -> Iterator[str]:
+    """Yield a sentence for each problem that prevents the submission of `size_bytes` of code."""
+    name, setup = cluster.name, f"`hpctrain --on {cluster.name} setup"
+    needed = size_bytes + _SPARE_BYTES
+    free = int(facts["free_kb"]) * 1024 if facts["free_kb"].isdigit() else needed
+    if facts["write_error"]:
+        reason = facts["write_error"].rpartition(": ")[2]
+        yield (
+            f"Cannot write to {cluster.folder} on {name}: {reason}. Free space there, or choose "
+            f"another folder with {setup} --folder DIR`."
+        )
+    elif free < needed:
+        yield (
+            f"{facts['folder']} on {name} has {format_size(free)} left, but the code needs "
+            f"{format_size(needed)}. Free space there, or choose another folder with {setup} --folder DIR`."
+        )
+    if not is_supported(facts):
+        problem = f"{cluster.python} does not run" if cluster.python else "none is on the PATH"
+        if facts["python_version"]:
+            problem = f"{cluster.python or facts['python']} is Python {facts['python_version']}"
+        yield (
+            f"{name} needs Python 3.11 or newer, but {problem}. Load a suitable Python in "
+            f"~/.bash_profile there, or select one with {setup} --python PATH`."
+        )
+    elif not facts["hpctrain"]:
+        yield f"{facts['python']} on {name} has no hpctrain. Install it with {setup}`."
+    elif facts["hpctrain"] != __version__:
+        yield (
+            f"{name} has hpctrain {facts['hpctrain']}, but this machine has {__version__}. Install the "
+            f"same version there with {setup}`."
+        )
+    if needs_slurm and not facts["sbatch"]:
+        yield (
+            f"{name} has no sbatch on the PATH of a login shell. Load Slurm in ~/.bash_profile "
+            "there, or run without Slurm with --backend local."
+        )
+    if not facts["rsync"]:
+        yield f"{name} has no rsync, which sends the code. Install rsync there."
+
+
+def is_supported(facts: Mapping[str, str]) -> bool:
+    version = facts["python_version"].split(".")
+    return tuple(int(number) for number in version[:2] if number.isdigit()) >= (3, 11)
+
+
+#: Limit outside a git repository, where data and code cannot be told apart.
+_MAX_BYTES = 100_000_000
+_SKIPPED = ("runs", "__pycache__", "node_modules")
+
+
+@dataclass(frozen=True)
+class LocalCode:
+    """Files of the project, with commit and changes."""
+
+    files: Mapping[str, bool]
+    """Paths below the root; True for files that git does not track."""
+    size_bytes: int
+    commit: str | None = None
+    diff: str = ""
+
+    @classmethod
+    def find(cls, root: Path, environ: Mapping[str, str]) -> LocalCode:
+        try:
+            repository = GitRepository.containing(root, environ)
+            files, diff = repository.files(), repository.diff()
+            return cls(files, _size(root, files), repository.commit, diff.text() if diff else "")
+        except NotARepository as reason:
+            files = dict.fromkeys(_walk(root), True)
+            if (size := _size(root, files)) > _MAX_BYTES:
+                raise UserError(
+                    f"{str(root)!r} contains {format_size(size)}, but at most {format_size(_MAX_BYTES)} can "
+                    f"be sent if git cannot list the files ({reason}). Run `git init`, and add data files to "
+                    ".gitignore."
+                ) from None
+            return cls(files, size)
+
+
+def send_code(cluster: Cluster, code: LocalCode) -> None:
+    """Copy changed files to the cluster, with a list that the code snapshot of a run reads there.
+
+    Files that were sent earlier and no longer exist are deleted there.
+    """
+    target, list_path = f"{cluster.name}:{cluster.folder}/", f"{cluster.folder}/{SENT_CODE_FILE}"
+    sent: list[str] = []
+    # Nothing was sent, or the list is damaged.
+    with suppress(ValueError, TypeError, KeyError):
+        sent = list(
+            map(str, json.loads(cluster.connection.run(f"cat {shell_path(list_path)}").stdout)["files"])
+        )
+    deleted = [
+        name
+        for name in sent
+        if name not in code.files
+        and not (name.startswith("/") or ".." in name.split("/") or os.path.lexists(cluster.root / name))
+    ]
+    cluster.connection.rsync(
+        ["-lptz", "--files-from=-", "--from0", f"{cluster.root}/", target], "\0".join(code.files)
+    )
+    if deleted:
+        script = f"cd {shell_path(cluster.folder)} && xargs -0 rm -f --"
+        cluster.connection.run(script, "\0".join(deleted))
+    with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
+        listed = Path(folder, SENT_CODE_FILE)
+        listed.write_text(json.dumps({"commit": code.commit, "files": code.files, "diff": code.diff}))
+        cluster.connection.rsync(["-pz", str(listed), target])
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Yield the files below a folder, without hidden ones, runs and virtual environments."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".")
+            and name not in _SKIPPED
+            and not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+        ]
+        links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
+        for name in [*names, *links]:
+            if not name.startswith("."):
+                yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def _size(root: Path, files: Mapping[str, bool]) -> int:
+    return sum(os.lstat(root / name).st_size for name in files)

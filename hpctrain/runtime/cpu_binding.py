@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster import Ranks, compress_hostlist, expand_hostlist
@@ -18,15 +17,8 @@ from hpctrain.text import is_count
 SYSFS = Path("/sys")
 
 
-@dataclass(frozen=True)
-class CpuBinding:
-    cpus: frozenset[int]
-    message: str
-    """For the log of the rank."""
-
-
-def bind_cpus(ranks: Ranks, environ: Mapping[str, str]) -> CpuBinding | None:
-    """Bind all threads of this process; None if the binding does not change, or the rank has several GPUs."""
+def bind_cpus(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
+    """Bind all threads of this process. Return a message; None if the binding does not change."""
     if (
         environ.get(CPU_BINDING_VARIABLE) == "none"
         or gpus_per_task(environ) > 1
@@ -35,17 +27,19 @@ def bind_cpus(ranks: Ranks, environ: Mapping[str, str]) -> CpuBinding | None:
         return None
     allowed = frozenset(os.sched_getaffinity(0))
     binding = choose_cpus(ranks, environ, allowed, list_bus_ids(environ), SYSFS)
-    if binding is not None and binding.cpus != allowed:
-        # A standby worker already has threads of the libraries that it has imported.
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(OSError):  # The thread has ended.
-                os.sched_setaffinity(int(thread), binding.cpus)
-    return binding
+    if binding is None:
+        return None
+    # A standby worker already has threads of the libraries that it has imported.
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # The thread has ended.
+            os.sched_setaffinity(int(thread), binding[0])
+    return binding[1]
 
 
 def choose_cpus(
     ranks: Ranks, environ: Mapping[str, str], allowed: frozenset[int], bus_ids: Sequence[str], sysfs: Path
-) -> CpuBinding | None:
+) -> tuple[frozenset[int], str] | None:
+    """Return the CPUs next to the GPU of a rank, and a message; None if Slurm or the user may choose."""
     num_cpus, threads = _read_count(environ, "SLURM_CPUS_ON_NODE"), _read_count(environ, "OMP_NUM_THREADS")
     # Other jobs may also use the CPUs if Slurm does not confine jobs, so the ranks do not divide the CPUs.
     divides = len(allowed) == num_cpus
@@ -54,19 +48,11 @@ def choose_cpus(
         index = plan_device(ranks, environ, len(bus_ids)).index
     except EnvironmentMismatch:  # The script will fail when it selects its device.
         return None
-    if index is None:
+    # Slurm has bound the rank, its data workers may use all CPUs, or it may use several GPUs.
+    is_bound, is_alone = len(allowed) < num_cpus, ranks.local_world_size == 1
+    if index is None or is_bound or is_alone or 1 < len(bus_ids) != ranks.local_world_size:
         return None
-    gpu, near = f"GPU {bus_ids[index]}", local[index] & allowed
-    if len(allowed) < num_cpus:
-        if near or not local[index]:
-            return None
-        return CpuBinding(
-            allowed,
-            f"Slurm bound this rank to CPUs {format_cpus(allowed)}, but its {gpu} is closest to CPUs "
-            f"{format_cpus(local[index])}. Submit with --sbatch gres-flags=enforce-binding.",
-        )
-    if ranks.local_world_size == 1 or 1 < len(bus_ids) != ranks.local_world_size:
-        return None  # Its data workers may use all CPUs, or it may use several GPUs.
+    near = local[index] & allowed
     if divides and len(bus_ids) > 1 and index == ranks.local_rank:
         # All ranks of the node see the same GPUs.
         neighbors = [rank for rank in range(ranks.local_world_size) if local[rank] & allowed == near]
@@ -76,7 +62,7 @@ def choose_cpus(
         return None
     numa = _read_text(sysfs / "bus/pci/devices" / bus_ids[index] / "numa_node")
     place = f" (NUMA node {numa})" if numa.isdecimal() else ""
-    return CpuBinding(near, f"bound to CPUs {format_cpus(near)}, the CPUs closest to {gpu}{place}")
+    return near, f"bound to CPUs {format_cpus(near)}, the CPUs closest to GPU {bus_ids[index]}{place}"
 
 
 def _share(cpus: frozenset[int], index: int, count: int, sysfs: Path) -> frozenset[int]:

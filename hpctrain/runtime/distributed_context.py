@@ -18,11 +18,9 @@ from hpctrain.checkpoint.io import messages
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.addresses import gloo_variables, own_address
 from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.cluster.ports import foreign_users
 from hpctrain.errors import RendezvousError
-from hpctrain.runtime.device_assignment import assign_device, choose_device
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
-from hpctrain.runtime.rendezvous import connect_store
+from hpctrain.runtime.rendezvous import assign_device, choose_device, connect_store
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 #: Time limit for the start of all ranks, which may import torch from a cold shared file system.
@@ -33,11 +31,10 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """The processes that train together, as seen by one process. All ranks must call its methods."""
+    """The processes that train together, as seen by one process. Its methods are collective."""
 
     ranks: Ranks
     device: torch.device
-    """The device of this rank."""
     cpu_group: dist.ProcessGroup | None
     """A group with a CPU backend for small objects; None for a single process."""
     extra_devices: tuple[torch.device, ...] = ()
@@ -81,9 +78,9 @@ class DistributedContext:
 def init_distributed(
     ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bool = True
 ) -> DistributedContext:
-    """Form the process group: with NCCL if there are GPUs, otherwise with gloo.
+    """Collective. Form the process group with NCCL if there are GPUs, otherwise with gloo.
 
-    All ranks must call this. A process group already created by the script is used unchanged.
+    A process group already created by the script is used unchanged.
     """
     startup_times.end(StartupPart.IMPORTS)
     if ranks.world_size == 1:
@@ -108,39 +105,26 @@ def _initialize(ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bo
         # Another job may use the same computed port. An agent's store may survive to the next attempt.
         job = "" if environ.get("MASTER_PORT") else ascii(ranks.rendezvous_id)
         store = PrefixStore(f"hpctrain/{job}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", connected)
-        assignment = assign_device(
+        device, is_gpu_shared = assign_device(
             ranks, environ, PrefixStore("devices", store), use_gpus=use_gpus, problem=problem
         )
         startup_times.end(StartupPart.STORE)
-        with_nccl = assignment.device.type == "cuda" and not assignment.gpus_are_shared
-        if assignment.gpus_are_shared and ranks.is_main:
-            print(
-                "hpctrain: some ranks share a GPU, which NCCL does not support. Using gloo instead.",
-                flush=True,
-            )
+        with_nccl = device.type == "cuda" and not is_gpu_shared
+        if is_gpu_shared and ranks.is_main:
+            message = "some ranks share a GPU, which NCCL does not support. Using gloo instead."
+            print(f"hpctrain: {message}", flush=True)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if with_nccl else "gloo",
             store=store,
             rank=ranks.rank,
             world_size=ranks.world_size,
             timeout=_COLLECTIVE_TIMEOUT,
-            device_id=assignment.device if with_nccl else None,
+            device_id=device if with_nccl else None,
         )
     except (RendezvousError, dist.DistError, RuntimeError, OSError) as error:
         raise RendezvousError(
             f"rank {ranks.rank} on {socket.gethostname()} could not connect to its {ranks.world_size - 1} "
-            f"peers within {time.monotonic() - begun:.0f} s: {error} ({_describe_store(ranks)})"
+            f"peers within {time.monotonic() - begun:.0f} s: {error} (store at {ranks.master_addr}:"
+            f"{ranks.master_port}; {ranks.sources.get('master_addr')}, {ranks.sources.get('master_port')})"
         ) from error
-    return assignment.device
-
-
-def _describe_store(ranks: Ranks) -> str:
-    """Return the address of the store, and other users of this node with a connection to it."""
-    users = foreign_users(ranks.master_port)
-    connected = "no other user is connected to it from this node"
-    if users:
-        connected = f"other users connected to it from this node: {', '.join(users)}"
-    return (
-        f"store at {ranks.master_addr}:{ranks.master_port} ({ranks.sources.get('master_addr')}, "
-        f"{ranks.sources.get('master_port')}); {connected}"
-    )
+    return device

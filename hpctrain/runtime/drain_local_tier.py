@@ -1,7 +1,6 @@
 """Copy a run's newest state from the nodes to the run folder, and remove its files from the nodes.
 
-`python -P -m hpctrain.runtime.drain_local_tier TIER COPIES SECONDS`, one process per rank, after the ranks
-have exited.
+`python -P -m hpctrain.runtime.drain_local_tier TIER COPIES SECONDS` runs in the place of each rank.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Copy and clear. Return the exit code: 1 if a checkpoint could not be copied."""
+    """Return the exit code: 1 if a checkpoint could not be copied."""
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 

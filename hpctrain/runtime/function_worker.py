@@ -1,9 +1,8 @@
 """Call a function on each rank of a run: join the other ranks, call the function, write the result.
 
-The worker runs this file by its path, like any script. Every attempt reads the call from the run folder
-again, so changes made by a rank are lost. The exception is a function with a method `checkpoint`, which
-returns the call for the next attempt (submitit's protocol). That method is called after the function has
-exited, never inside a signal handler, and on all ranks.
+The worker runs this file by its path, like any script. Every attempt reads the call from the run folder. If
+the function has a method `checkpoint`, it returns the call for the next attempt (submitit's protocol). All
+ranks call this method after the function has exited, never inside a signal handler.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.cluster import Ranks, detect
+from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.records.serialization import CallPayload, FunctionCall, dumps
@@ -45,7 +46,11 @@ def main() -> None:
     os.environ.setdefault("SUBMITIT_EXECUTOR", "slurm")
     os.environ.setdefault("SUBMITIT_FOLDER", str(run.path))
     os.environ.setdefault("SLURM_NTASKS", str(ranks.world_size))
-    context = _init_process_group(ranks)
+    context = init_distributed(ranks, os.environ)
+    if not context.is_distributed:  # collectives work on any number of ranks
+        backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        atexit.register(shut_down_process_group)
     try:
         call = payload.deserialize()
         value = _result_of(call, payload, run, context)
@@ -53,23 +58,17 @@ def main() -> None:
     except Exception as error:
         if _is_final(error, payload, run):
             mark_non_retryable(error)
-        _save_exception(error, run.exception_pickle(attempt, ranks.rank))
+        with suppress(Exception):
+            _write(run.exception_pickle(attempt, ranks.rank), dumps(error, "", []))
         raise
-    path = run.result(attempt, ranks.rank)
-    make_folder(path.parent)
-    write_atomic(path, data, private=True)
+    _write(run.result(attempt, ranks.rank), data)
     # The function has returned, so later stop signals are irrelevant.
     clear_stop_signals()
 
 
-def _init_process_group(ranks: Ranks) -> DistributedContext:
-    """Form the process group, also for a single rank, so that collectives work on any number of ranks."""
-    context = init_distributed(ranks, os.environ)
-    if not context.is_distributed:
-        backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        atexit.register(shut_down_process_group)
-    return context
+def _write(path: Path, pickle: bytes) -> None:
+    make_folder(path.parent)
+    write_atomic(path, pickle, private=True)
 
 
 def _result_of(call: FunctionCall, payload: CallPayload, run: RunDir, context: DistributedContext) -> Any:
@@ -95,35 +94,27 @@ def _result_of(call: FunctionCall, payload: CallPayload, run: RunDir, context: D
 
 
 def _is_final(error: Exception, payload: CallPayload, run: RunDir) -> bool:
-    """Return true if another attempt would fail in the same way."""
+    """True if another attempt would fail in the same way."""
     if isinstance(error, UserError):
         return True
-    # Another attempt may succeed if a network or a device was the cause, or if there is a saved state.
+    # Another attempt may succeed if a network or a device was the cause, or if there is a saved state: a
+    # complete checkpoint of the `Trainer`, or any file of the function.
     may_pass = isinstance(error, (dist.DistError, torch.AcceleratorError))
-    return not (payload.retry_on_exception or may_pass or run.resume_call.exists() or _has_checkpoint(run))
-
-
-def _has_checkpoint(run: RunDir) -> bool:
-    """Return true if there is a complete checkpoint of the `Trainer`, or any file of the function."""
-    if next(committed_steps(run.checkpoints), None) is not None:
-        return True
-    names = [path.name for path in run.checkpoints.glob("*")]
-    return any(not name.startswith((".", "step-")) for name in names)
+    own_files = (path for path in run.checkpoints.glob("*") if not path.name.startswith((".", "step-")))
+    has_checkpoint = any(True for _ in chain(committed_steps(run.checkpoints), own_files))
+    return not (payload.retry_on_exception or may_pass or run.resume_call.exists() or has_checkpoint)
 
 
 def _checkpoint_of(call: FunctionCall) -> Callable[..., Any] | None:
-    for name in ("__submitit_checkpoint__", "checkpoint"):
-        if (method := getattr(call.function, name, None)) is not None:
-            return method  # type: ignore[no-any-return]
-    return None
+    methods = (getattr(call.function, name, None) for name in ("__submitit_checkpoint__", "checkpoint"))
+    return next(filter(None, methods), None)
 
 
 def _save_resume_call(
     call: FunctionCall, payload: CallPayload, run: RunDir, context: DistributedContext
 ) -> None:
-    """Get the function's call for the next attempt, and write it on rank 0. All ranks must call this."""
-    checkpoint = _checkpoint_of(call)
-    if checkpoint is None:
+    """Collective. Get the function's call for the next attempt, and write it on rank 0."""
+    if (checkpoint := _checkpoint_of(call)) is None:
         return
     with capture_stop_signals():  # Further stop signals must wait.
         next_call = checkpoint(*call.args, **call.kwargs)
@@ -131,18 +122,10 @@ def _save_resume_call(
             print(f"hpctrain: {call.name}.checkpoint() returned None, so the run ends.")
             run.cancel_request.touch(0o644)
         elif context.ranks.is_main:
-            packed = FunctionCall(
-                next_call.function, tuple(next_call.args), dict(next_call.kwargs)
-            ).to_bytes()
-            CallPayload(packed, payload.sys_path, payload.retry_on_exception).write(run.resume_call)
+            following = FunctionCall(next_call.function, tuple(next_call.args), dict(next_call.kwargs))
+            replace(payload, call=following.to_bytes()).write(run.resume_call)
         if dist.is_initialized():
             context.barrier()
-
-
-def _save_exception(error: Exception, path: Path) -> None:
-    with suppress(Exception):
-        make_folder(path.parent)
-        write_atomic(path, dumps(error, "", []), private=True)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
 #: Name of the torch threads that run gloo's exchanges.
 _GLOO_THREAD = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
-#: Interval between two checks. This thread sleeps in between, so that gloo's threads can acquire the GIL.
+#: This thread sleeps between two checks, so that gloo's threads can acquire the GIL.
 _POLL_INTERVAL_S = 0.005
 #: Time limit. An exchange with a lost peer also sleeps, and is safe to abandon.
 _LIMIT_S = 5.0
@@ -18,19 +17,18 @@ _LIMIT_S = 5.0
 
 def shut_down_process_group() -> None:
     """Destroy the default process group, if there is one, when its threads are idle."""
-    # A process that has not imported torch has no group.
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+    import torch.distributed as dist
+
+    if dist.is_initialized():
         drain_gloo_threads()
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def drain_gloo_threads() -> None:
     """Wait until no gloo thread can still release the tensors of a finished exchange.
 
-    To release a Python tensor, a thread requires the interpreter, and aborts the process if the interpreter
-    has shut down. The rank would fail after its last line. The threads are idle if all sleep and none has
-    woken since the last check.
+    A thread that releases a tensor after the interpreter has shut down aborts the process. The threads are
+    idle if all sleep and none has woken since the last check.
     """
     if not _TASKS.exists():
         time.sleep(0.1)

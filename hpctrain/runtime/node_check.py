@@ -1,7 +1,7 @@
 """Check this rank's node before training: `python -P -m hpctrain.runtime.node_check`.
 
-Each rank tests the required resources: a file in the run folder, an unused GPU without memory errors, a small
-matrix product, and a sum over all ranks. The supervisor reads the results.
+Each rank tests its resources: a file in the run folder, an unused GPU without memory errors, a small matrix
+product, and a sum over all ranks. The supervisor reads the results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import (
@@ -52,10 +52,13 @@ def main(environ: Mapping[str, str]) -> None:
     make_folder(path.parent)
     host = environ.get("SLURMD_NODENAME")
 
+    def write(*, durable: bool = True, **result: Any) -> None:
+        record = json.dumps({"rank": ranks.rank, "host": host, **result})
+        write_atomic(path, f"{record}\n", durable=durable)
+
     def exit_on_stop(_number: int, _frame: FrameType | None) -> None:
-        stopped = json.dumps({"rank": ranks.rank, "host": host, "trouble": [], "stopped": True})
         with suppress(OSError):
-            write_atomic(path, f"{stopped}\n", durable=False)
+            write(durable=False, trouble=[], stopped=True)
         os._exit(EXIT_CONTINUE)
 
     for number in STOP_SIGNALS:
@@ -78,9 +81,7 @@ def main(environ: Mapping[str, str]) -> None:
         trouble = [f"the {task} failed: {error}"]
     if trouble:
         _publish_result(environ, "bad")
-    seconds = time.monotonic() - begun
-    record = {"rank": ranks.rank, "host": host, "trouble": trouble, "seconds": seconds}
-    write_atomic(path, json.dumps(record) + "\n")
+    write(trouble=trouble, seconds=time.monotonic() - begun)
 
 
 def gpus_to_test(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> list[int]:
@@ -146,9 +147,9 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, gpus: list[int])
     size, rank = ranks.world_size, ranks.rank
     if size == 1:
         return []
-    store = _store(environ)
-    store.wait([_key(peer) for peer in range(size)], timedelta(seconds=_PEERS_S))
-    results = [store.get(_key(peer)).decode() for peer in range(size)]
+    store, keys = _store(environ), [_key(peer) for peer in range(size)]
+    store.wait(keys, timedelta(seconds=_PEERS_S))
+    results = [store.get(key).decode() for key in keys]
     if "bad" in results:
         return []
     if len(set(results)) > 1:

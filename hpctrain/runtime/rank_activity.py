@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hpctrain.records.rank_phase import RankPhase
+from hpctrain.schema import RankPhase
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
+
+#: Libraries that exchange gradients without torch's process groups.
+_OTHER_COMMUNICATION = ("horovod", "mpi4py")
 
 
 class RankActivity:
     """Current phase and progress of a rank.
 
     Attributes:
-        phase: the current phase.
         step: steps trained in this process, or calls of `should_stop`.
         progress_count: increases with any progress.
         data_s: seconds spent waiting for data since training began.
@@ -59,3 +62,16 @@ class RankActivity:
 
 #: The activity of this process.
 activity = RankActivity()
+
+
+def has_process_group() -> bool:
+    """Return true if this process has or had a process group of torch, or communicates in another way."""
+    if any(name in sys.modules for name in _OTHER_COMMUNICATION):
+        return True
+    # Another thread may be importing the module, which then lacks attributes.
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    is_initialized = getattr(c10d, "is_initialized", None)
+    if is_initialized is None:
+        return False
+    # torch keeps the address of a group that was destroyed.
+    return is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None

@@ -1,22 +1,32 @@
-"""Connect each rank to the store of rank 0, through which the ranks form a process group."""
+"""Connect each rank to the store of rank 0, and assign each a device that no other rank uses."""
 
 from __future__ import annotations
 
-import queue
+import json
+import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+import torch
+from torch.distributed import DistError, DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.addresses import master_host, resolve_host
+from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
 from hpctrain.cluster.fd_limit import raise_fd_limit
+from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
+from hpctrain.cluster.host_name import host_name
 from hpctrain.cluster.ports import bind_socket
-from hpctrain.errors import RendezvousError
+from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError
+from hpctrain.files import parse_json_object
+from hpctrain.text import format_ranks
 
 #: Time after which a rank reports the peers that it is waiting for.
 REMIND_AFTER_S = 30.0
@@ -26,6 +36,11 @@ _CONNECT_LIMIT_S = 3.0
 _CONFLICT_LIMIT_S = 15.0
 #: Maximum pause between two attempts to connect to rank 0.
 _MAX_PAUSE_S = 0.2
+_ANSWER_KEY, _READ_KEY = "answer", "read"
+#: All connected ranks read the answer within milliseconds.
+_READ_LIMIT_S = 5.0
+#: Maximum pause between two searches of rank 0 for its peers.
+_MAX_POLL_S = 0.1
 
 
 def connect_store(ranks: Ranks, environ: Mapping[str, str], timeout_s: float) -> tuple[TCPStore, str]:
@@ -57,7 +72,7 @@ def connect_store(ranks: Ranks, environ: Mapping[str, str], timeout_s: float) ->
 
 def _connect(address: str, ranks: Ranks, listener: int | None, limit_s: float) -> TCPStore:
     """Connect in a thread, because torch has no time limit for a program that accepts and does not answer."""
-    results: queue.SimpleQueue[TCPStore | RuntimeError | OSError] = queue.SimpleQueue()
+    connected: Future[TCPStore] = Future()
 
     def connect() -> None:
         try:
@@ -70,19 +85,15 @@ def _connect(address: str, ranks: Ranks, listener: int | None, limit_s: float) -
                 wait_for_workers=False,
                 master_listen_fd=listener,
             )
+            connected.set_result(store)
         except (RuntimeError, OSError) as error:
-            results.put(error)
-        else:
-            results.put(store)
+            connected.set_exception(error)
 
     threading.Thread(target=connect, name="hpctrain-store", daemon=True).start()
     try:
-        result = results.get(timeout=limit_s + 1.0)
-    except queue.Empty:
+        return connected.result(limit_s + 1.0)
+    except TimeoutError:
         raise TimeoutError("the program at this port does not answer") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
 
 
 def remind(ranks: Ranks, awaited: str) -> None:
@@ -120,3 +131,167 @@ def _await_listener(ranks: Ranks, environ: Mapping[str, str], deadline: float) -
             remind_at = deadline
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+
+def choose_device(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool = True) -> torch.device:
+    """Select the device of this rank without communication; the CPU if not `use_gpus`."""
+    return _select_gpu(_plan(ranks, environ, len(visible_uuids(environ)) if use_gpus else 0))
+
+
+def assign_device(
+    ranks: Ranks, environ: Mapping[str, str], store: Store, *, use_gpus: bool = True, problem: str = ""
+) -> tuple[torch.device, bool]:
+    """Collective. Return the device of this rank, and true if ranks share a GPU, which NCCL does not support.
+
+    Every rank sends rank 0 its placement, its visible GPUs and its preferred GPU. Rank 0 checks for
+    contradictions, and answers all. A `problem` of rank 0 ends all ranks.
+    """
+    placement = _own_placement(ranks, environ, use_gpus=use_gpus)
+    if duplicate := _publish_placement(placement, store):
+        _answer({"error": duplicate, "missing": False}, store)
+        raise HpctrainError(duplicate)
+    if ranks.is_main:
+        try:
+            if problem:
+                raise RendezvousError(problem)
+            placements = _gather_placements(ranks, store)
+            check_unique_placement(placements)
+            assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
+            indexes = [assignment.indexes.get(placement.rank) for placement in placements]
+            _answer({"indexes": indexes, "shared": assignment.shared}, store)
+        except HpctrainError as error:
+            _answer({"error": str(error), "missing": isinstance(error, RendezvousError)}, store)
+    try:
+        answer = _parse_entry(_ANSWER_KEY, store.get(_ANSWER_KEY))
+    except DistNetworkError as error:
+        reason = str(error).partition("\n")[0]
+        raise RendezvousError(f"lost the store of rank 0 ({reason}). Check the log of rank 0.") from error
+    except DistError as error:
+        raise _missing_ranks(ranks.world_size, store) from error
+    if "error" in answer:
+        _wait_until_read(ranks, store)
+        raise (RendezvousError if answer["missing"] else HpctrainError)(answer["error"])
+    return _select_gpu(answer["indexes"][ranks.rank]), answer["shared"]
+
+
+def _answer(answer: Mapping[str, Any], store: Store) -> None:
+    """Answer all ranks; an earlier answer, which is an error, is kept."""
+    store.compare_set(_ANSWER_KEY, "", json.dumps(answer))
+
+
+def _parse_entry(key: str, text: bytes) -> dict[str, Any]:
+    try:
+        return parse_json_object(text, key)
+    except ValueError:
+        raise _foreign_entry(key) from None
+
+
+def _foreign_entry(key: str) -> RendezvousError:
+    return RendezvousError(f"the store entry {key!r} is not valid: another program changed it")
+
+
+def _plan(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> int | None:
+    return plan_device(ranks, environ, num_visible, is_rocm=torch.version.hip is not None).index
+
+
+def visible_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return unique ids of the GPUs visible to torch in this process, in the order of `cuda:N`."""
+    if not torch.cuda.is_available():
+        return ()
+    if is_mig(environ):
+        # torch may report the UUID of the physical GPU. CUDA shows a process only one MIG instance.
+        return tuple((visible_devices(environ) or [])[:1])
+    count = torch.cuda.device_count()
+    return tuple(f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count))
+
+
+def _own_placement(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool) -> RankPlacement:
+    gpus = visible_uuids(environ) if use_gpus else ()
+    placement = RankPlacement(
+        ranks.rank, ranks.node_rank, ranks.local_rank, host_name(environ), gpus, world_size=ranks.world_size
+    )
+    try:
+        return replace(placement, index=_plan(ranks, environ, len(gpus)))
+    except EnvironmentMismatch as error:
+        return replace(placement, problem=str(error))
+
+
+def _publish_placement(placement: RankPlacement, store: Store) -> str | None:
+    """Send the placement of this rank. Return an error if another process has the same rank."""
+    sent = {**asdict(placement), "pid": os.getpid()}
+    key = _placement_key(placement.rank)
+    # An existing value is kept and returned.
+    stored = _parse_entry(key, store.compare_set(key, "", json.dumps(sent)))
+    if stored["pid"] == sent["pid"] and stored["host"] == sent["host"]:
+        return None
+    return (
+        f"Process {stored['pid']} on {stored['host']} and process {sent['pid']} on {sent['host']} both "
+        f"claim rank {placement.rank}. Start one process per rank. To see the rank of each process, run "
+        "`hpctrain env` with the same launcher."
+    )
+
+
+def _gather_placements(ranks: Ranks, store: Store) -> list[RankPlacement]:
+    """Wait for the placements of all ranks. Return an empty list if another process has sent an answer."""
+    keys = [_placement_key(rank) for rank in range(ranks.world_size)]
+    begun, pause_s = time.monotonic(), 0.002
+    remind_at, deadline = begun + REMIND_AFTER_S, begun + _timeout_s(store)
+    # torch warns about each wait that times out, so rank 0 polls.
+    while not store.check(keys):
+        if store.check([_ANSWER_KEY]):
+            return []
+        now = time.monotonic()
+        if now >= deadline:
+            raise _missing_ranks(ranks.world_size, store)
+        if now >= remind_at:
+            remind(ranks, _describe_missing(ranks.world_size, store))
+            remind_at = deadline
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_POLL_S)
+    return [_parse_placement(key, text) for key, text in zip(keys, store.multi_get(keys), strict=True)]
+
+
+def _timeout_s(store: Store) -> float:
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    return timeout.total_seconds()
+
+
+def _describe_missing(world_size: int, store: Store) -> str:
+    return format_ranks([rank for rank in range(world_size) if not store.check([_placement_key(rank)])])
+
+
+def _missing_ranks(world_size: int, store: Store) -> RendezvousError:
+    return RendezvousError(
+        f"The world size is {world_size}, but {_describe_missing(world_size, store)} did not join within "
+        f"{_timeout_s(store):.0f} s. Check the logs of the missing ranks."
+    )
+
+
+def _wait_until_read(ranks: Ranks, store: Store) -> None:
+    """Keep rank 0 and its store alive until its peers have read the error."""
+    num_read = store.add(_READ_KEY, 1)
+    deadline = time.monotonic() + _READ_LIMIT_S
+    while ranks.is_main and num_read < ranks.world_size and time.monotonic() < deadline:
+        time.sleep(0.02)
+        num_read = store.add(_READ_KEY, 0)
+
+
+def _parse_placement(key: str, text: bytes) -> RankPlacement:
+    fields = _parse_entry(key, text)
+    try:
+        del fields["pid"]
+        return RankPlacement(**{**fields, "gpus": tuple(fields["gpus"])})
+    except (KeyError, TypeError):
+        raise _foreign_entry(key) from None
+
+
+def _placement_key(rank: int) -> str:
+    return f"seats/{rank}"
+
+
+def _select_gpu(index: int | None) -> torch.device:
+    if index is None:
+        return torch.device("cpu")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device

@@ -50,25 +50,13 @@ class Sidecar:
         return True
 
 
-#: Time limit for the last line, which takes milliseconds unless the file system hangs.
-_LAST_LINE_S = 1.0
-
-
-class NodeSampler:
-    def __init__(self, run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> None:
-        """Start the measurement on the first rank of the node, unless telemetry is disabled."""
-        self._process: Sidecar | None = None
-        if ranks.local_rank != 0 or environ.get(TELEMETRY_VARIABLE) == "0":
-            return
-        try:
-            self._process = Sidecar(
-                "hpctrain.telemetry.sampling.sampler", str(run.path), str(ranks.node_rank)
-            )
-        except OSError as error:
-            # Training does not depend on telemetry.
-            print(f"hpctrain: cannot measure the resource usage of this node: {error}", file=sys.stderr)
-
-    def stop(self) -> None:
-        """Wait until the process has written its last line, and end it."""
-        if self._process is not None:
-            self._process.stop(_LAST_LINE_S)
+def start_node_sampler(run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> Sidecar | None:
+    """Start to measure this node on its first rank, unless telemetry is disabled."""
+    if ranks.local_rank != 0 or environ.get(TELEMETRY_VARIABLE) == "0":
+        return None
+    try:
+        return Sidecar("hpctrain.telemetry.sampling.sampler", str(run.path), str(ranks.node_rank))
+    except OSError as error:
+        # Training does not depend on telemetry.
+        print(f"hpctrain: cannot measure the resource usage of this node: {error}", file=sys.stderr)
+        return None

@@ -44,38 +44,33 @@ def describe_missing_copy(error: BaseException, environ: Mapping[str, str]) -> s
     if CODE_VARIABLE not in environ:
         return ""
     copy, source = environ[CODE_VARIABLE], environ[CODE_SOURCE_VARIABLE]
+
+    def missing_name(path: str) -> str | None:
+        name = os.path.relpath(os.path.abspath(path), copy)
+        is_missing = os.path.exists(os.path.join(source, name)) and not os.path.exists(path)
+        return name if is_missing and name.split(os.sep)[0] != os.pardir else None
+
     if isinstance(error, FileNotFoundError):
-        return _describe_missing_file(error, copy, source)
-    if not isinstance(error, ModuleNotFoundError) or not error.name:
-        return ""
-    package = os.path.join(*error.name.split("."))
-    for folder in sys.path:
-        if folder != copy and not folder.startswith(copy + os.sep):
-            continue
-        for module in (f"{package}.py", package):
-            name = os.path.normpath(os.path.join(os.path.relpath(folder, copy), module))
-            if os.path.exists(os.path.join(source, name)) and not os.path.exists(os.path.join(copy, name)):
-                return (
-                    f"{name} exists, but git ignores it, so it is missing from the code snapshot that "
-                    f"the ranks use. Add it (git add -f {shlex.quote(name)}), or submit with "
-                    "--no-code-snapshot"
-                )
+        # Some libraries name the file only in the message.
+        match = re.search(rf"{re.escape(copy)}{os.sep}[^\s'\"]+", str(error))
+        path = error.filename if isinstance(error.filename, str) else match[0] if match else os.pardir
+        if (name := missing_name(path)) is not None:
+            folders = [str(folder) for folder in reversed(Path(name).parents)]
+            ignored = next(filter(lambda path: not os.path.exists(os.path.join(copy, path)), folders), name)
+            return (
+                f"git ignores {ignored}, so it is missing from the code snapshot that the ranks use. Submit "
+                f"with --no-code-snapshot, or open {name} in the working directory or by its path "
+                f"{source}/{name}"
+            )
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.replace(".", os.sep)
+        modules = (os.path.join(folder, file) for folder in sys.path for file in (f"{package}.py", package))
+        if (name := next(filter(None, map(missing_name, modules)), None)) is not None:
+            return (
+                f"{name} exists, but git ignores it, so it is missing from the code snapshot that the ranks "
+                f"use. Add it (git add -f {shlex.quote(name)}), or submit with --no-code-snapshot"
+            )
     return ""
-
-
-def _describe_missing_file(error: FileNotFoundError, copy: str, source: str) -> str:
-    """Return the remedy for a file next to the script; some libraries name it only in the message."""
-    match = re.search(rf"{re.escape(copy)}{os.sep}[^\s'\"]+", str(error))
-    path = error.filename if isinstance(error.filename, str) else match[0] if match else ""
-    name = os.path.relpath(os.path.abspath(path), copy) if path else os.pardir
-    if name.split(os.sep)[0] == os.pardir or not os.path.exists(os.path.join(source, name)):
-        return ""
-    folders = [str(folder) for folder in reversed(Path(name).parents)]
-    ignored = next((path for path in folders if not os.path.exists(os.path.join(copy, path))), name)
-    return (
-        f"git ignores {ignored}, so it is missing from the code snapshot that the ranks use. Submit with "
-        f"--no-code-snapshot, or open {name} in the working directory or by its path {source}/{name}"
-    )
 
 
 def _copied_path(path: str, source: str, copy: str) -> str:

@@ -21,7 +21,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import xxhash
@@ -60,9 +59,10 @@ _Result = TypeVar("_Result")
 
 
 def main(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Copy everything, and write the result to the run folder. Return the exit code: 1 after an error."""
+    """Copy everything, and write the result to the run folder. Return 1 after an error."""
+    # Incomplete copies have other names. The supervisor removes them with the folder.
     for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
+        signal.signal(number, lambda *_: os._exit(EXIT_CONTINUE))
     plan, node = json.loads(argv[0]), int(environ["SLURM_NODEID"])
     run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
     folder, result = Path(plan["folder"]), run.staging_result(attempt, node)
@@ -88,11 +88,6 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     return int(error is not None)
 
 
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    # Incomplete copies have other names. The supervisor removes them with the folder.
-    os._exit(EXIT_CONTINUE)
-
-
 def _choose_pack(chosen: Path, packs: Path, folder: Path, *, is_first: bool) -> Path:
     """Return the pack that the first node has recorded in `chosen`, for all attempts of this job."""
     while True:
@@ -110,8 +105,7 @@ def _choose_pack(chosen: Path, packs: Path, folder: Path, *, is_first: bool) -> 
 def pack_environment(packs: Path, folder: Path) -> Path:
     """Return the pack of this process's environment: one file, which shared file systems read fast.
 
-    The pack is created in the shared folder `packs` if the environment has changed. Temporary files are in
-    the local `folder`.
+    A changed environment is packed again. Temporary files are in the local `folder`.
     """
     environment = list_contents(Path(sys.prefix))
     key = os.fsencode(f"{environment.path} {environment.fingerprint}")
@@ -222,8 +216,7 @@ def _link_target(root: str, link: str) -> str:
 def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None = None) -> dict[str, Any]:
     """Copy a file or folder to `target`, or unpack an archive; reuse an unchanged copy.
 
-    The target appears only when the copy is complete and `finish` has made the last changes. The result
-    contains the fingerprints of `source` and `copy`, `bytes`, `seconds`, `reused`, and `saved_s`.
+    The target appears only when the copy is complete and `finish` has made the last changes.
     """
     begun = time.monotonic()
     record_path, temporary = (target.with_name(f".{target.name}.{kind}") for kind in ("json", "part"))
@@ -260,16 +253,17 @@ def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None =
 def copy_contents(contents: Contents, target: Path) -> None:
     """Copy the listed files, or unpack an archive; a link to a folder outside stays a link."""
     source = contents.path
-    if is_archive := not source.is_dir() and ARCHIVE_SUFFIX.search(source.name):
+    is_archive = not source.is_dir() and ARCHIVE_SUFFIX.search(source.name)
+    if is_archive or source.is_dir():
         target.mkdir()
+    if is_archive:
         _unpack(source, target)
-    elif source.is_dir():
-        target.mkdir()
-    num_folders = sum(stat.S_ISDIR(mode) for *_, mode in contents.entries)
-    for name, *_ in contents.entries[:num_folders]:
-        os.mkdir(os.path.join(target, name))
-    files = [] if is_archive else contents.entries[num_folders:]
-    _map_in_threads(lambda entry: _copy(str(source), str(target), entry), files)
+    else:
+        num_folders = sum(stat.S_ISDIR(mode) for *_, mode in contents.entries)
+        for name, *_ in contents.entries[:num_folders]:
+            os.mkdir(os.path.join(target, name))
+        copy = partial(_copy, str(source), str(target))
+        _map_in_threads(copy, contents.entries[num_folders:])
     if list_contents(source).fingerprint != contents.fingerprint:
         raise StagingError(
             f"{str(source)!r} changed while it was copied. Keep it unchanged, and resume the run"
@@ -305,7 +299,6 @@ def _unpack(archive: Path, target: Path) -> None:
 
 
 def run_program(command: Sequence[str], task: str) -> None:
-    """Run a program that ends with this process."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

@@ -35,8 +35,11 @@ _BEAT_INTERVAL_S, _RANKS_PER_BEAT_S = 1.0, 1000
 #: A process that wakes up later was suspended, unless it used the CPU, or its heartbeat thread waited for the
 #: GIL, for more than this share of the time.
 _SUSPENDED_S, _BUSY_SHARE = 10.0, 0.1
+#: Linux counts the context switches of each thread.
+_RUSAGE_SCOPE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 Message = dict[str, Any]
+_Times = tuple[float, float, float, float]
 
 
 class Connection:
@@ -53,6 +56,7 @@ class Connection:
             self._socket.sendall(self._seal(message))
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Return the next message; None after the time limit."""
         line = self._line(timeout_s)
         return None if line is None else self._open(line)
 
@@ -65,17 +69,13 @@ class Connection:
     def _open(self, line: bytes) -> Message:
         return parse_json_object(line, "a received line")
 
-    def _poll(self, timeout_s: float) -> bool:
-        """Wait for data; `select` would reject descriptors from 1024."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))
-
     def _line(self, timeout_s: float | None) -> bytes | None:
+        poll = select.poll()  # `select` would reject descriptors from 1024
+        poll.register(self._socket, select.POLLIN)
         while b"\n" not in self._received:
             if len(self._received) > _MAX_LINE:
                 raise ConnectionAbortedError(f"received a line of more than {_MAX_LINE} bytes")
-            if timeout_s is not None and not self._poll(timeout_s):
+            if timeout_s is not None and not poll.poll(timeout_s * 1000):
                 return None
             if not (data := self._socket.recv(65536)):
                 raise ConnectionResetError("the peer closed the connection")
@@ -113,12 +113,6 @@ class SupervisorConnection(Connection):
         return self._down.open(line)
 
 
-_Times = tuple[float, float, float, float]
-
-#: Linux counts the context switches of each thread.
-_RUSAGE_SCOPE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
-
-
 def _times() -> _Times:
     # A thread that waits for the GIL wakes up after each switch interval.
     gil_s = resource.getrusage(_RUSAGE_SCOPE).ru_nvcsw * sys.getswitchinterval()
@@ -142,9 +136,8 @@ def start_heartbeat(
     connect: Callable[[], Connection],
     heartbeat_message: Callable[[], Message],
     on_message: Callable[[Connection, Message], None],
-    on_sent: Callable[[Message], object] = bool,
 ) -> None:
-    """Start a thread that sends heartbeats, and passes each to `on_sent`, and receives messages."""
+    """Start a thread that sends heartbeats and receives messages."""
 
     def use(connection: Connection) -> None:
         # Otherwise, a child forked by the script would keep the connection open after the exit of this rank.
@@ -158,7 +151,6 @@ def start_heartbeat(
                 message["paused"] = pause
             # Without changes, an empty message is sent, to show that this process is alive.
             connection.send({} if message == previous else message)
-            on_sent(message)
             previous = message
             before = _times()
             received = connection.receive(connection.heartbeat_interval_s)

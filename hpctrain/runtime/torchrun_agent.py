@@ -1,9 +1,8 @@
 """Start the ranks of this node with torchrun: `python -P -m hpctrain.runtime.torchrun_agent PLAN`.
 
-The supervisor starts and watches it. The agents rendezvous at the supervisor's store or at an etcd server. An
-agent ignores stop signals, which the ranks receive from Slurm. It exits with code 75 if its ranks stopped for
-a continuation. A failure on a node ends the attempt. The supervisor starts the next attempt with new agents
-and a new store, so torchrun's restarts are disabled.
+The agents rendezvous at the supervisor's store or at an etcd server. An agent ignores stop signals, which the
+ranks receive from Slurm, and exits with code 75 if its ranks stopped for a continuation. The next attempt has
+new agents and a new store, so torchrun's restarts are disabled.
 """
 
 from __future__ import annotations
@@ -50,7 +49,10 @@ def main(argv: list[str]) -> NoReturn:
     die_with_supervisor(os.environ)
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
     log = run.agent_log(attempt, int(os.environ["SLURM_NODEID"]))
-    _send_output_to(log)
+    fd = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -76,16 +78,14 @@ def main(argv: list[str]) -> NoReturn:
 def torchrun_options(plan: Mapping[str, Any], environ: Mapping[str, str], backend: str) -> list[str]:
     host = environ["MASTER_ADDR"]
     endpoint = plan["endpoint"] or f"{host}:{environ['MASTER_PORT']}"
-    conf = f"join_timeout={_JOIN_TIMEOUT_S}"
-    if plan["backend"] == "c10d":
-        conf += ",is_host=false"
+    role = ",is_host=false" if plan["backend"] == "c10d" else ""
     return [
         f"--nnodes={plan['nodes']}",
         f"--nproc-per-node={plan['ranks_per_node']}",
         f"--rdzv-backend={backend}",
         f"--rdzv-endpoint={endpoint}",
         f"--rdzv-id=hpctrain-{environ['SLURM_JOB_ID']}-{environ[ATTEMPT_VARIABLE]}",
-        f"--rdzv-conf={conf}",
+        f"--rdzv-conf=join_timeout={_JOIN_TIMEOUT_S}{role}",
         f"--local-addr={address_towards(host)}",
         "--max-restarts=0",
         # Not SIGTERM, on which torchrun would end the ranks before they have saved.
@@ -130,13 +130,6 @@ def _write_failure(run: RunDir, attempt: int, rank: int, exit_code: int, log: Pa
     }
     make_folder(run.failures)
     write_atomic(run.failure(attempt, rank), json.dumps(record, indent=1) + "\n")
-
-
-def _send_output_to(log: Path) -> None:
-    fd = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
 
 
 def _exit(code: int) -> NoReturn:

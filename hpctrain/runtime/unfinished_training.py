@@ -1,7 +1,7 @@
 """Record training calls that have not returned: a script that exits during such a call is not complete.
 
-Each call has a file in the run folder while it is in progress. A process that exits without running further
-Python code, such as with `os._exit`, does not remove the file, and the supervisor finds it.
+Each call has a file in the run folder while it is in progress. A process that exits with `os._exit` does not
+remove the file, and the supervisor finds it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,6 @@ class TrainingMarker:
     """Context manager around a training call, from its start to its return.
 
     A later call in the same folder replaces an earlier one: a script may catch an exception and try again.
-
-    Attributes:
-        step: number of completed steps, set at the end; None without steps.
-        last_step: last step of training; None if unknown.
     """
 
     def __init__(self, call: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
@@ -48,6 +44,7 @@ class TrainingMarker:
             attempt, rank = int(environ[ATTEMPT_VARIABLE]), int(environ.get("RANK", "0"))
             self._file = RunDir(Path(environ[RUN_DIR_VARIABLE])).unfinished_marker(attempt, rank, key)
         self.step: int | None = None
+        """Number of completed steps, set at the end."""
         self.last_step: int | None = None
         self._failure: dict[str, Any] | None = None
 
@@ -76,7 +73,7 @@ class TrainingMarker:
         self._write()
 
     def record_exception(self, error: BaseException) -> None:
-        """Record that an exception ended training, without references to the exception's objects."""
+        """Record that an exception ended training."""
         global _has_stopped
         if isinstance(error, SystemExit) and error.code == EXIT_CONTINUE:
             _has_stopped = True
@@ -84,7 +81,6 @@ class TrainingMarker:
             self._failure = failure_record(error, self._environ)
 
     def failure(self) -> dict[str, Any]:
-        """Return the record of a script that exited before the end of training."""
         problem = describe_unfinished(self._call, self.step, self.last_step)
         if self._failure is None:
             return {"kind": UNFINISHED, "error": problem, "message": UNFINISHED_ADVICE, "traceback": ""}
@@ -92,10 +88,9 @@ class TrainingMarker:
         return {**self._failure, "message": message}
 
     def _write(self) -> None:
-        """Write the file. Without the file, such as on a full disk, only `os._exit` is undetected."""
         if self._file is None:
             return
-        with suppress(OSError):
+        with suppress(OSError):  # Without the file, such as on a full disk, only `os._exit` is undetected.
             make_folder(self._file.parent)
             record = {"what": self._call, "last_step": self.last_step}
             write_atomic(self._file, json.dumps(record) + "\n", durable=False)
@@ -106,7 +101,7 @@ def has_started() -> bool:
 
 
 def has_stopped() -> bool:
-    """Return true if training stopped in order to be continued, even if the script caught the exception."""
+    """True if training stopped in order to be continued, even if the script caught the exception."""
     return _has_stopped
 
 

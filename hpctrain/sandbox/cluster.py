@@ -34,10 +34,11 @@ from hpctrain.sandbox.layout import (
     add_hosts,
     allocate,
     folder_of,
+    gres_conf,
     remove_hosts,
     sandbox_lock,
+    slurm_conf,
 )
-from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.slurm.command import run_slurm
 
 #: Major number for local use, without a driver. Slurm requires a character device per GPU, but never opens
@@ -97,14 +98,10 @@ class Sandbox(SandboxLayout):
             time.sleep(0.1)
 
     def down(self) -> None:
-        """Remove the sandbox and all its files."""
         down(self.name)
 
     def kill_node(self, node: str) -> None:
-        """Kill a node's slurmd and all processes of the node, like a power failure.
-
-        Slurm detects this after some seconds, and considers the node healthy until then.
-        """
+        """Kill all processes of a node, like a power failure, which Slurm detects after some seconds."""
         self._slurmd(node)
 
         def on_node(process: ProcessInfo) -> bool:
@@ -136,8 +133,7 @@ class Sandbox(SandboxLayout):
 
     def _trouble(self) -> str | None:
         """Return the reason if a node does not accept jobs, otherwise None; raise if a daemon has exited."""
-        pids = self.daemons()
-        all_daemons = self.list_daemons()
+        pids, all_daemons = self.daemons(), self.list_daemons()
         for daemon in all_daemons:
             if pids[daemon.label] is None:
                 raise SchedulerError(f"Sandbox {self.name}: {daemon.label} exited{daemon.log_tail()}")
@@ -188,25 +184,12 @@ def find(name: str = "default") -> Sandbox | None:
 
 
 def up(
-    name: str = "default",
-    *,
-    kind: type[Sandbox] = Sandbox,
-    limit_s: float = 60.0,
-    **size: Any,
+    name: str = "default", *, kind: type[Sandbox] = Sandbox, limit_s: float = 60.0, **size: Any
 ) -> Sandbox:
-    """Start a sandbox and wait until all its nodes accept jobs.
+    """Start a sandbox with the fields of `SandboxSize`, and wait until all its nodes accept jobs.
 
-    An existing sandbox of the same size is kept with its jobs; exited daemons are restarted.
-
-    Args:
-        name: name of the sandbox.
-        kind: class of the sandbox.
-        limit_s: seconds until the sandbox must be up.
-        size: fields of `SandboxSize`.
-
-    Raises:
-        UserError: this machine cannot run a sandbox, or the existing sandbox has another size.
-        SchedulerError: a daemon did not start within `limit_s` seconds; a new sandbox is removed again.
+    An existing sandbox of the same size is kept with its jobs; exited daemons are restarted. A new sandbox
+    that is not up within `limit_s` seconds is removed again.
     """
     shape, folder = SandboxSize(**size), folder_of(name)
     check_requirements()
@@ -230,7 +213,7 @@ def create_folder(folder: Path, shape: SandboxSize, kind: type[Sandbox] = Sandbo
     """Create the files that the daemons of a new sandbox read."""
     folder.mkdir()
     plan = kind(folder, shape, *allocate(folder, shape))
-    for path in (plan.munge, plan.state, plan.spool, plan.logs, folder / "dev"):
+    for path in (plan.munge, plan.logs, *(folder / name for name in ("state", "spool", "dev"))):
         path.mkdir()
     host = socket.gethostname().partition(".")[0]
     memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
@@ -270,14 +253,7 @@ def _start(sandbox: Sandbox, limit_s: float) -> Sandbox:
 
 
 def down(name: str = "default") -> bool:
-    """Cancel the jobs of a sandbox, kill its processes, and remove its devices, host lines and folder.
-
-    Crashed or incomplete sandboxes are also removed. Returns True if the sandbox existed.
-
-    Raises:
-        UserError: called from a job of that sandbox, or not as root on Linux with Slurm.
-        SchedulerError: a process does not end.
-    """
+    """Remove a sandbox with its jobs and processes, even a crashed one. Return true if it existed."""
     folder = folder_of(name)
     check_requirements()
     with sandbox_lock():
@@ -319,11 +295,7 @@ def installed_version(search_path: str = SEARCH_PATH) -> str:
 def check_requirements(
     system: str = platform.system(), uid: int | None = None, search_path: str = SEARCH_PATH
 ) -> None:
-    """Check that a sandbox can be started.
-
-    Raises:
-        UserError: not Linux, not root, or a program is missing; the message contains the remedy.
-    """
+    """Check that a sandbox can be started, or raise UserError."""
     if system != "Linux":
         raise UserError(
             f"A sandbox requires Linux, but this machine runs {system}. Use a Linux container or virtual "
@@ -334,8 +306,7 @@ def check_requirements(
             f"A sandbox requires Slurm, but these programs are missing: {', '.join(missing)}. On Debian and "
             "Ubuntu, run `apt-get install slurm-wlm munge`."
         )
-    uid = os.geteuid() if uid is None else uid
-    if uid != 0:
+    if (uid := os.geteuid() if uid is None else uid) != 0:
         raise UserError(
             f"A sandbox requires root, because it creates device files and adds its nodes to /etc/hosts. "
             f"This process runs as user {uid}. Try again with sudo."

@@ -4,7 +4,7 @@ import os
 import sys
 
 from hpctrain import system
-from hpctrain.buffered_writer import make_stdio_lossy
+from hpctrain.records.buffered_writer import make_stdio_lossy
 from hpctrain.supervisor.watchdog import run_under_watchdog
 
 make_stdio_lossy()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
@@ -13,7 +12,8 @@ from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.lease import LeaseHeld
 from hpctrain.records.run_record import RunRecord, read_run_record, summarize_events
 from hpctrain.records.successor import claim_successor, record_successor
-from hpctrain.rundir import RunDir, is_new_submission
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event
 from hpctrain.supervisor.job_control import JobControl, SlurmSuccessors
 from hpctrain.supervisor.policy.job_intent import (
     Continue,
@@ -64,7 +64,7 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
         case OwnershipDecision.SUPERSEDED:
             return Exit(0)
         case OwnershipDecision.OVER:
-            return _over(run, recorded_end(run.read_events()) or {})
+            return _over(run, recorded_end(run.read_events()))
         case OwnershipDecision.CANCEL:
             return finish_run(run, "CANCELLED")
     if job_control.successors is not None:
@@ -80,11 +80,11 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
     return Continue()
 
 
-def _over(run: RunDir, end: Mapping[str, Any]) -> Exit:
-    if end.get("state") == "FAILED":
+def _over(run: RunDir, end: Event | None) -> Exit:
+    if end is not None and end.state == "FAILED":
         resume = f"hpctrain resume {shlex.quote(str(run.path))}"
         print(f"The run has failed, so this job exits. To continue the run, use {resume}")
-    return Exit(int(end.get("exit_code", 0)))
+    return Exit(end.exit_code or 0 if end is not None else 0)
 
 
 def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
@@ -94,8 +94,8 @@ def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
     return OwnershipState(
         job_control.job_id,
         newest=record.job_id,
-        newest_after=(record.submitted or {}).get("after"),
-        ended=(end or {}).get("state"),
+        newest_after=record.submitted.after if record.submitted else None,
+        ended=end.state if end else None,
         cancelled=run.cancel_request.exists(),
         predecessor=predecessor,
         claimed_by=claim_successor(run, job_control.job_id, predecessor) if predecessor else None,
@@ -103,16 +103,16 @@ def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:
     )
 
 
-def recorded_end(events: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+def recorded_end(events: Iterable[Event]) -> Event | None:
     """Return the end of the run since the user's last submission; None if ranks were started afterwards.
 
     A successor may be recorded after the end: the supervisor of a killed batch script submits it in a thread.
     """
-    end: dict[str, Any] | None = None
+    end: Event | None = None
     for event in events:
-        if event["kind"] == "finished":
+        if event.kind == "finished":
             end = event
-        elif event["kind"] == "started" or is_new_submission(event):
+        elif event.kind == "started" or event.is_new_submission:
             end = None
     return end
 
@@ -150,9 +150,9 @@ def _successor(run: RunDir, record: RunRecord, job_control: JobControl) -> str |
     return successor
 
 
-def recorded_successor(events: Iterable[Mapping[str, Any]], job_id: str) -> str | None:
-    jobs_after = (event for event in events if event["kind"] == "submitted" and event.get("after") == job_id)
-    return next((str(event["job_id"]) for event in jobs_after), None)
+def recorded_successor(events: Iterable[Event], job_id: str) -> str | None:
+    jobs_after = (event.job_id for event in events if event.kind == "submitted" and event.after == job_id)
+    return next(jobs_after, None)
 
 
 def register_job(run: RunDir, spec: JobSpec, job_id: str) -> None:

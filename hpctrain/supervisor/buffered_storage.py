@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import sys
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain import system
-from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.errors import HpctrainError
-from hpctrain.files import IsValid
+from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.rundir import RunDir, RunStorage
+from hpctrain.schema import Event, decode
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +70,16 @@ class BufferedStorage(RunStorage):
         self._lines.setdefault(path, BufferedLineWriter(path, log.warning)).append(record)
         self._start_retrying()
 
-    def read(self, path: Path, is_valid: IsValid) -> Iterator[dict[str, Any]]:
+    def read_events(self, path: Path) -> Iterator[Event]:
         if (lines := self._lines.get(path)) is None or not lines.has_pending:
-            return iter(_retry(lambda: list(super(BufferedStorage, self).read(path, is_valid)), _AWAY))
+            return iter(_retry(lambda: list(super(BufferedStorage, self).read_events(path)), _AWAY))
         with lines.pending() as pending:
             try:
-                written = list(super().read(path, is_valid))
+                written = list(super().read_events(path))
             except OSError as error:
                 log.warning("cannot read %s: %s", path, error)
                 written = []
-        return iter([*written, *map(json.loads, pending)])
+        return iter([*written, *(decode(line, Event) for line in pending)])
 
     def write(self, path: Path, content: str) -> None:
         try:

@@ -14,9 +14,10 @@ from hpctrain.errors import EXIT_CONTINUE, SchedulerError, SpecError
 from hpctrain.files import file_size, open_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import REQUEUE_HOLD_S
-from hpctrain.records.lease import Lease, LeaseHolder
+from hpctrain.records.lease import Lease
 from hpctrain.records.successor import JobChanges, find_successor, submit_successor
 from hpctrain.rundir import BATCH_PID_VARIABLE, PREDECESSOR_VARIABLE, RunDir
+from hpctrain.schema import LeaseHolder
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.duration import parse_duration

@@ -126,7 +126,7 @@ class LocalArray:
 
     def _state(self, index: int) -> str | None:
         finished = read_run_record(self._run.task(index)).finished
-        return str(finished["state"]) if finished else None
+        return finished.state if finished else None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._events.put(signal.Signals(number))

@@ -10,11 +10,12 @@ from typing import Self
 
 from hpctrain import system
 from hpctrain.errors import HpctrainError, SchedulerError, UserError
-from hpctrain.files import read_json_lines, write_atomic
+from hpctrain.files import write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import REQUEUE_HOLD_S, START_S
 from hpctrain.records.log_tail import RecordTail
-from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
+from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.schema import StepRecord, TrialLine, read_records
 from hpctrain.supervisor.failures.failure_files import gpu_faults
 from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent, StopRequested
@@ -179,7 +180,7 @@ class EarlyStoppingMonitor(PeriodicCheck):
         self._rule = self._read_rule()
         self.first_s = self.interval_s if self._rule is not None else 0.0
         self._newest = max(self._reports(self.run), key=lambda report: report.step, default=None)
-        self._tail = RecordTail(self.run.metrics, is_metrics)
+        self._tail = RecordTail(self.run.metrics, StepRecord)
         self._curve = TrialCurve(self._rule) if self._rule is not None else None
 
     def _read_rule(self) -> StoppingRule | None:
@@ -191,7 +192,7 @@ class EarlyStoppingMonitor(PeriodicCheck):
         except (UserError, OSError) as error:
             log.warning("early stopping is disabled for this trial: %s", error)
             return None
-        stopped = any(event.get("state") == STOPPED_EARLY for event in self.run.read_events())
+        stopped = any(event.state == STOPPED_EARLY for event in self.run.read_events())
         return None if sweep is None or stopped else sweep.stopping
 
     def check(self) -> bool:
@@ -219,9 +220,7 @@ class EarlyStoppingMonitor(PeriodicCheck):
         return [trial for trial in map(array.task, array.tasks()) if trial.path != self.run.path]
 
     def _reports(self, trial: RunDir) -> Iterator[TrialReport]:
-        for record in read_json_lines(trial.early_stopping):
-            with suppress(KeyError, TypeError, ValueError, OverflowError):
-                yield TrialReport.from_record(record)
+        return map(TrialReport.from_line, read_records(trial.early_stopping, TrialLine))
 
     def _stop(self, reason: str) -> None:
         if self._ended.is_set():

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain import system
-from hpctrain.files import read_json
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.schema import NodeCheck, read_record
 from hpctrain.supervisor.launch.job_step import Launcher, StepEnded, StepEvent
 from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
 from hpctrain.supervisor.launch.task_command import module_command
@@ -118,10 +118,10 @@ def _node_folders(run: RunDir) -> tuple[Path | None, Path | None]:
     """Return the folders of the local tier and of the copies in memory on each node, if any."""
     tier = copies = None
     for event in run.read_events():
-        if event.get("kind") == "checkpoint" and event.get("tier") == "local":
-            tier = Path(str(event.get("path"))).parent.parent
-        elif event.get("kind") == "memory_copy":
-            copies = Path(str(event.get("path")))
+        if event.kind == "checkpoint" and event.tier == "local":
+            tier = Path(str(event.path)).parent.parent
+        elif event.kind == "memory_copy":
+            copies = Path(str(event.path))
     return tier, copies
 
 
@@ -156,13 +156,12 @@ def _read_node_check(run: RunDir, hosts: list[str], per_node: int, attempt: int)
     bad_nodes: dict[str, str] = {}
     for rank in range(len(hosts) * per_node):
         try:
-            record = read_json(run.node_check_result(attempt, rank))
-            troubles = [str(trouble) for trouble in record["trouble"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            record, troubles = {}, ["the check did not finish"]
-        if record.get("stopped"):
+            check = read_record(run.node_check_result(attempt, rank), NodeCheck)
+        except (OSError, ValueError):
+            check = NodeCheck(["the check did not finish"])
+        if check.stopped:
             return NodeCheckResult(stopped=True)
-        if troubles:
-            bad_nodes.setdefault(hosts[rank // per_node], "; ".join(troubles))
+        if check.trouble:
+            bad_nodes.setdefault(hosts[rank // per_node], "; ".join(check.trouble))
     # If every node reports a problem, the cause is shared, such as the network.
     return NodeCheckResult(bad_nodes if len(bad_nodes) < len(hosts) or len(hosts) == 1 else {})

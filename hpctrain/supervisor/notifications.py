@@ -19,9 +19,10 @@ from hpctrain.errors import SpecError
 from hpctrain.files import file_size
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.jobspec.notify import NotifyConfig, is_address
-from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
-from hpctrain.rundir import RunDir, is_event
+from hpctrain.records.run_record import full_disk
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Notifier:
         self._environ = environ
         #: The running command.
         self.process: system.Popen[bytes] | None = None
-        self._events, self._logged_bytes = RecordTail(run.events, is_event), file_size(run.metrics)
+        self._events, self._logged_bytes = RecordTail(run.events, Event), file_size(run.metrics)
         self._last_error: str | None = None
         self._disk_reported = False
         self._not_before = 0.0
@@ -101,22 +102,23 @@ class Notifier:
         # A full disk cannot record an event.
         if not self._disk_reported and (full := full_disk(self._run)) is not None:
             self._disk_reported = True
-            self._send("stall", {"cause": f"{full}; the run cannot save until space is freed"})
+            self._send("stall", f"{full}; the run cannot save until space is freed")
         for event in self._events.read():
-            if event.get("time", 0.0) < self._not_before:
+            if event.time < self._not_before:
                 continue
             self._stall.on_event(event, now)
             if (occasion := notification_kind(event)) is not None:
-                self._send(occasion, event)
+                self._send(occasion, event.cause, event)
         if (seconds := self._stall.find_stall(now, logged_by)) is not None:
-            self._send("stall", {"cause": f"no step has been logged for {seconds:.0f} s"})
+            self._send("stall", f"no step has been logged for {seconds:.0f} s")
 
-    def _newest_attempt(self) -> object:
-        return next(read_last_records(self._run.metrics), {}).get("attempt")
+    def _newest_attempt(self) -> int | None:
+        newest = next(read_last_records(self._run.metrics, StepRecord), None)
+        return newest.attempt if newest is not None else None
 
-    def _send(self, occasion: str, event: Mapping[str, Any]) -> None:
+    def _send(self, occasion: str, cause: str | None, event: Event | None = None) -> None:
         if occasion in self._notify.on:
-            message = notification_message(self._run, occasion, event)
+            message = notification_message(self._run, occasion, cause or "", event)
             for target in self._notify.targets:
                 self._deliver(target, message)
 
@@ -167,27 +169,28 @@ class Notifier:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def notification_kind(event: Mapping[str, Any]) -> str | None:
-    match event.get("kind"):
+def notification_kind(event: Event) -> str | None:
+    match event.kind:
         case "finished":
             return "finish"
-        case "failure" if event.get("rank") is not None:
-            return "stall" if event.get("class") == "hang" else "failure"
-        case "failure" if event.get("class") == "disk-full":
+        case "failure" if event.rank is not None:
+            return "stall" if event.end_kind == "hang" else "failure"
+        case "failure" if event.end_kind == "disk-full":
             return "stall"
     return None
 
 
-def notification_message(run: RunDir, occasion: str, event: Mapping[str, Any]) -> dict[str, Any]:
+def notification_message(run: RunDir, occasion: str, cause: str, event: Event | None) -> dict[str, Any]:
     """Return the message; chat services show either `text` or `content`."""
-    cause = str(event.get("cause") or "")[:_MAX_CAUSE]
+    cause, fields = cause[:_MAX_CAUSE], event.fields() if event is not None else {}
     if occasion == "finish":
-        summary = f"Run {run.run_id} has ended ({event.get('state')})"
+        summary = f"Run {run.run_id} has ended ({fields['state']})"
     else:
         summary = f"Run {run.run_id} has stalled" if occasion == "stall" else f"Failure in run {run.run_id}"
     text = f"{summary}: {cause}" if cause else f"{summary}."
-    details = {name: event[name] for name in ("state", "attempt", "rank", "host", "log") if name in event}
-    about = {"run_id": run.run_id, "folder": str(run.path), "time": event.get("time", system.time())}
+    shown = ("state", "attempt", "rank", "host", "log")
+    details: dict[str, Any] = {name: fields[name] for name in shown if name in fields}
+    about = {"run_id": run.run_id, "folder": str(run.path), "time": fields.get("time", system.time())}
     return {"occasion": occasion, "text": text, "content": text, "cause": cause, **about, **details}
 
 
@@ -197,19 +200,19 @@ class StallDetector:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._since: float | None = None
-        self._attempt: object = None
+        self._attempt: int | None = None
         self._ended = self._reported = False
 
-    def on_event(self, event: Mapping[str, Any], now: float) -> None:
-        match event.get("kind"):
+    def on_event(self, event: Event, now: float) -> None:
+        match event.kind:
             case "started":
-                self._since, self._attempt, self._ended = None, event.get("attempt"), False
+                self._since, self._attempt, self._ended = None, event.attempt, False
             case "failure" | "signal" | "finished" | "requeue":
                 self._since, self._ended = None, True
             case "checkpoint" if self._since is not None:
                 self._since = now
 
-    def find_stall(self, now: float, logged_by: object) -> float | None:
+    def find_stall(self, now: float, logged_by: int | None) -> float | None:
         """Return the duration of an unreported stall; `logged_by` is the attempt with new steps, if any."""
         is_current = self._attempt is None or logged_by == self._attempt
         if logged_by is not None and is_current and not self._ended:

@@ -9,11 +9,10 @@ from itertools import islice
 from typing import Literal
 
 from hpctrain.errors import RunFailed
-from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import STOPPED_EARLY, RunDir, is_metrics
+from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.schema import StepRecord
 from hpctrain.supervisor.policy.job_intent import Exit
-from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 from hpctrain.text import format_number
 
 log = logging.getLogger(__name__)
@@ -43,31 +42,14 @@ def finish_run(
     return Exit(exit_code)
 
 
-def completion_note(run: RunDir, spec: JobSpec, result: AttemptResult | None) -> str | None:
-    return " ".join(filter(None, [_ranks_never_met(run, spec, result), _loss_not_finite(run)])) or None
-
-
-def _ranks_never_met(run: RunDir, spec: JobSpec, result: AttemptResult | None) -> str | None:
-    if result is None or result.world_size == 1 or result.has_process_group or spec.independent_ranks:
-        return None
-    if spec.torchrun is not None:  # With agents, the ranks use the store of an agent.
-        return None
-    with suppress(OSError):  # Programs without optimizer steps of torch have other ways to meet, such as MPI.
-        if next(read_last_records(run.metrics, is_metrics), None) is None:
-            return None
-    return (
-        f"No rank created a process group, so each of the {result.world_size} ranks ran alone. If the ranks "
-        "are meant to train together, initialize torch.distributed in the script."
-    )
-
-
-def _loss_not_finite(run: RunDir) -> str | None:
+def completion_note(run: RunDir) -> str | None:
+    """Return a note if the last loss is not finite."""
     # An unreadable file is no reason to fail a completed run.
     with suppress(OSError):
-        for record in islice(read_last_records(run.metrics, is_metrics), _RECORDS_SEARCHED):
+        for record in islice(read_last_records(run.metrics, StepRecord), _RECORDS_SEARCHED):
             with suppress(KeyError, TypeError, ValueError, OverflowError):
-                loss = float(record["loss"])
+                loss = float(record.metrics["loss"])
                 if math.isfinite(loss):
                     return None
-                return f"The last loss is {format_number(loss)} (step {record.get('step')})."
+                return f"The last loss is {format_number(loss)} (step {record.step})."
     return None

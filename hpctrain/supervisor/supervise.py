@@ -237,7 +237,7 @@ class Supervisor:
             case Action.LEAVE:
                 return Exit(EXIT_CONTINUE)
             case Action.COMPLETE:
-                note = completion_note(self._run, self._spec, ended.result)
+                note = completion_note(self._run)
                 return finish_run(self._run, "COMPLETED", note=note)
             case Action.CANCEL:
                 return finish_run(self._run, "CANCELLED")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpctrain.errors import UserError
+from hpctrain.schema import StepRecord, TrialLine
 from hpctrain.text import format_number, is_count, pluralize
 
 RuleName = Literal["median", "asha"]
@@ -30,9 +31,9 @@ class TrialReport:
         return {"step": self.step} | {name: v if math.isfinite(v) else None for name, v in values.items()}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> TrialReport:
-        best, mean = (math.inf if record[name] is None else float(record[name]) for name in ("best", "mean"))
-        return cls(int(record["step"]), best, mean)
+    def from_line(cls, line: TrialLine) -> TrialReport:
+        best, mean = (math.inf if value is None else value for value in (line.best, line.mean))
+        return cls(line.step, best, mean)
 
 
 @dataclass(frozen=True)
@@ -117,16 +118,16 @@ class TrialCurve:
         self._rule, self._reported = rule, 0
         self._best, self._sum, self._count = math.inf, 0.0, 0
 
-    def add(self, record: Mapping[str, Any]) -> TrialReport | None:
-        """Add a line of `metrics.jsonl`. Return a report if the trial reached another decision step."""
-        step, value = record.get("step"), record.get(self._rule.metric)
-        if not isinstance(step, int) or not isinstance(value, int | float):
+    def add(self, record: StepRecord) -> TrialReport | None:
+        """Add a step. Return a report if the trial reached another decision step."""
+        value = record.metrics.get(self._rule.metric)
+        if not isinstance(value, int | float):
             return None
         if math.isfinite(value):
             signed = -value if self._rule.mode == "max" else float(value)
             self._best = min(self._best, signed)
             self._sum, self._count = self._sum + signed, self._count + 1
-        decision = self._rule.last_decision(step)
+        decision = self._rule.last_decision(record.step)
         if decision is None or decision <= self._reported:
             return None
         self._reported = decision

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.errors import UserError
-from hpctrain.files import read_json
 from hpctrain.rundir import RunDir
+from hpctrain.schema import read_record
 from hpctrain.slurm.job_array import MAX_TASKS
 from hpctrain.sweeps.search_space import (
     SearchSpace,
@@ -106,12 +106,10 @@ class SweepRecord:
 def read_sweep(run: RunDir) -> SweepRecord | None:
     """Return the record of a sweep; None for any other run."""
     try:
-        record = read_json(run.sweep)
-        rule = record["stopping"] and StoppingRule(**record["stopping"])
-        return SweepRecord(**{**record, "args": tuple(record["args"]), "stopping": rule})
+        return read_record(run.sweep, SweepRecord)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise UserError(
             f"Cannot read the sweep's record {str(run.sweep)!r}: {error}. Restore this file, or submit the "
             "sweep again."

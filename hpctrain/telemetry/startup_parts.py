@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Self
 
 from hpctrain.cluster.processes import stat_fields
-from hpctrain.text import format_duration, format_size, is_finite
+from hpctrain.schema import Event, PartDuration
+from hpctrain.text import format_duration, format_size
 
 
 class StartupPart(StrEnum):
@@ -43,60 +42,24 @@ PART_TEXT = {
 }
 
 
-@dataclass(frozen=True)
-class PartDuration:
-    """Seconds of a part: the median of the ranks, and the slowest rank with its host."""
+def describe_startup(seconds: float | None, parts: Mapping[str, PartDuration] | None) -> str:
+    """Describe the start in one line: its duration, and the longest parts.
 
-    median: float
-    max: float
-    host: str | None = None
-
-
-@dataclass(frozen=True)
-class StartupDurations:
-    seconds: float
-    """Time from the start of the attempt to the end of the first step, on the slowest rank."""
-    parts: dict[str, PartDuration]
-    """By name of the part, in order."""
-    slowest_nodes: dict[str, dict[str, float]]
-    """Seconds of each part on the slowest nodes: the maximum of their ranks."""
-
-    @classmethod
-    def from_event(cls, event: Mapping[str, Any]) -> Self | None:
-        """Return the durations in a `startup` event; None if it is damaged."""
-        seconds, records, nodes = (event.get(name) for name in ("seconds", "parts", "slowest_nodes"))
-        if not (is_finite(seconds) and isinstance(records, dict) and isinstance(nodes, dict)):
-            return None
-        durations: dict[str, PartDuration] = {}
-        for name in filter(records.__contains__, StartupPart):
-            record = records[name] if isinstance(records[name], dict) else {}
-            if not (is_finite(record.get("median")) and is_finite(record.get("max"))):
-                return None
-            durations[name.value] = PartDuration(record["median"], record["max"], record.get("host"))
-        rows = {str(host): row for host, row in nodes.items() if isinstance(row, dict)}
-        if not all(is_finite(value) for row in rows.values() for value in row.values()):
-            return None
-        return cls(float(seconds), durations, rows)
-
-    def fields(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def describe(self) -> str:
-        """Describe the start in one line: its duration, and the longest parts."""
-        inside = [name for name in self.parts if name != StartupPart.JOB]
-        longest = sorted(inside, key=lambda name: -self.parts[name].max)[:3]
-        shown = ", ".join(f"{name} {format_duration(self.parts[name].max)}" for name in longest)
-        return f"the first step ended {format_duration(self.seconds)} after the start ({shown})"
+    Args:
+        seconds: time from the start of the attempt to the end of the first step, on the slowest rank.
+        parts: the durations by name, in order.
+    """
+    slowest = {name: part.max for name, part in (parts or {}).items() if name != StartupPart.JOB}
+    longest = sorted(slowest, key=lambda name: -slowest[name])[:3]
+    shown = ", ".join(f"{name} {format_duration(slowest[name])}" for name in longest)
+    return f"the first step ended {format_duration(seconds)} after the start ({shown})"
 
 
-def describe_staging(event: Mapping[str, Any]) -> str | None:
-    """Describe a `staged` event in one line; None if it is damaged."""
-    size, seconds, reused, saved_s = (event.get(name) for name in ("bytes", "seconds", "reused", "saved_s"))
-    if not (is_finite(size) and is_finite(seconds) and is_finite(reused) and is_finite(saved_s)):
-        return None
-    copies = "1 copy" if reused == 1 else f"{reused} copies"
-    saved = f"; {copies} reused, {format_duration(saved_s)} saved"
-    return f"staged {format_size(size)} in {format_duration(seconds)}{saved if reused else ''}"
+def describe_staging(event: Event) -> str:
+    """Describe a `staged` event in one line."""
+    copies = "1 copy" if event.reused == 1 else f"{event.reused} copies"
+    saved = f"; {copies} reused, {format_duration(event.saved_s)} saved" if event.reused else ""
+    return f"staged {format_size(event.num_bytes)} in {format_duration(event.duration_s)}{saved}"
 
 
 def durations_s(begun: float, ends: Mapping[str, float]) -> dict[str, float]:

@@ -86,7 +86,8 @@ class EarlyStopping(Callback):
         if self.metric not in metrics:
             raise self.missing_metric_error(metrics.keys())
         value = metrics[self.metric]
-        if self._is_better(value):
+        sign = 1 if self.mode == "min" else -1
+        if not math.isnan(value) and (self.best is None or sign * (self.best - value) > self.min_delta):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
@@ -104,38 +105,25 @@ class EarlyStopping(Callback):
             f"{', '.join(sorted(names))}."
         )
 
-    def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        if self.best is None:
-            return True
-        gain = self.best - value if self.mode == "min" else value - self.best
-        return gain > self.min_delta
-
     def _end_if_due(self, trainer: Any) -> None:
         if self.waited >= self.patience:
             reached = "was NaN" if self.best is None else f"did not improve on {format_number(self.best)}"
             trainer.end(f"{self.metric} {reached} in {pluralize(self.waited, 'validation run')}")
 
 
-class CallbackList:
+class CallbackList(list[Callback]):
     """All callbacks of a training run, in order; `trainer` is a `Session` in a custom loop."""
 
     def __init__(self, callbacks: Sequence[Callback], trainer: Any, module: Module) -> None:
-        self._callbacks, self._trainer, self._module = callbacks, trainer, module
-
-    def __bool__(self) -> bool:
-        return bool(self._callbacks)
-
-    def __iter__(self) -> Iterator[Callback]:
-        return iter(self._callbacks)
+        super().__init__(callbacks)
+        self._trainer, self._module = trainer, module
 
     @property
     def wants_steps(self) -> bool:
-        return any(map(_wants_steps, self._callbacks))
+        return any(map(_wants_steps, self))
 
     def check(self, *, validates: bool) -> None:
-        for callback in self._callbacks:
+        for callback in self:
             if isinstance(callback, EarlyStopping) and not (validates or _wants_steps(callback)):
                 raise UserError(
                     f"EarlyStopping monitors {callback.metric!r}, but this run has no validation. Define "
@@ -144,7 +132,7 @@ class CallbackList:
                 )
 
     def check_names(self, names: Set[str], accepted: Set[str]) -> None:
-        for callback in self._callbacks:
+        for callback in self:
             if type(callback) is EarlyStopping and callback.metric not in accepted:
                 raise callback.missing_metric_error(names)
 
@@ -153,25 +141,12 @@ class CallbackList:
         ending: str | None = self._trainer.ending
         return ending
 
-    def fit_start(self, step: int) -> None:
-        self._call("on_fit_start", step)
-
-    def step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._call("on_step_end", step, metrics)
-
-    def validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._callbacks:
-            self._trainer.metrics = dict(metrics)
-        self._call("on_validation_end", step, metrics)
-
-    def fit_end(self) -> None:
-        for callback in self._callbacks:
-            callback.on_fit_end(self._trainer, self._module)
-
-    def _call(self, method: str, step: int, *arguments: Any) -> None:
-        if self._callbacks:
+    def call(self, method: str, step: int, *arguments: Any) -> None:
+        """Call a method of all callbacks after `step`, with the trainer, the module and `arguments`."""
+        for callback in self:
             self._trainer.step = step
-        for callback in self._callbacks:
+            if method == "on_validation_end":
+                self._trainer.metrics = dict(*arguments)
             getattr(callback, method)(self._trainer, self._module, *arguments)
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,7 +160,7 @@ class CallbackList:
     def _named(self) -> Iterator[tuple[str, Callback]]:
         """Yield the callbacks with the names of their classes, with a number for repeated classes."""
         counts: Counter[str] = Counter()
-        for callback in self._callbacks:
+        for callback in self:
             kind = type(callback).__qualname__
             counts[kind] += 1
             yield kind if counts[kind] == 1 else f"{kind}-{counts[kind]}", callback

@@ -1,46 +1,42 @@
-"""Use a LightningModule or -DataModule in the Trainer, and provide a module's logging and `trainer`."""
+"""Train and evaluate a LightningModule, with or without a LightningDataModule."""
 
 from __future__ import annotations
 
 import inspect
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from hpctrain.errors import UserError
-from hpctrain.rundir import output_folder
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD
 from hpctrain.training.callbacks import Callback
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.data.step_source import StepSource
-from hpctrain.training.module import Module, is_manual
+from hpctrain.training.lightning_step import LightningTrainStep
+from hpctrain.training.module import is_manual
+from hpctrain.training.module_run import (
+    HOOK,
+    REPLACEMENTS,
+    ModuleRun,
+    lightning_base,
+    overrides,
+    refuse_hooks,
+)
 from hpctrain.training.optim.optimizer_setup import parameters_of
 from hpctrain.training.optim.resumed_values import advance_period
-from hpctrain.training.training_state import TrainingState
 
-_LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-#: Names of hooks in any version of Lightning.
-_HOOK = re.compile(
-    r"on_\w+_(start|end|eval|train|save|load)|on_(before|after)_\w+|on_exception|backward|setup|teardown"
-    r"|(training|validation|test)(_epoch)?_end|optimizer_(step|zero_grad)|lr_scheduler_step|prepare_data"
-    r"|configure_(apex|callbacks|ddp|gradient_clipping|model|sharded_model|sync_batchnorm)"
-    r"|transfer_batch_to_device|init_ddp_connection|tbptt_split_batch"
-)
 #: Methods of Lightning that a user's class may override.
 _SUPPORTED = {
-    *(*_LOADERS, *_STEPS, "load_from_checkpoint", "to_onnx", "to_torchscript", "to_tensorrt"),
-    *("prepare_data", "setup", "teardown", "configure_model", "configure_optimizers", "lr_scheduler_step"),
-    *("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint", "on_fit_start"),
-    *("on_fit_end", "on_after_backward", "on_before_optimizer_step", "on_after_batch_transfer"),
+    *("training_step", "validation_step", "test_step", "predict_step", "prepare_data", "setup", "teardown"),
+    *("load_from_checkpoint", "to_onnx", "to_torchscript", "to_tensorrt", "state_dict", "on_fit_end"),
+    *("configure_model", "configure_optimizers", "lr_scheduler_step"),
+    *("load_state_dict", "on_save_checkpoint", "on_load_checkpoint", "on_fit_start", "on_after_backward"),
+    *("on_before_optimizer_step", "on_after_batch_transfer"),
+    *(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")),
     *(
         f"on_{stage}{unit}_{end}"
         for stage in ("train", "validation", "test")
@@ -48,287 +44,127 @@ _SUPPORTED = {
         for end in ("start", "end")
     ),
 }
-#: Replacements for hooks that hpctrain does not call.
-_REPLACEMENTS = {
-    "backward": "manual optimization",
-    "configure_callbacks": "the Trainer setting callbacks",
-    "configure_gradient_clipping": "the Trainer setting gradient_clip_norm or gradient_clip_value",
-    "configure_ddp": "the Trainer settings find_unused_parameters, static_graph and bucket_cap_mb",
+#: Replacements for hooks that hpctrain does not call, among those that it calls.
+_CALLED_REPLACEMENTS = {
     "configure_sharded_model": "configure_model",
-    "init_ddp_connection": "`hpctrain submit`, torchrun or srun, whose variables hpctrain detects",
     "on_before_batch_transfer": "on_after_batch_transfer",
     "on_before_zero_grad": "on_train_batch_end",
-    "optimizer_zero_grad": "no method: hpctrain sets gradients to None after each update",
-    "optimizer_step": "the Trainer setting warmup_steps, a scheduler, or manual optimization",
+    "transfer_batch_to_device": "on_after_batch_transfer or collate_fn",
     "test_epoch_end": "on_test_epoch_end",
     "training_epoch_end": "on_train_epoch_end",
-    "transfer_batch_to_device": "on_after_batch_transfer or collate_fn",
     "validation_epoch_end": "on_validation_epoch_end",
 }
-#: Arguments of Lightning's `log`, besides the name, the value and `prog_bar`.
-_LOG_OPTIONS = {
-    *("logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group"),
-    *("add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only"),
-}
 
 
-def lightning_base(value: Any, *names: str) -> type | None:
-    """Return the class of Lightning that `value` extends, or None, without importing Lightning."""
-    for kind in type(value).__mro__:
-        package = kind.__module__.split(".")[0]
-        if kind.__name__ in (names or ("LightningModule",)) and package in ("lightning", "pytorch_lightning"):
-            return kind
-    return None
+class LightningRun(ModuleRun):
+    """Training or evaluation of a LightningModule, with its hooks."""
 
+    step_class = LightningTrainStep
 
-def overrides(host: Any, method: str) -> bool:
-    """Return true if the user's class overrides a method of Lightning's classes or of `Module`."""
-    base = lightning_base(host, "LightningModule", "LightningDataModule") or Module
-    return getattr(type(host), method, None) is not getattr(base, method, None)
-
-
-def _check_hooks(host: Any, stage: str) -> None:
-    name, base = type(host).__name__, lightning_base(host, "LightningModule", "LightningDataModule")
-    called = {*dir(Module)} if base is None else {*dir(nn.Module), *_SUPPORTED}
-    refused = [
-        hook
-        for hook in dir(type(host))
-        if (_HOOK.fullmatch(hook) or (hook[0] != "_" and inspect.isfunction(getattr(base, hook, None))))
-        and hook not in called
-        and overrides(host, hook)
-        and (stage == "predict" or not hook.startswith("on_predict_"))
-    ]
-    if refused:
-        remedies = [
-            f"Instead of {hook}, use {_REPLACEMENTS[hook]}."
-            for hook in refused
-            # The replacement may be a hook of LightningModules only.
-            if hook in _REPLACEMENTS and (base or not _HOOK.fullmatch(_REPLACEMENTS[hook].split()[0]))
-        ]
-        alternative = "hpctrain.lightning.Trainer" if base else "a callback or a LightningModule"
-        raise UserError(
-            f"{name} overrides {', '.join(refused)}, which hpctrain.Trainer does not call. "
-            f"{' '.join(remedies) or f'Rename or remove it, or use {alternative}.'}"
-        )
-    for step in _STEPS if base else ():
-        parameters = inspect.signature(getattr(host, step, _check_hooks)).parameters
-        if unknown := parameters.keys() & {"dataloader_iter", "optimizer_idx", "hiddens"}:
-            raise UserError(
-                f"{name}.{step} has the parameter {min(unknown)}, which hpctrain does not pass. Remove the "
-                "parameter."
-            )
-
-
-class _Provided:
-    """Object with some attributes of one of Lightning's; the use of others is refused by name."""
-
-    def __init__(self, path: str, **attributes: Any) -> None:
-        vars(self).update(attributes, _path=path)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        remedy = "See docs/frameworks.md for the supported attributes"
-        if name in ("logger", "loggers"):
-            remedy = "Log metrics with self.log, and select loggers with Trainer(loggers=…)"
-        raise UserError(f"hpctrain does not provide {self._path}.{name}. {remedy}.")
-
-
-class TrainerProxy(_Provided):
-    def __init__(self, run: ModuleRun, trainer: Any, context: DistributedContext, datamodule: Any) -> None:
-        ranks = context.ranks
-        folder = output_folder(trainer.run_dir, os.environ) or os.getcwd()
-        super().__init__(
-            "self.trainer",
-            global_rank=ranks.rank,
-            num_devices=ranks.local_world_size,
-            **{name: getattr(ranks, name) for name in ("local_rank", "node_rank", "world_size", "num_nodes")},
-            is_global_zero=ranks.is_main,
-            max_epochs=trainer.max_epochs,
-            max_steps=trainer.max_steps or -1,
-            default_root_dir=folder,
-            log_dir=folder,
-            datamodule=datamodule,
-            strategy=_Provided(
-                "self.trainer.strategy",
-                barrier=lambda _name=None: context.barrier(),
-                root_device=context.device,
-                backward=lambda loss, _optimizer, *args, **options: run.backward(loss, *args, **options),
-            ),
-            # LightningModule's own methods use these.
-            progress_bar_callback=None,
-            gradient_clip_val=None,
-            gradient_clip_algorithm=None,
-            precision_plugin=SimpleNamespace(clip_gradients=_clip_gradients),
-        )
-        self._run, self._trainer = run, trainer
-        self.current_epoch = self.global_step = 0
-        self.training = self.validating = self.sanity_checking = False
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.lr_scheduler_configs: list[SimpleNamespace] = []
-
-    @property
-    def is_last_batch(self) -> bool:
-        source = self._run.source
-        if source is None or source.exchanges_ends:
-            raise UserError(
-                "self.trainer.is_last_batch is unknown. It requires training on a map-style data set, "
-                "because a stream has no length."
-            )
-        return source.at_epoch_end
-
-    @property
-    def should_stop(self) -> bool:
-        return self._trainer.ending is not None
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        if value:
-            self._trainer.end("the module set trainer.should_stop")
-
-    @property
-    def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Results of the latest validation, or of the evaluation that is ending."""
-        validation = {} if self._run.state is None else self._run.state.validation
-        return {name: torch.tensor(mean) for name, mean in {**validation, **self._run.results}.items()}
-
-    @property
-    def estimated_stepping_batches(self) -> float:
-        last_step = None if self._run.source is None else self._run.source.last_step
-        return float("inf") if last_step is None else last_step
-
-
-class ModuleRun:
-    """Training or evaluation of a module; only the hooks of a LightningModule are called."""
-
-    def __init__(self, trainer: Any, module: Any, context: DistributedContext, datamodule: Any) -> None:
-        self._module, self._datamodule, self._context = module, datamodule, context
-        self.has_hooks = lightning_base(module) is not None
-        self.validates = overrides(module, "validation_step") and trainer.validate_every is not None
-        self.proxy = TrainerProxy(self, trainer, context, datamodule)
-        #: None in an evaluation, like `state`.
-        self.source: StepSource | None = None
-        self.state: TrainingState | None = None
+    def __init__(
+        self, trainer: Any, module: Any, context: DistributedContext, datamodule: Any, stage: str
+    ) -> None:
+        super().__init__(trainer, module, context, datamodule, stage)
+        self._check_settings(trainer)
+        self.callbacks = [LightningHooks(self)]
         #: Schedules that hpctrain advances.
         self.schedules: list[LightningSchedule] = []
-        #: Samples in the current batch; 0 for a spare batch, None if unknown.
-        self.num_samples: int | None = None
         self.batch_idx = 0
         #: Output and batch of the last training step, for `on_train_batch_end`.
         self.step_end: tuple[Mapping[str, Any], Any] = ({}, None)
-        #: Metrics of an evaluation, while its last hooks run.
-        self.results: dict[str, float] = {}
         #: Implementation of `manual_backward`.
         self.backward: Callable[..., None]
-        self._logged: dict[str, Any] | None = None
         self._batch: tuple[Any, int] = (None, 0)
-        #: Batch sizes of the DataLoaders; scripts pass them to `self.log` even for smaller batches.
-        self._batch_sizes: set[int | None] = set()
-        #: Paths of the torchmetrics metrics that were logged.
-        self._metrics: dict[str, str] = {}
-        self._has_started = self._is_in_step = self._is_in_batch = self._has_hinted = False
+        self._has_started = self._is_in_step = False
+        self.proxy.lr_scheduler_configs = []
+        self.proxy.strategy.backward = lambda loss, _optimizer, *args, **options: self.backward(
+            loss, *args, **options
+        )
+        # LightningModule's own methods use these.
+        self.proxy.progress_bar_callback = self.proxy.gradient_clip_val = None
+        self.proxy.gradient_clip_algorithm = None
+        self.proxy.precision_plugin = SimpleNamespace(clip_gradients=_clip_gradients)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> ModuleRun:
-        return self  # a copy of the module belongs to the same training
+    @property
+    def _hosts(self) -> list[Any]:
+        return [self._module] if self._datamodule is None else [self._datamodule, self._module]
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()  # a pickled module belongs to no training
+    def __enter__(self) -> Self:
+        ranks, kind = self._context.ranks, type(self._module)
+        for host in self._hosts:
+            host.trainer = self.proxy
+            per_node = getattr(host, "prepare_data_per_node", True)
+            if ranks.local_rank == 0 if per_node else ranks.is_main:
+                host.prepare_data()
+        self._context.barrier()
+        for host in self._hosts:
+            host.setup(self._stage)
+        self._module.configure_model()
+        names = {"__module__": kind.__module__, "_user_class": kind}
+        self._module.__class__ = type(kind.__name__, (LightningSteps, kind), names)
+        return super().__enter__()
+
+    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
+        self._module.__class__ = self._module._user_class
+        super().__exit__(error, *details)
+        for host in self._hosts if error is None else ():
+            host.teardown(self._stage)
+
+    def _check_hooks(self) -> None:
+        for host in self._hosts:
+            base = lightning_base(host, "LightningModule", "LightningDataModule")
+            hooks = [
+                name
+                for name in dir(type(host))
+                if (
+                    HOOK.fullmatch(name) or (name[0] != "_" and inspect.isfunction(getattr(base, name, None)))
+                )
+                and not (name in _SUPPORTED or hasattr(nn.Module, name))
+                and overrides(host, name)
+            ]
+            replacements = {**REPLACEMENTS, **_CALLED_REPLACEMENTS}
+            refuse_hooks(host, hooks, self._stage, replacements, "hpctrain.lightning.Trainer")
+
+    def _check_settings(self, trainer: Any) -> None:
+        module, manual = self._module, is_manual(self._module)
+        computes_elsewhere = trainer.strategy in ("pipeline", "horovod") or (
+            manual and trainer.strategy not in ("ddp", "ddp_spawn")
+        )
+        uses_gradients = manual or overrides(module, "on_before_optimizer_step")
+        num_devices = len(self._context.devices) * self._context.ranks.world_size
+        wrong = {
+            "strategy": computes_elsewhere and num_devices > 1,
+            "compile": trainer.compile is not False,
+            "precision": trainer.precision == "16-mixed" and uses_gradients,
+            "elastic_determinism": trainer.elastic_determinism,
+        }
+        if manual:  # the module decides these in `training_step`
+            names = (
+                *("micro_batch_size", "accumulate_grad_batches", "gradient_clip_norm", "gradient_clip_value"),
+                *("lr_reference_batch_size", "warmup_steps", "algorithm"),
+            )
+            wrong |= {name: getattr(trainer, name) != getattr(type(trainer), name) for name in names}
+            wrong["on_bad_loss"] = trainer.on_bad_loss == "skip"
+        if setting := next((name for name in wrong if wrong[name]), None):
+            raise UserError(
+                f"{setting}={getattr(trainer, setting)!r} is not supported for the LightningModule "
+                f"{type(module).__name__}{', which uses manual optimization' * manual}. Remove this setting, "
+                "or use an hpctrain.Module."
+            )
+
+    def find_data(self, data: Any, name: str) -> Any:
+        return None if name == "val" and not self.validates else super().find_data(data, name)
 
     def start_fit(self) -> None:
         """Call `on_fit_start` once, before the first validation."""
-        if self.has_hooks and not self._has_started and self.state is not None:
+        if not self._has_started and self.state is not None:
             self._has_started = True
             self.proxy.global_step, self.proxy.current_epoch = self.state.step, self.state.epoch
             self._module.on_fit_start()
 
-    def find_data(self, data: Any, name: str) -> Any:
-        host, method = self._datamodule or self._module, f"{name.removesuffix('idate')}_dataloader"
-        if name == "val" and not self.validates and (self.has_hooks or data is None):
-            return None
-        if data is None and (overrides(host, method) or method in vars(host)):
-            data = getattr(host, method)()
-        loaders = list(data.values()) if isinstance(data, Mapping) else data
-        if isinstance(loaders, (list, tuple)) and all(hasattr(loader, "dataset") for loader in loaders):
-            if len(loaders) > 1:
-                raise UserError(
-                    f"The {name} data has {len(loaders)} DataLoaders. Pass one DataLoader, or return "
-                    f"one from {method}()."
-                )
-            data = loaders[0] if loaders else None
-        self.validates = self.validates and (name != "val" or data is not None)
-        self._batch_sizes.add(getattr(data, "batch_size", None))
-        return data
-
-    @contextmanager
-    def logging(self, num_samples: int | None = None, *, in_batch: bool = False) -> Iterator[dict[str, Any]]:
-        """Collect the values that `self.log` receives within the block, for this number of samples."""
-        before = self._logged, self.num_samples, self._is_in_batch
-        logged: dict[str, Any] = {}
-        self._logged, self.num_samples = logged, num_samples
-        self._is_in_batch = in_batch or num_samples is not None
-        try:
-            yield logged
-        finally:
-            self._logged, self.num_samples, self._is_in_batch = before
-
-    def log_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        assert self._logged is not None
-        self._logged |= values
-
-    def log(self, module: nn.Module, name: str, value: Any, options: Mapping[str, Any]) -> None:
-        is_metric, reduce_fx = isinstance(value, nn.Module), options.get("reduce_fx", "mean")
-        size = options.get("batch_size")
-        paths = [path for path, layer in self._module.named_modules() if layer is value] if is_metric else []
-        problem = None
-        if self._logged is None:
-            problem = "was called in a hook that cannot log metrics. Call it in a batch or epoch hook"
-        elif name in (TOKENS_FIELD, SKIPPED_FIELD):
-            problem = "uses a reserved name. Choose another name"
-        elif unknown := options.keys() - _LOG_OPTIONS:
-            problem = f"has no argument {min(unknown)!r}"
-        elif reduce_fx not in ("mean", torch.mean):
-            problem = f"has reduce_fx={reduce_fx!r}, but hpctrain logs only means"
-        elif options.get("rank_zero_only"):
-            problem = "has rank_zero_only=True, but hpctrain always logs the mean over all ranks"
-        elif self.num_samples and size not in (None, self.num_samples, *self._batch_sizes):
-            problem = (
-                f"has batch_size={size}, but the mean is weighted by the {self.num_samples} samples of "
-                "the batch. Log a mean over the samples, and remove batch_size"
-            )
-        elif is_metric and module is not self._module:
-            problem = "received a metric, whose state strategy 'dp' would lose. Log a tensor, or use 'ddp'"
-        elif is_metric and not paths:
-            problem = "received a metric that is not an attribute of the module. Assign it in __init__"
-        elif is_metric and self.proxy.training and value._forward_cache is None:
-            call = f"self.{paths[0]}"
-            problem = f"needs the metric's value for this step. Call {call}(…), not {call}.update(…)"
-        if problem or self._logged is None:
-            raise UserError(f"{type(self._module).__name__}.log({name!r}, …) {problem}.")
-        self._hint_at_options(name, options)
-        if is_metric:
-            self._metrics[name] = paths[0]
-            if not self.proxy.training:
-                return  # computed at the end
-            value = value._forward_cache
-        self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
-
-    def _hint_at_options(self, name: str, options: Mapping[str, Any]) -> None:
-        is_training = self.proxy.training
-        ignored = {"on_step": not is_training, "on_epoch": is_training} if self._is_in_batch else {}
-        ignored["logger"] = False
-        given = [f"{option}={value}" for option, value in ignored.items() if options.get(option) is value]
-        if given and self._context.ranks.is_main and not self._has_hinted:
-            self._has_hinted = True
-            print(
-                f"hpctrain: {type(self._module).__name__}.log({name!r}, {', '.join(given)}): hpctrain "
-                "records each value once per training step, and its mean once per validation or test. The "
-                "mean of an epoch is the mean of its steps.",
-                flush=True,
-            )
-
     def begin_step(self, rank_batch: RankBatch) -> None:
-        proxy, self.batch_idx = self.proxy, rank_batch.batch_idx
-        proxy.training, proxy.current_epoch, proxy.global_step = True, rank_batch.epoch, rank_batch.step - 1
+        super().begin_step(rank_batch)
+        self.batch_idx = rank_batch.batch_idx
 
     def run_step(self, module: Any, kind: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Call a step of a LightningModule, or of its copy on a device, with the hooks of the batch."""
@@ -355,10 +191,7 @@ class ModuleRun:
             self._is_in_step = False
 
     def end_step(self, module: Any, kind: str, outputs: Any) -> Any:
-        """Return the result of the user's `_end` method, if there is one; of a training step only the loss.
-
-        `outputs` are those of `run_step` on all devices.
-        """
+        """Return the metrics or predictions of a step, given the outputs of `run_step` on all devices."""
         users: Any = super(LightningSteps, module)
         end = getattr(users, f"{kind}_step_end", None)
         outputs = outputs if end is None else end(outputs)
@@ -366,7 +199,7 @@ class ModuleRun:
             return outputs
         if kind != "training":
             getattr(users, f"on_{kind}_batch_end")(outputs, *self._batch)
-            return outputs
+            return outputs if kind == "predict" else {}  # only logged values are metrics
         outputs = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
         loss = outputs.get("loss")
         if loss is None and not is_manual(module):
@@ -376,41 +209,28 @@ class ModuleRun:
         self.step_end = ({} if loss is None else {**outputs, "loss": loss.detach()}, self._batch[0])
         return {} if loss is None else {"loss": loss}
 
-    def reset_metrics(self) -> None:
-        for path in self._metrics.values():
-            self._module.get_submodule(path).reset()
-        self._metrics = {}
-
-    def begin_evaluation(self, method: str, *, is_sanity: bool) -> None:
+    def begin_evaluation(self, kind: str, *, is_sanity: bool) -> None:
         self.start_fit()
-        kind = method.removesuffix("_step")
-        self.proxy.training, self.proxy.validating = False, kind == "validation"
-        self.proxy.sanity_checking = is_sanity
-        if self.has_hooks:
-            self.reset_metrics()
-            getattr(self._module, f"on_{kind}_start")()
-            getattr(self._module, f"on_{kind}_epoch_start")()
+        super().begin_evaluation(kind, is_sanity=is_sanity)
+        getattr(self._module, f"on_{kind}_start")()
+        getattr(self._module, f"on_{kind}_epoch_start")()
 
-    def end_evaluation(self, method: str, means: Mapping[str, float], count: int) -> dict[str, float]:
-        """Call the hooks after a validation or test of `count` samples on this rank; return all metrics."""
-        results = {**means}
-        if self.has_hooks:
-            hook = f"on_{method.removesuffix('_step')}"
-            self.results = {**means, **self._compute_metrics()}
-            with self.logging() as logged:
-                getattr(self._module, f"{hook}_epoch_end")()
-            results |= self._compute_metrics()  # the hook may log more
-            self.reset_metrics()
-            self.results = results = {**results, **self._average_logged(f"{hook}_epoch_end", logged, count)}
-            getattr(self._module, f"{hook}_end")()
+    def end_evaluation(self, kind: str, means: Mapping[str, float], num_samples: float) -> dict[str, float]:
+        self.results = {**means, **self.compute_metrics()}
+        hook = f"on_{kind}_epoch_end"
+        with self.logging() as logged:
+            getattr(self._module, hook)()
+        results = {**means, **self.compute_metrics()}  # the hook may log more
+        self.results = {**results, **self._average_logged(hook, logged, num_samples)}
+        self.reset_metrics()
+        getattr(self._module, f"on_{kind}_end")()
+        results, self.results = self.results, {}
         self.proxy.validating = self.proxy.sanity_checking = False
-        self.results = {}
         return results
 
-    def _average_logged(self, hook: str, logged: Mapping[str, Any], count: int) -> dict[str, float]:
-        """Return the means over all ranks of the values that a hook has logged, weighted by `count`."""
-        values = {name: float(logged[name]) for name in logged}
-        gathered = self._context.all_gather((count, values))
+    def _average_logged(self, hook: str, logged: Mapping[str, Any], num_samples: float) -> dict[str, float]:
+        """Return the means over all ranks of the values that a hook has logged, weighted by samples."""
+        gathered = self._context.all_gather((num_samples, {name: float(logged[name]) for name in logged}))
         names = gathered[0][1].keys()
         for rank, (_, rank_values) in enumerate(gathered):
             if rank_values.keys() != names:
@@ -420,20 +240,13 @@ class ModuleRun:
                 )
         return {name: _mean([(weight, values[name]) for weight, values in gathered]) for name in names}
 
-    def _compute_metrics(self) -> dict[str, float]:
-        # A rank without samples has logged no metric, but must take part in its exchange.
-        for paths in self._context.all_gather(self._metrics):
-            self._metrics.update(paths)
-        metrics = sorted(self._metrics.items())
-        return {name: float(self._module.get_submodule(path).compute()) for name, path in metrics}
 
-
-def _mean(weighted: Sequence[tuple[int, float]]) -> float:
+def _mean(weighted: Sequence[tuple[float, float]]) -> float:
     """Return the weighted mean; exactly the value if all values are equal."""
-    values = {value for weight, value in weighted if weight}
-    if len(values) == 1:
-        return values.pop()
-    return sum(weight * value for weight, value in weighted if weight) / sum(weight for weight, _ in weighted)
+    weighted = [(weight, value) for weight, value in weighted if weight]
+    if len({value for _, value in weighted}) == 1:
+        return weighted[0][1]
+    return sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
 
 
 def _step(kind: str) -> Callable[..., Any]:
@@ -447,7 +260,7 @@ def _step_end(kind: str) -> Callable[..., Any]:
 class LightningSteps:
     """Methods that replace those of a LightningModule while it is trained or evaluated."""
 
-    _hpctrain: ModuleRun
+    _hpctrain: LightningRun
 
     training_step, training_step_end = _step("training"), _step_end("training")
     validation_step, validation_step_end = _step("validation"), _step_end("validation")
@@ -475,7 +288,7 @@ class LightningSteps:
                 f"{name}.configure_optimizers returned {len(optimizers)} optimizers. As in Lightning, "
                 "several optimizers require manual optimization. Set self.automatic_optimization = False."
             )
-        run.schedules = [LightningSchedule(self, run, **schedule) for schedule in schedules]
+        run.schedules = [LightningSchedule(self, run, schedule) for schedule in schedules]
         return optimizers, run.schedules
 
     def log(self, name: str, value: Any, prog_bar: bool = False, **options: Any) -> None:  # noqa: ARG002
@@ -485,20 +298,13 @@ class LightningSteps:
 class LightningSchedule:
     """Learning-rate schedule that advances when Lightning would advance it."""
 
-    def __init__(
-        self,
-        module: Any,
-        run: ModuleRun,
-        *,
-        scheduler: Any,
-        interval: str = "epoch",
-        frequency: int = 1,
-        monitor: str | None = None,
-        reduce_on_plateau: bool = False,
-        **_: Any,
-    ) -> None:
-        self._module, self._run, self.scheduler, self._frequency = module, run, scheduler, frequency
-        needs_metric = reduce_on_plateau or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    def __init__(self, module: Any, run: LightningRun, config: Mapping[str, Any]) -> None:
+        scheduler, monitor = config["scheduler"], config.get("monitor")
+        interval = config.get("interval", "epoch")
+        self._module, self._run, self.scheduler = module, run, scheduler
+        self._frequency = frequency = config.get("frequency", 1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        needs_metric = config.get("reduce_on_plateau", False) or isinstance(scheduler, plateau)
         self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
         self._monitor = monitor if needs_metric else None
         self.is_per_epoch = interval == "epoch" and not needs_metric
@@ -534,7 +340,7 @@ class LightningSchedule:
 class LightningHooks(Callback):
     """Callback that calls a LightningModule's hooks, and saves the state of its DataModule."""
 
-    def __init__(self, run: ModuleRun) -> None:
+    def __init__(self, run: LightningRun) -> None:
         self._run, self._datamodule = run, run.proxy.datamodule
 
     def on_fit_start(self, _trainer: Any, module: Any) -> None:
@@ -556,74 +362,6 @@ class LightningHooks(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._datamodule is not None:
             self._datamodule.load_state_dict(state)
-
-
-@contextmanager
-def module_run(
-    trainer: Any, module: Any, context: DistributedContext, datamodule: Any, stage: str
-) -> Iterator[ModuleRun]:
-    """Prepare a module for "fit", "validate", "test" or "predict" within the block."""
-    if lightning_base(module) is None and datamodule is not None:
-        raise UserError(
-            f"A datamodule requires a LightningModule, but the module is of type "
-            f"{type(module).__name__}. Pass data sets instead."
-        )
-    hosts = [module] if datamodule is None else [datamodule, module]
-    for host in hosts:
-        if isinstance(host, Module) or host is datamodule or lightning_base(host) is not None:
-            _check_hooks(host, stage)
-    run, kind = ModuleRun(trainer, module, context, datamodule), type(module)
-    if run.has_hooks:
-        _check_settings(trainer, module, context)
-        for host in hosts:
-            host.trainer = run.proxy
-            per_node = getattr(host, "prepare_data_per_node", True)
-            if context.ranks.local_rank == 0 if per_node else context.ranks.is_main:
-                host.prepare_data()
-        context.barrier()
-        for host in hosts:
-            host.setup(stage)
-        module.configure_model()
-        names = {"__module__": kind.__module__, "_user_class": kind}
-        module.__class__ = type(kind.__name__, (LightningSteps, kind), names)
-    module._hpctrain = run
-    try:
-        yield run
-    finally:
-        if run.has_hooks:
-            module.__class__ = kind
-        del module._hpctrain
-    for host in hosts if run.has_hooks else ():
-        host.teardown(stage)
-
-
-def _check_settings(trainer: Any, module: Any, context: DistributedContext) -> None:
-    manual = is_manual(module)
-    computes_elsewhere = trainer.strategy in ("pipeline", "horovod") or (
-        manual and trainer.strategy not in ("ddp", "ddp_spawn")
-    )
-    uses_gradients = manual or overrides(module, "on_before_optimizer_step")
-    wrong = {
-        "strategy": computes_elsewhere and len(context.devices) * context.ranks.world_size > 1,
-        "compile": trainer.compile is not False,
-        "micro_batch_size": trainer.micro_batch_size == "auto",
-        "precision": trainer.precision == "16-mixed" and uses_gradients,
-        "elastic_determinism": trainer.elastic_determinism,
-    }
-    if manual:  # the module decides these in `training_step`
-        names = (
-            *("micro_batch_size", "accumulate_grad_batches", "gradient_clip_norm", "gradient_clip_value"),
-            *("lr_reference_batch_size", "warmup_steps", "algorithm"),
-        )
-        wrong |= {name: getattr(trainer, name) != getattr(type(trainer), name) for name in names}
-        wrong["on_bad_loss"] = trainer.on_bad_loss == "skip"
-    for setting, is_wrong in wrong.items():
-        if is_wrong:
-            kind = f"{type(module).__name__}{', which uses manual optimization' * manual}"
-            raise UserError(
-                f"{setting}={getattr(trainer, setting)!r} is not supported for the LightningModule {kind}. "
-                "Remove this setting, or use an hpctrain.Module."
-            )
 
 
 def _unpack_optimizers(returned: Any) -> tuple[list[Any], list[dict[str, Any]]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -113,12 +113,10 @@ class Module(nn.Module):
         )
 
     def validation_step_end(self, outputs: Any) -> Any:
-        """Convert the result of `validation_step` to means, as `training_step_end` does in training."""
+        """Convert the result of the step to means, as `training_step_end` does in training."""
         return outputs
 
-    def test_step_end(self, outputs: Any) -> Any:
-        """Convert the result of `test_step` to means, as `training_step_end` does in training."""
-        return outputs
+    test_step_end = validation_step_end
 
     def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor | Mapping[str, Any]:
         """Return means for `Trainer.test`, as in `validation_step`; a scalar is logged as `test_loss`."""
@@ -157,15 +155,10 @@ def has_step_end(module: nn.Module, step: str) -> bool:
     return getattr(kind, name, None) not in (None, getattr(Module, name, None))
 
 
-@contextmanager
-def collect_logged(module: nn.Module, num_samples: int) -> Iterator[dict[str, Any]]:
+def collect_logged(module: nn.Module, num_samples: int) -> AbstractContextManager[dict[str, Any]]:
     """Collect the values that the module logs within the block, for this number of samples."""
     run = find_run(module)
-    if run is None:
-        yield {}
-        return
-    with run.logging(num_samples) as logged:
-        yield logged
+    return nullcontext({}) if run is None else run.logging(num_samples)
 
 
 def as_scalars(output: torch.Tensor | Mapping[str, Any], only: str, origin: str) -> dict[str, torch.Tensor]:

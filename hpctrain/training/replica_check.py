@@ -72,7 +72,7 @@ class _SliceHash(NamedTuple):
 
 
 class ReplicaCheck:
-    """Comparison of the replicas. All ranks call each method at the same steps."""
+    """Comparison of the replicas; all methods are collective."""
 
     def __init__(self, context: DistributedContext, state: TrainingState, every: int) -> None:
         self._context, self._state, self._every = context, state, every

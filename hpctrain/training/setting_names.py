@@ -23,15 +23,12 @@ _ALIASES = {
 }
 #: Names of strategies of other trainers, and the settings with the same meaning.
 _STRATEGIES: dict[str, dict[str, Any]] = {
-    "bagua": {"strategy": "ddp"},
+    **{key: {"strategy": "ddp"} for key in ("bagua", "ddp_find_unused_parameters_false")},
+    **{key: {"strategy": "ddp_spawn"} for key in ("ddp_fork", "ddp_notebook")},
+    **{key: {"strategy": "fsdp"} for key in ("ddp_fully_sharded", "fsdp_native")},
     "cuda": {"accelerator": "gpu"},
     "ddp_cpu": {"strategy": "ddp_spawn", "accelerator": "cpu"},
-    "ddp_find_unused_parameters_false": {"strategy": "ddp"},
     "ddp_find_unused_parameters_true": {"strategy": "ddp", "find_unused_parameters": True},
-    "ddp_fork": {"strategy": "ddp_spawn"},
-    "ddp_fully_sharded": {"strategy": "fsdp"},
-    "ddp_notebook": {"strategy": "ddp_spawn"},
-    "fsdp_native": {"strategy": "fsdp"},
 }
 #: Settings of which hpctrain supports one value, and this value.
 _CONSTANTS: dict[str, object] = {
@@ -53,12 +50,9 @@ _REMEDIES = {
 }
 
 
-def canonical_settings(
-    call: Mapping[str, object], names: list[str]
-) -> tuple[dict[str, object], dict[str, str]]:
-    """Return the settings under hpctrain's names, and for each its name and value in the user's call."""
-    settings: dict[str, object] = {}
-    origins: dict[str, str] = {}
+def canonical_settings(call: Mapping[str, Any], names: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings under hpctrain's names, and the name and value of each in the user's call."""
+    settings, origins = dict[str, Any](), dict[str, str]()
     for name, value in call.items():
         origin = f"{name}={value!r}"
         for setting, meaning in _translate(name, value, call, names).items():
@@ -114,8 +108,7 @@ def _translate(name: str, value: Any, call: Mapping[str, object], names: list[st
             f"strategy is a {type(value).__name__} of Lightning. Pass the name of a strategy, such as 'ddp', "
             "and its arguments as settings of the Trainer."
         )
-    settings: Mapping[str, Any] = getattr(value, "trainer_settings", {})  # of a `BaguaStrategy`
-    return settings or {name: value}
+    return getattr(value, "trainer_settings", None) or {name: value}  # of a `BaguaStrategy`
 
 
 def _select(gpus: Any, call: Mapping[str, object]) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,14 @@ from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir, output_folder
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
-from hpctrain.text import suggest
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
 from hpctrain.training.base.device_selection import find_devices, has_launcher, process_devices, with_devices
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
-from hpctrain.training.lightning_module import LightningHooks, lightning_base, module_run
 from hpctrain.training.loop.evaluation import Evaluation
-from hpctrain.training.loop.spawn import SpawnResult, spawn_ranks
+from hpctrain.training.loop.spawn import spawn_ranks
 from hpctrain.training.loop.training_loop import build_training_loop
+from hpctrain.training.module_run import ModuleRun, canonical_arguments, lightning_base
 from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies import (
@@ -35,15 +34,7 @@ from hpctrain.training.strategies import (
     resolve_strategy,
 )
 from hpctrain.training.trainer_config import TrainerConfig
-from hpctrain.training.training_state import TrainingState
 
-#: Names of arguments in the methods of Lightning's Trainer.
-_ARGUMENTS = {
-    "dataloaders": "dataset",
-    "model": "module",
-    **dict.fromkeys(("train_dataloader", "train_dataloaders"), "train_dataset"),
-    "val_dataloaders": "val_dataset",
-}
 #: Run folders in which this process has completed a training.
 _TRAINED: set[Path] = set()
 
@@ -87,7 +78,7 @@ class Trainer(TrainerConfig):
         datamodule: Any = None,
         **lightning: Any,
     ) -> None:
-        """Train `module`, starting from the newest checkpoint of the run, if any. All ranks must call this.
+        """Collective. Train `module`, starting from the newest checkpoint of the run, if any.
 
         Args:
             module: the model, a `Module` or a LightningModule; contains the trained weights afterwards, on
@@ -102,39 +93,36 @@ class Trainer(TrainerConfig):
 
         Raises:
             SystemExit: with code 75, after a stop signal, once the state is saved.
+            BadLoss: a loss is NaN, infinite or far too high, and `on_bad_loss` ends the training.
+            CheckpointError: the state after the last step was not saved.
+            SilentCorruption: the replicas of the state differ.
             UserError: a data set is empty, or neither map-style nor a stream; or the process has already
                 completed a training in the run folder.
         """
-        folder = output_folder(self.run_dir, os.environ)
         arguments = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
-        arguments = _canonical_arguments("fit", {**arguments, "datamodule": datamodule}, lightning)
-        if lightning_base(arguments["train_dataset"], "LightningDataModule") is not None:
-            arguments |= {"train_dataset": None, "datamodule": arguments["train_dataset"]}
-        with TrainingMarker("Trainer.fit()", folder, os.environ) as training:
-            run = self._find_run()
+        data = canonical_arguments("fit", {**arguments, "datamodule": datamodule}, lightning)
+        run = self._find_run()
+        with TrainingMarker("Trainer.fit()", run and run.path, os.environ) as training:
             if run is not None and not self.run_dir and run.path in _TRAINED:
                 raise UserError(
                     f"This process has already completed fit() in {run.path} ({RUN_DIR_VARIABLE}), and the "
                     "checkpoints of that training are there. Set a separate folder for one of the trainers "
                     "with Trainer(run_dir=…)."
                 )
-            self._fit(training, **arguments)
+            self._fit(training, data.pop("module"), data)
         if run is not None:
             _TRAINED.add(run.path)
 
-    def _fit(
-        self, training: TrainingMarker, module: Any, train_dataset: Any, val_dataset: Any, datamodule: Any
-    ) -> None:
+    def _fit(self, training: TrainingMarker, module: Any, data: dict[str, Any]) -> None:
         if not hasattr(module, "configure_optimizers"):
             raise UserError(
                 f"fit() received a module of type {type(module).__name__}, which has no "
                 "configure_optimizers method. Pass an hpctrain.Module or a LightningModule."
             )
         self.ending, self.optimizers, self.schedulers = None, [], []
-        devices = self._own_devices()
+        devices = self._selected_devices()
         runs_here = has_launcher(self.ranks) or self._strategy.single_process
         if devices and not runs_here and (self._strategy.spawns or len(devices) > 1):
-            data = {"train_dataset": train_dataset, "val_dataset": val_dataset, "datamodule": datamodule}
             self._fit_in_processes(devices, module, data)
             return
         # Install handlers only after the rendezvous: earlier stop signals end the process immediately,
@@ -142,34 +130,23 @@ class Trainer(TrainerConfig):
         context = self._init_distributed(devices)
         with (
             capture_stop_signals(repeats_late=True) as stop,
-            module_run(self, module, context, datamodule, "fit") as module_in_use,
+            _run_class(module)(self, module, context, data["datamodule"], "fit") as module_run,
         ):
-            callbacks = list(self.callbacks)
-            if module_in_use.has_hooks:
-                callbacks.append(LightningHooks(module_in_use))
-            train_dataset = module_in_use.find_data(train_dataset, "train")
-            val_dataset = module_in_use.find_data(val_dataset, "val")
+            train_dataset = module_run.find_data(data["train_dataset"], "train")
+            val_dataset = module_run.find_data(data["val_dataset"], "val")
             if train_dataset is None:
                 raise UserError(
                     "fit() received no training data. Pass train_dataset, or define train_dataloader() in "
                     "the module."
                 )
-            loop = build_training_loop(
-                settings=self,
-                module=module,
-                context=context,
-                train_dataset=train_dataset,
-                val_dataset=val_dataset,
-                callbacks=CallbackList(callbacks, self, module),
-                run=self._find_run(),
-                environ=os.environ,
-                stop=stop,
-            )
+            callbacks = CallbackList([*self.callbacks, *module_run.callbacks], self, module)
+            data_sets, run = (train_dataset, val_dataset), self._find_run()
+            loop = build_training_loop(self, module, context, data_sets, callbacks, run, os.environ, stop)
             training.set_last_step(loop.last_step)
-            if self.is_main and (message := self._remark_on_unsaved(module, loop.state)):
-                print(f"hpctrain: {message}", flush=True)
             self.optimizers = list(loop.state.optimizers)
             self.schedulers = [inner_scheduler(scheduler) for scheduler in loop.state.schedulers]
+            if self.is_main and (message := self._remark_on_unsaved(module)):
+                print(f"hpctrain: {message}", flush=True)
             try:
                 loop.run()
             finally:
@@ -183,21 +160,21 @@ class Trainer(TrainerConfig):
     def validate(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> dict[str, float]:
-        """Return the means of `validation_step` over `dataset`. All ranks must call this."""
+        """Collective. Return the means of `validation_step` over `dataset`."""
         with self._evaluation("validate", module, dataset, datamodule, lightning) as evaluation:
-            return evaluation.means("validation_step", "val_loss")
+            return evaluation.means("validation_step")
 
     def test(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> dict[str, float]:
-        """Return the means of `test_step` over `dataset`. All ranks must call this."""
+        """Collective. Return the means of `test_step` over `dataset`."""
         with self._evaluation("test", module, dataset, datamodule, lightning) as evaluation:
-            return evaluation.means("test_step", "test_loss")
+            return evaluation.means("test_step")
 
     def predict(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> list[Any]:
-        """Return the outputs of `predict_step` for all batches of `dataset`. All ranks must call this.
+        """Collective. Return the outputs of `predict_step` for all batches of `dataset`.
 
         Every rank receives all outputs, which must fit into its memory; tensors are on the CPU. For a
         map-style data set, batches are in the order of the data set, with any number of ranks.
@@ -210,22 +187,16 @@ class Trainer(TrainerConfig):
         self, method: str, module: Any, dataset: Any, datamodule: Any, lightning: dict[str, Any]
     ) -> Iterator[Evaluation]:
         arguments = {"module": module, "dataset": dataset, "datamodule": datamodule}
-        module, dataset, datamodule = _canonical_arguments(method, arguments, lightning).values()
-        if lightning_base(dataset, "LightningDataModule") is not None:
-            dataset, datamodule = None, dataset
+        module, dataset, datamodule = canonical_arguments(method, arguments, lightning).values()
         # Without a launcher, one device is sufficient; no processes are started.
-        devices = self._own_devices()[:1]
-        context = self._init_distributed(devices)
-        with module_run(self, module, context, datamodule, method) as module_in_use:
-            dataset = module_in_use.find_data(dataset, method)
-            evaluation = Evaluation(self, module, context, dataset, os.environ)
-            try:
+        context = self._init_distributed(self._selected_devices()[:1])
+        with _run_class(module)(self, module, context, datamodule, method) as module_run:
+            dataset = module_run.find_data(dataset, method)
+            with closing(Evaluation(self, module, context, dataset, os.environ)) as evaluation:
                 yield evaluation
-            finally:
-                evaluation.finish()
 
-    def _own_devices(self) -> list[int | None]:
-        """Return the devices selected by the user's setting, or by the launcher if a rank has several."""
+    def _selected_devices(self) -> list[int | None]:
+        """Return the devices of the user's setting, or those of the launcher if a rank has several."""
         is_single = self._strategy.single_process and self.ranks.world_size == 1
         if has_launcher(self.ranks) and not (is_single and self.devices is not None):
             return process_devices(self.ranks, os.environ) if self._strategy.uses_all_devices else []
@@ -243,7 +214,7 @@ class Trainer(TrainerConfig):
         return find_strategy(self.strategy, os.environ)
 
     def _fit_in_processes(self, devices: list[int | None], module: Any, data: dict[str, Any]) -> None:
-        result = spawn_ranks(
+        tensors, values = spawn_ranks(
             devices,
             _run_rank,
             caller="Trainer.fit",
@@ -254,51 +225,33 @@ class Trainer(TrainerConfig):
             module=module,
             data=data,
         )
-        module.load_state_dict(result.weights)
-        self.step, self.metrics = result.step, result.metrics
-        CallbackList(self.callbacks, self, module).load_state_dict(result.callbacks)
+        module.load_state_dict({**tensors, **values["extra_state"]})
+        self.step, self.metrics = values["step"], values["metrics"]
+        CallbackList(self.callbacks, self, module).load_state_dict(values["callbacks"])
 
-    def _remark_on_unsaved(self, module: Any, state: TrainingState) -> str | None:
+    def _remark_on_unsaved(self, module: Any) -> str | None:
         stateful = [callback for callback in self.callbacks if overrides_any(callback, ["state_dict"])]
         attributes = vars(module) if overrides_any(module, ["on_save_checkpoint"]) else None
-        return remark_on_unsaved(
-            [module, attributes, *stateful, *state.optimizers, *map(inner_scheduler, state.schedulers)],
-            TRAINER_REMEDY,
-            steps_by_script=False,
-        )
+        saved = [module, attributes, *stateful, *self.optimizers, *self.schedulers]
+        return remark_on_unsaved(saved, TRAINER_REMEDY, steps_by_script=False)
 
     def _find_run(self) -> RunDir | None:
         folder = output_folder(self.run_dir, os.environ)
         return None if folder is None else RunDir(Path(folder).absolute())
 
 
-def _canonical_arguments(
-    method: str, arguments: dict[str, object], lightning: Mapping[str, object]
-) -> dict[str, Any]:
-    """Return the arguments of a method of the Trainer, of which some have Lightning's names."""
-    result = dict(arguments)
-    for name, value in lightning.items():
-        argument = _ARGUMENTS.get(name, name)
-        if name in ("weights_only", "verbose", "return_predictions"):
-            continue  # without effect on the result
-        if name == "ckpt_path":
-            if value is not None and (value != "last" or method != "fit"):
-                remedy = "hpctrain uses the weights of the module"
-                if method == "fit":
-                    remedy = "A run resumes from its newest checkpoint"
-                raise UserError(f"{method}(ckpt_path={value!r}): ckpt_path is not supported. {remedy}.")
-        elif argument not in result:
-            raise UserError(f"{method}() has no argument {name!r}. {suggest(name, result)}")
-        elif result[argument] is not None and value is not None:
-            raise UserError(f"{method}() received both {argument} and {name}. Pass only one of them.")
-        elif value is not None:
-            result[argument] = value
-    return result
+def _run_class(module: Any) -> type[ModuleRun]:
+    if lightning_base(module) is None:
+        return ModuleRun
+    from hpctrain.training.lightning_module import LightningRun
+
+    return LightningRun
 
 
 def _run_rank(
     trainer: Trainer, strategy: type[Strategy], algorithm: type[Algorithm], module: Any, data: dict[str, Any]
-) -> SpawnResult:
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Train as one of several ranks; return the tensors of the module, and other results."""
     # The script may have registered these classes, but the script does not run in this process.
     register_strategy(trainer.strategy)(strategy)
     if isinstance(trainer.algorithm, str):
@@ -307,10 +260,12 @@ def _run_rank(
     # The device is already chosen, so a warning would be wrong.
     trainer.devices = None
     # The marker belongs to the call in the parent process.
-    trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, **data)
-    weights = {
-        name: value.cpu() if isinstance(value, torch.Tensor) else value
-        for name, value in module.state_dict().items()
+    trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, data)
+    state = module.state_dict()
+    tensors = {name: value.cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return tensors, {
+        "extra_state": {name: value for name, value in state.items() if name not in tensors},
+        "step": trainer.step,
+        "metrics": trainer.metrics,
+        "callbacks": CallbackList(trainer.callbacks, trainer, module).state_dict(),
     }
-    callbacks = CallbackList(trainer.callbacks, trainer, module).state_dict()
-    return SpawnResult(weights, trainer.step, trainer.metrics, callbacks)

@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from hpctrain.checkpoint.io.checkpoint_dir import Retention
 from hpctrain.errors import UserError
 from hpctrain.telemetry.hparams import plain_hparams
 from hpctrain.telemetry.loggers import Logger, find_loggers
 from hpctrain.training.base.device_selection import Devices, parse_devices
-from hpctrain.training.base.precision import canonical_precision
+from hpctrain.training.base.tensors import canonical_precision
 from hpctrain.training.callbacks import Callback
 from hpctrain.training.setting_names import canonical_settings
 
@@ -22,15 +22,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 #: Grains of a batch by default: divisible by 1, 2, 3, 4, 6, 8, 12 and 24 ranks.
 _DEFAULT_GRAINS = 24
-
-
-class _Rule(NamedTuple):
-    settings: tuple[str, ...]
-    requirement: str
-    """End of the message."""
-    values: tuple[object, ...] = ()
-    is_met: Callable[[Any], bool] = lambda _: False
-    """Test for other values."""
 
 
 def _is_count(value: Any) -> bool:
@@ -57,26 +48,26 @@ _COUNT, _NUMBER = "an integer of at least 1", "a number above 0"
 _MAX_REPEATED = "True, False or the maximum number of steps to repeat after a failure (at least 1)"
 _OPTIONAL_COUNTS = (
     *("max_steps", "max_epochs", "lr_reference_batch_size", "num_nodes", "grain_size", "witness_every"),
-    *("keep_last", "keep_every", "log_every", "prefetch_factor", "replica_check_every"),
+    *("keep_last", "keep_every", "log_every", "prefetch_factor", "replica_check_every", "micro_batch_size"),
 )
 _NATURALS = ("warmup_steps", "sanity_val_batches", "num_workers", "keep_best")
-_RULES = (
-    _Rule(_OPTIONAL_COUNTS, _COUNT, (None,), _is_count),
-    _Rule(("global_batch_size", "accumulate_grad_batches"), _COUNT, (), _is_count),
-    _Rule(("micro_batch_size",), f"{_COUNT} or 'auto'", (None, "auto"), _is_count),
-    _Rule(_NATURALS, "an integer of at least 0", (), _is_natural),
-    _Rule(("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb"), _NUMBER, (None,), _is_positive),
-    _Rule(("dataloader_timeout_s",), _NUMBER, (), _is_positive),
-    _Rule(("loss_spike_threshold",), f"{_NUMBER}, 'auto' or None", (None, "auto"), _is_positive),
-    _Rule(("checkpoint_every",), "a number of steps (at least 1), 'auto' or None", (None, "auto"), _is_count),
-    _Rule(("validate_every",), "a number of steps (at least 1), 'epoch' or None", (None, "epoch"), _is_count),
-    _Rule(("accelerator",), "'auto', 'cpu' or 'gpu'", ("auto", "cpu", "gpu")),
-    _Rule(("lr_scaling",), "'linear' or 'sqrt'", ("linear", "sqrt")),
-    _Rule(("mode",), "'min' or 'max'", ("min", "max")),
-    _Rule(("on_bad_loss",), "'stop', 'skip', 'rollback' or None", ("stop", "skip", "rollback", None)),
-    _Rule(("memory_copies",), _MAX_REPEATED, (True, False), _is_natural),
-    _Rule(("seed",), "an integer that fits in 64 bits", (), _is_seed),
-    _Rule(("compile",), "True, False or a dict of torch.compile arguments", (), _is_compile),
+#: Settings, the requirement for a message, permitted values, and a test of other values.
+_RULES: tuple[tuple[tuple[str, ...], str, tuple[object, ...], Callable[[Any], bool] | None], ...] = (
+    (_OPTIONAL_COUNTS, _COUNT, (None,), _is_count),
+    (("global_batch_size", "accumulate_grad_batches"), _COUNT, (), _is_count),
+    (_NATURALS, "an integer of at least 0", (), _is_natural),
+    (("gradient_clip_norm", "gradient_clip_value", "bucket_cap_mb"), _NUMBER, (None,), _is_positive),
+    (("dataloader_timeout_s",), _NUMBER, (), _is_positive),
+    (("loss_spike_threshold",), f"{_NUMBER}, 'auto' or None", (None, "auto"), _is_positive),
+    (("checkpoint_every",), "a number of steps (at least 1), 'auto' or None", (None, "auto"), _is_count),
+    (("validate_every",), "a number of steps (at least 1), 'epoch' or None", (None, "epoch"), _is_count),
+    (("accelerator",), "'auto', 'cpu' or 'gpu'", ("auto", "cpu", "gpu"), None),
+    (("lr_scaling",), "'linear' or 'sqrt'", ("linear", "sqrt"), None),
+    (("mode",), "'min' or 'max'", ("min", "max"), None),
+    (("on_bad_loss",), "'stop', 'skip', 'rollback' or None", ("stop", "skip", "rollback", None), None),
+    (("memory_copies",), _MAX_REPEATED, (True, False), _is_natural),
+    (("seed",), "an integer that fits in 64 bits", (), _is_seed),
+    (("compile",), "True, False or a dict of torch.compile arguments", (), _is_compile),
 )
 
 
@@ -108,7 +99,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
     max_steps: int | None = None
     max_epochs: int | None = None
     global_batch_size: int = 32
-    micro_batch_size: int | Literal["auto"] | None = None
+    micro_batch_size: int | None = None
     accumulate_grad_batches: int = 1
     strategy: str = "auto"
     algorithm: str | Any = "allreduce"
@@ -160,20 +151,15 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         if (self.max_steps is None) == (self.max_epochs is None):
             raise UserError(
                 f"max_steps is {self.max_steps!r} and max_epochs is {self.max_epochs!r}. Set exactly "
-                "one of them."
+                "one of them; -1 counts as None."
             )
-        for rule in _RULES:
-            for name in rule.settings:
+        for names, requirement, values, is_met in _RULES:
+            for name in names:
                 value = getattr(self, name)
-                if not (value in rule.values or rule.is_met(value)):
-                    raise UserError(f"{name} is {value!r}, but must be {rule.requirement}.")
+                if not (value in values or (is_met is not None and is_met(value))):
+                    raise UserError(f"{name} is {value!r}, but must be {requirement}.")
         if isinstance(self.recompute, str):
             self.recompute = (self.recompute,)
-        if self.recompute and self.compile is not False:
-            raise UserError(
-                f"recompute is {self.recompute!r} and compile is {self.compile!r}, but torch.compile "
-                "itself decides which activations to recompute. Set only one of them."
-            )
         if isinstance(self.callbacks, Callback):
             self.callbacks = (self.callbacks,)
         for callback in self.callbacks:
@@ -183,7 +169,7 @@ class TrainerConfig(metaclass=_AcceptsAliases):
                     "hpctrain.Callback, or use hpctrain.EarlyStopping. Instead of ModelCheckpoint, use the "
                     "settings checkpoint_every, keep_last, keep_best and monitor."
                 )
-        self._check_loss_guard()
+        self._check_combinations()
         self.loggers = find_loggers(self.loggers)
         try:
             self.hparams = plain_hparams(self.hparams or {})
@@ -192,58 +178,44 @@ class TrainerConfig(metaclass=_AcceptsAliases):
         if self.devices is not None:
             parse_devices(self.devices)
         self.precision = canonical_precision(self.precision)
-        self._set_grain_size()
+        if self.elastic_determinism and self.grain_size is None:
+            self.grain_size = self.micro_batch_size or max(4, self.global_batch_size // _DEFAULT_GRAINS)
 
-    def _set_grain_size(self) -> None:
-        for name in ("grain_size", "witness_every"):
-            if not self.elastic_determinism and getattr(self, name) is not None:
-                raise UserError(
-                    f"{name} is {getattr(self, name)}, but elastic_determinism is False, so {name} would "
-                    f"have no effect. Set elastic_determinism=True, or remove {name}."
+    def _check_combinations(self) -> None:
+        elastic, size = self.elastic_determinism, self.micro_batch_size
+        rolls_back = self.on_bad_loss == "rollback"
+        problems = {
+            f"recompute is {self.recompute!r} and compile is {self.compile!r}, but torch.compile itself "
+            "decides which activations to recompute. Set only one of them.": (
+                self.recompute and self.compile is not False
+            ),
+            "on_bad_loss is 'rollback' and checkpoint_every is None, so there would be no checkpoint for a "
+            "rollback. Set checkpoint_every, or use on_bad_loss='skip'.": (
+                rolls_back and self.checkpoint_every is None
+            ),
+            f"on_bad_loss is 'rollback' and local_checkpoints is {self.local_checkpoints!r}, but a rollback "
+            "cannot load local checkpoints. Set only one of them.": (
+                rolls_back and self.local_checkpoints is not None
+            ),
+            **{
+                f"{name} is {getattr(self, name)}, but elastic_determinism is False, so {name} would have no "
+                f"effect. Set elastic_determinism=True, or remove {name}.": (
+                    not elastic and getattr(self, name) is not None
                 )
-        if not self.elastic_determinism:
-            return
-        if not self.seed_samples:
-            raise UserError(
-                "elastic_determinism is True, but seed_samples is False, so random numbers in the data set "
-                "would depend on the number of ranks. Remove seed_samples=False."
-            )
-        size = self.micro_batch_size
-        if size == "auto":
-            raise UserError(
-                "micro_batch_size is 'auto', but elastic_determinism needs a fixed size, because the result "
-                "depends on which samples are processed together. Remove micro_batch_size='auto', and set "
-                "grain_size."
-            )
-        if self.grain_size is None:
-            self.grain_size = size or max(4, self.global_batch_size // _DEFAULT_GRAINS)
-        elif size is not None and size % self.grain_size:
-            raise UserError(
-                f"micro_batch_size is {size}, but grain_size is {self.grain_size}. micro_batch_size must be "
-                "a multiple of grain_size."
-            )
-
-    def _check_loss_guard(self) -> None:
-        if self.on_bad_loss == "rollback" and self.checkpoint_every is None:
-            raise UserError(
-                "on_bad_loss is 'rollback' and checkpoint_every is None, so there would be no checkpoint "
-                "for a rollback. Set checkpoint_every, or use on_bad_loss='skip'."
-            )
-        if self.on_bad_loss == "rollback" and self.local_checkpoints is not None:
-            raise UserError(
-                f"on_bad_loss is 'rollback' and local_checkpoints is {self.local_checkpoints!r}, but a "
-                "rollback cannot load local checkpoints. Set only one of them."
-            )
+                for name in ("grain_size", "witness_every")
+            },
+            "elastic_determinism is True, but seed_samples is False, so random numbers in the data set would "
+            "depend on the number of ranks. Remove seed_samples=False.": elastic and not self.seed_samples,
+            f"micro_batch_size is {size}, but grain_size is {self.grain_size}. micro_batch_size must be a "
+            "multiple of grain_size.": (elastic and size and self.grain_size and size % self.grain_size),
+        }
+        for problem, applies in problems.items():
+            if applies:
+                raise UserError(problem)
 
     @property
     def retention(self) -> Retention:
-        return Retention(
-            last=self.keep_last,
-            every=self.keep_every,
-            best=self.keep_best,
-            mode=self.mode,
-            metric=self.monitor,
-        )
+        return Retention(self.keep_last, self.keep_every, self.keep_best, self.mode, self.monitor)
 
     def second_tier(self, environ: Mapping[str, str]) -> Path | None:
         if self.local_checkpoints is None:

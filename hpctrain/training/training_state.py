@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,8 +43,6 @@ class TrainingState:
         self.step = self.epoch = 0
         #: True if that step was the last step of training.
         self.finished = False
-        #: World size, and the micro-batch size found for this world size; None without a search.
-        self.micro_batches: tuple[int, int] | None = None
         #: Parts of a loaded checkpoint that could not be restored, as sentences.
         self.remarks: list[str] = []
         self.is_position_restored = True
@@ -74,20 +72,20 @@ class TrainingState:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "configured": self._configured,
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "callbacks": {} if self.callbacks is None else self.callbacks.state_dict(),
-            "algorithm": {} if self.algorithm is None else self.algorithm.state_dict(),
+            **{name: None if source is None else source.state_dict() for name, source in self._optional()},
             "determinism": None if self.determinism is None else self.determinism.state_dict(),
             "loss_guard": self.loss_guard.state_dict(),
             "user": user,
             "plan": self.source.identity(),
             "epoch": self.epoch,
             "position": self.source.state_dict(),
-            "micro_batches": self.micro_batches,
             "validated_step": self.validated_step,
             "validation": self.validation,
             "latest": self.latest,
         }
+
+    def _optional(self) -> Iterator[tuple[str, Stateful | None]]:
+        yield from (("scaler", self.scaler), ("callbacks", self.callbacks), ("algorithm", self.algorithm))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         named = self.module.named_parameters()
@@ -95,10 +93,7 @@ class TrainingState:
 
     def template(self) -> dict[str, Any]:
         """Return `tree` with parameters in place of the optimizer state, which has the same sharding."""
-        return {
-            **self.tree(),
-            "optimizers": [optimizer_parameters(optimizer) for optimizer in self.optimizers],
-        }
+        return {**self.tree(), "optimizers": [*map(optimizer_parameters, self.optimizers)]}
 
     def load(self, loaded: LoadedCheckpoint) -> None:
         tree = {**loaded.state}
@@ -110,9 +105,6 @@ class TrainingState:
                 f"{self.source.identity()}. The order of samples depends on these values. Restore the old "
                 "values, or start a new run in a new folder."
             )
-        self.ignored = ignored_values(
-            self.schedulers, self._script, (tree["optimizers"], tree["schedulers"]), tree.get("configured")
-        )
         try:
             self.module.load_state_dict(tree["module"])
             _load_each("optimizer", self.optimizers, tree["optimizers"])
@@ -125,15 +117,15 @@ class TrainingState:
                 f"{str(error).rstrip('.')}. Restore the previous module and optimizers, or start a new "
                 "run in a new folder."
             ) from error
+        configured = tree.get("configured")
+        self.ignored = ignored_values(self.optimizers, self.schedulers, self._script, configured)
+        self._configured = configured or self._script
         for name, parameter in self.module.named_parameters():
             if (gradient := tree.get("gradients", {}).get(name)) is not None:
                 parameter.grad = gradient.detach().clone().to(parameter.device)
-        if self.scaler is not None and tree["scaler"] is not None:
-            self.scaler.load_state_dict(tree["scaler"])
-        if self.callbacks is not None:
-            self.callbacks.load_state_dict(tree.get("callbacks", {}))
-        if self.algorithm is not None:
-            self.algorithm.load_state_dict(tree.get("algorithm", {}))
+        for name, target in self._optional():
+            if target is not None and (state := tree.get(name)) is not None:
+                target.load_state_dict(state)
         messages = self._load_determinism(tree.get("determinism"))
         self.loss_guard.load_state_dict(tree.get("loss_guard", {}))
         if tree["user"]:
@@ -141,15 +133,14 @@ class TrainingState:
         if tree["plan"] is not None:
             unrestored = self.source.load_state_dict(tree["position"])
             self.is_position_restored = not unrestored
-            self.epoch, self.micro_batches = tree["epoch"], tree["micro_batches"]
+            self.epoch = tree["epoch"]
             messages = [*messages, *unrestored]
-        self._configured = tree.get("configured") or self._script
         self.remarks = messages
         self.step = loaded.step
         # A state that was not verified before is the beginning of the verified steps.
-        known_good = self.step if loaded.verified_step is None else loaded.verified_step
-        self.compared_step = None if self.compared_step is None else known_good
-        self.witnessed_step = None if self.witnessed_step is None else known_good
+        verified_step = self.step if loaded.verified_step is None else loaded.verified_step
+        self.compared_step = None if self.compared_step is None else verified_step
+        self.witnessed_step = None if self.witnessed_step is None else verified_step
         self.validated_step = tree["validated_step"]
         self.validation, self.latest = tree["validation"], tree["latest"]
 

@@ -12,7 +12,7 @@ import torch
 from helpers.commands import environment
 from helpers.saved_states import names, steps
 
-from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.io import background_io
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 from hpctrain.errors import CheckpointError
 
@@ -22,7 +22,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
-        write = file_writer.FileWriter._write
+        write = background_io.FileWriter._write
 
         def wait_and_write(writing, part):
             self.reached.set()
@@ -31,7 +31,7 @@ class Gate:
                 writing.last_progress = time.monotonic()
             return write(writing, part)
 
-        monkeypatch.setattr(file_writer.FileWriter, "_write", wait_and_write)
+        monkeypatch.setattr(background_io.FileWriter, "_write", wait_and_write)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_process_exit_without_close_abandons_save_and_keeps_exit_code(tmp_path):
     script = f"""if True:
         import sys, time, torch
         from pathlib import Path
-        from hpctrain.checkpoint.io import file_writer as parts
+        from hpctrain.checkpoint.io import background_io as parts
         from hpctrain.checkpoint.store import CheckpointStore
         store = CheckpointStore(Path({str(tmp_path)!r}))
         def endless(writing, part):

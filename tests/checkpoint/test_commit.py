@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import REPOSITORY
 from helpers.saved_states import STATE, equal, names, save
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -61,23 +59,6 @@ def test_loading_unpickles_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("pickle.load", refuse)
     monkeypatch.setattr("pickle.loads", refuse)
     assert equal(store.load_newest()[0].state, STATE)
-
-
-@pytest.mark.slow
-def test_every_torch_load_sets_weights_only():
-    """Every call in the package sets it, whatever torch's default is."""
-    calls = [
-        (path, node)
-        for path in (REPOSITORY / "hpctrain").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
-    ]
-    unsafe = [
-        f"{path}:{node.lineno}"
-        for path, node in calls
-        if not any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
-    ]
-    assert unsafe == []
 
 
 def test_next_save_removes_leftovers_of_killed_save(tmp_path):

@@ -19,7 +19,7 @@ from helpers.saved_states import names, steps
 from helpers.waiting import wait_for
 
 from hpctrain.checkpoint.format.manifest import read_verified
-from hpctrain.checkpoint.io import file_writer
+from hpctrain.checkpoint.io import background_io
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError
 
@@ -111,7 +111,7 @@ def test_exhausted_quota_at_fsync_fails_the_save(tmp_path, monkeypatch):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with monkeypatch.context() as patched:
-        patched.setattr(file_writer.os, "fsync", refuse)  # network file systems report it here
+        patched.setattr(background_io.os, "fsync", refuse)  # network file systems report it here
         with pytest.raises(CheckpointError, match="Disk quota exceeded"):
             store.save(2, SMALL, {})
     assert names(tmp_path) == ["step-00000001"]

@@ -16,7 +16,7 @@ from helpers.saved_states import steps
 
 from hpctrain.checkpoint.io import checkpoint_dir
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
-from hpctrain.checkpoint.tier.tier_copier import TierCopier
+from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.errors import CheckpointError
 
 pytestmark = pytest.mark.ranks
@@ -87,12 +87,12 @@ def test_tier_lost_between_saves_is_replaced_by_shared_folder(tmp_path):
 
 def fail_to_copy_on_rank_1(folder: Path) -> None:
     store = open_on_own_node(folder)
-    large_files = TierCopier._large_files
+    large_files = LocalTier._large_files
     if dist.get_rank() == 1:
-        TierCopier._large_files = fail_to_read
+        LocalTier._large_files = fail_to_read
     save_in_background(store, 1)
     wait_for_copies(store)
-    TierCopier._large_files = large_files
+    LocalTier._large_files = large_files
     dist.barrier()
     outcomes = save_in_background(store, 2)
     assert store.close() == []
@@ -102,8 +102,8 @@ def fail_to_copy_on_rank_1(folder: Path) -> None:
 
 
 def wait_for_copies(store: CheckpointStore) -> None:
-    store._tier._copier._thread.join(120)
-    assert not store._tier._copier._thread.is_alive()
+    store._tier._thread.join(120)
+    assert not store._tier._thread.is_alive()
 
 
 def test_step_after_failed_copy_is_copied(tmp_path):

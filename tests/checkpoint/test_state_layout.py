@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers.saved_states import equal
 
-from hpctrain.checkpoint.format.state_tree import split_tree
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError
@@ -47,11 +46,6 @@ def test_colliding_names_keep_their_own_values(tmp_path, state):
     store = CheckpointStore(tmp_path)
     store.save(1, state, {})
     assert equal(store.load_newest()[0].state, state)
-
-
-def test_paths_are_unchanged_without_collisions():
-    _, tensors = split_tree({"a": {"b": torch.zeros(1)}, "c": [torch.zeros(1)]}, "state")
-    assert list(tensors) == ["state/a/b", "state/c/0"]
 
 
 def test_cached_plan_is_dropped_when_shapes_or_names_change(tmp_path):

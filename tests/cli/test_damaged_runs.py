@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner, Result
-from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
+from helpers.run_histories import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cli.main import cli
-from hpctrain.cli.resubmit_command import resubmit_command
+from hpctrain.cli.resume import resubmit_command
 from hpctrain.rundir import RunDir
 
 COMMANDS = [

@@ -28,17 +28,8 @@ def test_doctor_examines_a_real_site_and_writes_its_profile(hpctrain, slurm, tmp
     assert report["profile"]["site"]["habits"]["memory_option"] == "ignored"
 
     env = {**slurm.env, "HPCTRAIN_SITE_CONFIG": str(tmp_path / "site.yaml")}
-    submit = hpctrain(
-        "submit",
-        "--dry-run",
-        "--no-code-snapshot",
-        "--time",
-        "30",
-        "--gpus-per-node",
-        "2",
-        "train.py",
-        env=env,
-    )
+    options = ("--dry-run", "--no-code-snapshot", "--time=30", "--gpus-per-node=2")
+    submit = hpctrain("submit", *options, "train.py", env=env)
     assert submit.returncode == 0, submit.stderr
     lines = submit.stderr.splitlines()
     assert f"Estimated start: now, on {slurm.nodes[0]}, partition preemptible." in lines
@@ -65,13 +56,8 @@ def test_doctor_without_slurm_exits_with_1_on_a_problem(hpctrain, broken_torch):
     assert "→ No rank can start." in result.stdout
     assert result.stdout.splitlines()[-1].startswith("1 problem")
     refused = hpctrain("doctor", "--write", "site.yaml", env=broken_torch)
-    assert (refused.returncode, refused.stderr.splitlines()[-1]) == (
-        2,
-        (
-            "Error: Cannot write a site profile: Slurm is not available on this machine. Run this command "
-            "on a login node."
-        ),
-    )
+    assert refused.returncode == 2
+    assert "Cannot write a site profile: Slurm is not available on this machine." in refused.stderr
 
 
 def test_failed_query_is_one_finding(hpctrain, slurm, broken_torch, tmp_path):

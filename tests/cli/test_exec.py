@@ -14,16 +14,16 @@ from helpers.commands import run_command
 #: They start many processes or trainings, so `make test-fast` leaves them out.
 pytestmark = pytest.mark.slow
 
-DUMP = [
-    sys.executable,
-    "-S",
-    "-c",
-    "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))",
-]
+PRINT_CALL = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+DUMP = [sys.executable, "-S", "-c", PRINT_CALL]
 SET = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
+
+
+def variables(text: str) -> dict[str, str]:
+    return dict(pair.split("=") for pair in text.split())
 
 
 def test_program_gets_rank_variables_and_arguments(hpctrain):
@@ -38,16 +38,8 @@ def test_program_gets_rank_variables_and_arguments(hpctrain):
 
 
 def test_existing_variables_are_not_changed(hpctrain):
-    existing = {
-        "RANK": "2",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "NODE_RANK": "1",
-        "MASTER_ADDR": "somewhere",
-        "MASTER_PORT": "12345",
-        "GLOO_SOCKET_IFNAME": "mine",
-    }
+    existing = variables("RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 NODE_RANK=1")
+    existing |= variables("MASTER_ADDR=somewhere MASTER_PORT=12345 GLOO_SOCKET_IFNAME=mine")
     _, environ = json.loads(hpctrain("exec", *DUMP, env=existing).stdout)
     assert {name: environ[name] for name in existing} == existing
     assert environ["GROUP_RANK"] == "1"
@@ -72,11 +64,7 @@ def test_signal_handling_of_the_caller_is_restored():
     ("program", "code", "message"),
     [
         ("no-such-program", 127, "Error: cannot run 'no-such-program': not found on PATH.\n"),
-        (
-            "train.py",
-            127,
-            "not found on PATH. Did you mean `hpctrain exec -- python train.py --lr 'a b'`?\n",
-        ),
+        ("train.py", 127, "not found on PATH. Did you mean `hpctrain exec -- python train.py --lr 'a b'`?\n"),
         ("/", 126, "Permission denied.\n"),
     ],
 )
@@ -89,16 +77,9 @@ def test_unrunnable_program_is_a_one_line_error_with_shell_exit_code(hpctrain, p
 
 
 def test_rank_does_not_wait_for_its_peers_and_reports_a_used_port(hpctrain):
-    step = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": str(os.getpid()),
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-    }
+    step = variables("SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=2")
+    step |= variables("SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NODELIST=localhost")
+    step["SLURM_STEP_ID"] = str(os.getpid())
     _, environ = json.loads(hpctrain("exec", *DUMP, env=step).stdout)
     port = int(environ["MASTER_PORT"])
     with socket.create_server(("", port)):

@@ -19,13 +19,12 @@ COMMENTED_OUT = re.compile(r"^#(?=\S|  )", re.MULTILINE)
 
 
 def test_init_writes_a_file_without_effect_and_never_overwrites(hpctrain, tmp_path):
-    before = hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "r", "train.py").stdout
+    submit = ("submit", "--dry-run", "--backend", "local", "--run-dir", "r", "train.py")
+    before = hpctrain(*submit).stdout
     assert hpctrain("init").stdout.startswith("Wrote hpctrain.yaml. ")
     text = (tmp_path / "hpctrain.yaml").read_text()
     assert text == config_template()
-    assert (
-        hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "r", "train.py").stdout == before
-    )
+    assert hpctrain(*submit).stdout == before
     repeated = hpctrain("init")
     assert repeated.returncode == 2
     assert "'hpctrain.yaml' already exists and was not changed" in repeated.stderr
@@ -41,27 +40,17 @@ def test_init_file_has_every_option_and_can_be_uncommented(hpctrain, tmp_path):
     for name in in_files:
         assert all_options()[name].help.split()[0] in text
     (tmp_path / "hpctrain.yaml").write_text(text)
-    command = ["submit", "--backend", "local", "--run-dir", "r", "train.py"]
-    plain = hpctrain(*command[:1], "--dry-run", *command[1:])
+    options = ("--dry-run", "--backend", "local", "--run-dir", "r")
+    plain = hpctrain("submit", *options, "train.py")
     assert plain.returncode == 0, plain.stderr
     assert "--time" not in plain.stdout
-    profile = hpctrain(*command[:1], "--dry-run", "--profile", "debug", *command[1:])
+    profile = hpctrain("submit", *options, "--profile", "debug", "train.py")
     assert "#SBATCH --time=00:10:00\n" in profile.stdout
 
 
 def test_explain_shows_each_value_and_its_source(hpctrain, tmp_path):
     (tmp_path / "hpctrain.yaml").write_text("nodes: 2\nprofiles:\n  long:\n    time: 2-0\nenv:\n  A: b c\n")
-    command = [
-        "submit",
-        "--show-config",
-        "--profile",
-        "long",
-        "--qos",
-        "x",
-        "--set",
-        "comment=a b",
-        "nowhere.py",
-    ]
+    command = ["submit", "--show-config", "--profile=long", "--qos=x", "--set=comment=a b", "nowhere.py"]
     result = hpctrain(*command)
     assert result.returncode == 0, result.stderr
     rows = [re.split(r"  +", line) for line in result.stdout.splitlines()]

@@ -272,7 +272,7 @@ def test_failures_before_the_last_submission_are_found_by_attempt(hpctrain, tmp_
     run = RunDir(tmp_path / "r")
     run.path.mkdir()
     run.spec.write_text(json.dumps({"script": "train.py"}))  # which is YAML
-    run.events.write_text("".join(json.dumps(event) + "\n" for event in history.events))
+    run.events.write_text("".join(json.dumps(event.fields()) + "\n" for event in history.events))
 
     none = hpctrain("logs", "r", "--errors")
     assert none.stdout == ""

@@ -18,8 +18,8 @@ from helpers.waiting import wait_for
 
 from hpctrain.cli import submit
 from hpctrain.cli.main import cli
-from hpctrain.cli.resubmit_command import resubmit_command
-from hpctrain.files import is_locked
+from hpctrain.cli.resume import resubmit_command
+from hpctrain.files import is_locked, read_json_lines
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec
@@ -52,13 +52,10 @@ def test_page_is_written_to_the_run_folder(hpctrain, run):
     assert run.report.read_text().startswith("<!doctype html>")
 
 
-def test_json_is_one_document(hpctrain, run):
+def test_json_is_one_document_and_the_format_follows_the_file_extension(hpctrain, run, tmp_path):
     document = json.loads(hpctrain("report", "digits", "--json").stdout)
     assert (document["state"], document["step"], document["loss"]) == ("COMPLETED", 50, 1 / 50)
     assert sum(row["us"] or 0 for row in document["ledger"]) == document["wall_us"] == 100_000_000
-
-
-def test_format_follows_the_file_extension(hpctrain, run, tmp_path):
     assert hpctrain("report", "digits", "-o", "digits.json").returncode == 0
     assert json.loads((tmp_path / "digits.json").read_text())["state"] == "COMPLETED"
     assert hpctrain("report", "digits", "-o", "-").stdout.startswith("<!doctype html>")
@@ -68,10 +65,7 @@ def test_format_follows_the_file_extension(hpctrain, run, tmp_path):
     ("args", "message"),
     [
         (["digit"], "There is no run 'digit'"),
-        (
-            ["digits", "-o", "nowhere/report.html"],
-            "Cannot write the report to nowhere/report.html",
-        ),
+        (["digits", "-o", "nowhere/report.html"], "Cannot write the report to nowhere/report.html"),
         (["digits", "-o", "report.pdf"], "ends in .pdf, which is not a report format"),
         (["digits", "digits"], "--output comparison.html"),
     ],
@@ -111,7 +105,9 @@ def test_cancelled_run_is_reported_as_cancelled_after_its_supervisor_was_killed(
     submit = ("submit", "--backend", "local", "--run-dir", "r")
     assert hpctrain(*submit, "wait.py").returncode == 0
     run = RunDir(tmp_path / "r")
-    wait_for(lambda: any(event["kind"] == "started" for event in run.read_events()), 30, "the ranks")
+    wait_for(
+        lambda: any(event["kind"] == "started" for event in read_json_lines(run.events)), 30, "the ranks"
+    )
     run.cancel_request.touch()
     kill_run(run)
     report = json.loads(hpctrain("report", "r", "--json").stdout)
@@ -126,7 +122,9 @@ def test_cancelled_run_is_reported_as_cancelled_after_its_supervisor_was_killed(
 
 def kill_run(run: RunDir) -> None:
     """Kill supervisor and ranks, as the failure of a node does."""
-    pids = [int(next(event["job_id"] for event in run.read_events() if event["kind"] == "submitted"))]
+    pids = [
+        int(next(event["job_id"] for event in read_json_lines(run.events) if event["kind"] == "submitted"))
+    ]
     for pid in pids:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         pids.extend(map(int, children))
@@ -162,17 +160,12 @@ def spec_of(argv: Sequence[str], folder: Path) -> dict[str, Any]:
         ["--ntasks-per-node", "3", "--name", "a b", "--env", "X=1 2", "--env", "Y=$(touch z)"],
         ["--module", "cuda", "--setup", "echo 'hi'", "--stop-before-limit", "33", "--max-failures", "7"],
         [
-            "--partition",
-            "gpu",
+            "--partition=gpu",
             "--exclusive",
-            "--sbatch",
-            "hint=x",
-            "--constraint",
-            "a&b",
-            "--mem",
-            "4G",
-            "--comment",
-            "it's",
+            "--sbatch=hint=x",
+            "--constraint=a&b",
+            "--mem=4G",
+            "--comment=it's",
         ],
         ["--time", "unlimited", "--sbatch", "profile=task"],
         ["--launcher", "torchrun", "--set", "rdzv_backend=etcd-v2", "--set", "rdzv_endpoint=h:2379"],

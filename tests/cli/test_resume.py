@@ -53,6 +53,7 @@ def test_resume_repeats_the_submission_with_changed_options(workdir: Path) -> No
     log = run.rank_log(1, 0).read_text()
     assert "arguments ['--lr', '0.1'] world size 2 color blue" in log
     assert load_spec(run.spec).workdir == str(workdir)
+    assert " resume [OPTIONS] RUN" in invoke("resume", str(run.path), "--nodes=2", "--help")
 
 
 def refusal(*args: str) -> str:
@@ -86,39 +87,23 @@ def test_resume_refuses_an_active_run(workdir: Path) -> None:
         CliRunner().invoke(cli, ["wait", "a"])
 
 
-@pytest.mark.parametrize("options", [["--nodes=2", "train.py"], ["-m", "train"], ["--", "echo"]])
-def test_resume_refuses_a_script(workdir: Path, options: list[str]) -> None:
+def test_resume_refuses_a_script_and_other_folders(workdir: Path) -> None:
     """With a script among the options, --run-dir would become an argument of the script."""
     invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py", "--lr", "0.1")
     invoke("wait", "a")
-    message = refusal("resume", "a", *options)
-    assert "`hpctrain resume` continues run a with its script and arguments" in message
-    assert f"--no-code-snapshot --run-dir=runs/a {' '.join(options)}" in message
+    for options in (["--nodes=2", "train.py"], ["-m", "train"], ["--", "echo"]):
+        message = refusal("resume", "a", *options)
+        assert "`hpctrain resume` continues run a with its script and arguments" in message
+        assert f"--no-code-snapshot --run-dir=runs/a {' '.join(options)}" in message
+    for options in (["--run-dir=runs/b"], ["--set", "run_dir=runs/b"], ["--set=runs_dir=b"]):
+        message = "continues run a in its folder, so --run-dir cannot be changed"
+        assert message in refusal("resume", "a", *options)
+    assert "No such option '--bogus'. `hpctrain submit --help`" in refusal("resume", "a", "--bogus")
     assert os.listdir("runs") == ["a"]
-
-
-def test_refusal_of_new_arguments_shows_the_command_that_works(workdir: Path) -> None:
-    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py", "--lr", "0.1")
-    invoke("wait", "a")
     command = refusal("resume", "a", "--name=b", "--", "--lr", "0.2").rpartition("use: hpctrain ")[2]
     invoke(*shlex.split(command))
     invoke("wait", "a")
     assert "arguments ['--lr', '0.2']" in RunDir(workdir / "runs/a").rank_log(1, 0).read_text()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--run-dir=runs/b"], "continues run a in its folder, so --run-dir cannot be changed"),
-        (["--set", "run_dir=runs/b"], "so --run-dir cannot be changed"),
-        (["--set=runs_dir=b"], "so --run-dir cannot be changed"),
-        (["--bogus"], "No such option '--bogus'. `hpctrain submit --help`"),
-    ],
-)
-def test_resume_refuses_other_options(workdir: Path, options: list[str], message: str) -> None:
-    invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py")
-    invoke("wait", "a")
-    assert message in refusal("resume", "a", *options)
 
 
 def resumed_spec(*options: str) -> JobSpec:

@@ -60,6 +60,8 @@ def test_trials_of_a_dry_run(hpctrain, tmp_path):
         "task-3: x lr=3e-4 seed=1",
     ]
     assert not (tmp_path / "runs").exists()
+    result = hpctrain("sweep", "--dry-run", "--backend=local", "--concurrent=1", "train.py")
+    assert "one after another. Use --concurrent 2 to run two at a time." in result.stderr
     result = hpctrain(
         "sweep", "--dry-run", "--backend=local", "--over=n=1..9", "--random=3", "--sweep-seed=1", "train.py"
     )

@@ -10,6 +10,7 @@ from random import Random
 import pytest
 from power_loss import Disk, crash_states, record, write_tree
 
+from hpctrain.files import read_json_lines
 from hpctrain.records.lease import Lease, newest_lease
 from hpctrain.records.run_record import read_run_record
 from hpctrain.records.successor import claim_successor, record_successor
@@ -38,10 +39,13 @@ def hand_over(folder: Path) -> None:
 
 
 def check_state(run: RunDir, done: set[str]) -> None:
-    before = list(run.read_events())
+    before = list(read_json_lines(run.events))
     assert all(event["time"] > 0 for event in before)
     run.log_event("restart", 1)
-    assert [event["kind"] for event in run.read_events()] == [*(event["kind"] for event in before), "restart"]
+    assert [event["kind"] for event in read_json_lines(run.events)] == [
+        *(event["kind"] for event in before),
+        "restart",
+    ]
     assert read_run_record(run).job_id in (None, "7", "8")
 
     held = newest_lease(run)

@@ -49,10 +49,8 @@ def test_dead_node_shrinks_the_run_until_it_returns(slurm, assert_same_training,
     run.wait_for_step(8)
     victim = slurm.nodes[3]
     slurm.kill_node(victim)
-    try:
-        wait_for(lambda: len(run.events("started")) == 2, 60, "the start on the nodes that are left")
-    finally:
-        slurm.start_node(victim)
+    wait_for(lambda: len(run.events("started")) == 2, 60, "the start on the nodes that are left")
+    slurm.start_node(victim)
     assert run.wait() == 0
     assert sizes(run) == [(4, 8), (3, 6), (4, 8)]
     (shrink,), (grow,) = run.events("shrink"), run.events("grow")
@@ -67,31 +65,20 @@ def test_death_of_the_supervisors_node_does_no_harm(slurm, assert_same_training,
     run.wait_for_step(8)
     victim = run.events("started")[0]["hosts"][0]
     slurm.kill_node(victim)
-    try:
-        # Slurm delays the requeued job by two minutes.
-        assert run.wait(RUN_LIMIT_S + 120) == 0
-    finally:
-        slurm.start_node(victim)
+    # Slurm delays the requeued job by two minutes.
+    assert run.wait(RUN_LIMIT_S + 120) == 0
     assert [number for number, _ in sizes(run)] == [4, 3]
     assert_same_training(run)
 
 
 def test_run_is_requeued_with_fewer_nodes_than_the_minimum(slurm, assert_same_training, free_nodes, tmp_path):
-    run = submit(
-        tmp_path / "run",
-        slurm.env,
-        ["--nodes", "3:3", "--gpus-per-node", "2"],
-        step_s=0.2,
-        further=NO_DROPOUT,
-    )
+    shape = ["--nodes", "3:3", "--gpus-per-node", "2"]
+    run = submit(tmp_path / "run", slurm.env, shape, step_s=0.2, further=NO_DROPOUT)
     run.wait_for_step(8)
     victim = run.events("started")[0]["hosts"][2]
     slurm.kill_node(victim)
-    try:
-        wait_for(lambda: run.events("requeue"), RUN_LIMIT_S, "the requeue")
-        assert run.wait() == 0
-    finally:
-        slurm.start_node(victim)
+    wait_for(lambda: run.events("requeue"), RUN_LIMIT_S, "the requeue")
+    assert run.wait() == 0
     assert {number for number, _ in sizes(run)} == {3}
     assert victim not in run.events("started")[-1]["hosts"]
     assert run.events("shrink") == []

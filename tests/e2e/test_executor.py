@@ -81,7 +81,9 @@ def test_exception_is_raised_once_with_rank_host_and_log(executor):
     error = job.exception()
     assert isinstance(error, FailedJobError)
     assert isinstance(error, RunFailed)
-    host = next(event["hosts"][1] for event in job.run.dir.read_events() if event["kind"] == "started")
+    host = next(
+        event["hosts"][1] for event in read_json_lines(job.run.dir.events) if event["kind"] == "started"
+    )
     assert (error.rank, error.host, error.log) == (3, host, str(job.run.dir.rank_log(0, 3)))
     assert f"rank 3 on {host}: ValueError: no such thing. Log: {error.log}\n" in str(error)
     assert "executor_functions.py" in str(error)
@@ -163,15 +165,6 @@ def test_pending_and_running_jobs_can_be_cancelled(executor):
         assert isinstance(error, UncompletedJobError)
         assert (job.state, job.done()) == ("CANCELLED", True)
     assert running.run.dir.attempts() == [0]
-
-
-@pytest.mark.long
-@SLURM
-def test_map_array_returns_all_results(executor):
-    executor.update_parameters(nodes=1)
-    jobs = executor.map_array(lambda a, b: a * b, range(5), [10] * 5)
-    assert [job.result() for job in jobs] == [0, 10, 20, 30, 40]
-    assert len({job.run.dir.path for job in jobs}) == 5
 
 
 PROGRAM = """

@@ -7,11 +7,14 @@ import sys
 
 import pytest
 from helpers.commands import environment, run_command
+from helpers.node_ranks import ranks as rank
+from helpers.training_runs import Run, submit_script
 
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import own_gpu_variables
 from hpctrain.errors import SpecError
 from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.rundir import RUN_DIR_VARIABLE
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -41,6 +44,36 @@ hpctrain.Trainer(max_steps=6, global_batch_size=12, strategy=sys.argv[1], seed=1
 weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 print(json.dumps([weights.tolist(), sorted(set(module.sizes))]))
 """
+SPLIT = """
+import os, signal, sys, time, torch, hpctrain
+devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
+attempt = os.environ.get("HPCTRAIN_ATTEMPT")
+class Halves(torch.nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.devices = first, second
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(3, 4).to(first), torch.nn.Linear(4, 1).to(second)])
+    def forward(self, batch):
+        for layer, device in zip(self.layers, self.devices):
+            batch = layer(batch.to(device))
+        return batch
+with hpctrain.session(seed=1, checkpoint_every=1) as s:
+    first, second = ["cpu" for _ in devices] # no GPU is here
+    model = Halves(first, second).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model, optimizer = s.prepare(model, optimizer)
+    data = torch.arange(120, dtype=torch.float64).reshape(40, 3) / 120
+    for batch in s.batches(data, global_batch_size=8, max_steps=12):
+        if (attempt, s.ranks.rank, s.step) == ("0", 1, 4):
+            os.kill(os.getpid(), signal.SIGKILL)
+        while (attempt, s.ranks.rank, s.step) == ("1", 0, 8):
+            time.sleep(1)
+        loss = model(batch).pow(2).mean()
+        s.backward(loss)
+        s.log(loss=loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 
 
 def follow(folder, script: str, *options: str, environ=None) -> list[str]:
@@ -69,6 +102,21 @@ def test_ranks_on_slurm_see_their_gpus(slurm, tmp_path, options, ranks, per_task
     # The supervisor shows each process all GPUs of the step. torch.cuda.set_device selects one.
     assert {values[3] for values in variables} == {per_task}
     assert {values[4] for values in variables} == {"0,1"}
+
+
+@pytest.mark.slurm
+@pytest.mark.extended
+def test_model_on_two_devices_of_each_rank_survives_a_kill_and_a_hang(slurm, tmp_path):
+    undisturbed = Run(tmp_path / "undisturbed", {})
+    (tmp_path / "split.py").write_text(SPLIT)
+    run_command([sys.executable, "split.py"], {RUN_DIR_VARIABLE: str(undisturbed.path)}, cwd=tmp_path)
+    options = ["--nodes=2", "--gpus-per-task=2", "--hang-timeout=5"]
+    run = submit_script(tmp_path, SPLIT, options=options, env=environment(slurm.env))
+    assert run.wait() == 0
+    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-12)
+    killed, hung = run.events("failure")
+    assert (killed["rank"], killed["class"], hung["rank"], hung["class"]) == (1, "killed", 0, "hang")
+    assert len(run.events("restart")) == 2
 
 
 @pytest.mark.extended
@@ -113,11 +161,6 @@ def test_shape_of_a_node(tmp_path, options, shape, message):
 
 
 def test_gpus_of_the_other_ranks_are_hidden():
-    def rank(local_rank: int, local_world_size: int) -> Ranks:
-        sizes = {"world_size": local_world_size, "local_world_size": local_world_size}
-        places = {"rank": local_rank, "local_rank": local_rank, "node_rank": 0, "num_nodes": 1}
-        return Ranks(**places, **sizes, master_addr="n1", master_port=1, environment="slurm")
-
     def visible(ranks: Ranks, environ: dict[str, str], num_gpus: int) -> str | None:
         return own_gpu_variables(ranks, environ, num_gpus).get("CUDA_VISIBLE_DEVICES")
 

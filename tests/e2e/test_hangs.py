@@ -9,7 +9,7 @@ import time
 
 import pytest
 from helpers.commands import run_command
-from helpers.training_runs import Run, assert_undisturbed, submit
+from helpers.training_runs import assert_undisturbed, submit
 
 LOCAL = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "1", "--set", "node_check=never"]
 NODES = ["--nodes", "2", "--gpus-per-node", "1"]
@@ -37,29 +37,22 @@ def test_hang_on_slurm_is_detected_and_the_run_restarted(slurm, reference, tmp_p
 
 
 @pytest.mark.extended
-def test_suspended_ranks_neither_hang_nor_train(tmp_path):
-    run = submit(tmp_path / "run", {}, LOCAL, step_s=0.1)
+@pytest.mark.parametrize("suspended", [pytest.param("job", marks=pytest.mark.slurm), "ranks"])
+def test_suspended_run_neither_hangs_nor_trains(request, tmp_path, suspended):
+    if suspended == "job":
+        env, shape = request.getfixturevalue("slurm").env, [*NODES, "--hang-timeout", "5"]
+    else:
+        env, shape = {}, LOCAL
+    run = submit(tmp_path / "run", env, shape, step_s=0.1)
     run.wait_for_step(4)
-    pids = [process.pid for process in run.ranks().values()]
-    for number, pause_s in ((signal.SIGSTOP, 15.0), (signal.SIGCONT, 0.0)):
-        for pid in pids:
-            os.kill(pid, number)
+    job, pids = run.events("submitted")[0]["job_id"], [process.pid for process in run.ranks().values()]
+    for action, number, pause_s in (("suspend", signal.SIGSTOP, 15.0), ("resume", signal.SIGCONT, 0.0)):
+        if suspended == "job":
+            run_command(["scontrol", action, job], env)
+        else:
+            for pid in pids:
+                os.kill(pid, number)
         time.sleep(pause_s)
-    assert_only_paused(run)
-
-
-@pytest.mark.extended
-def test_suspended_job_neither_hangs_nor_trains(slurm, tmp_path):
-    run = submit(tmp_path / "run", slurm.env, NODES, options=["--hang-timeout", "5"], step_s=0.1)
-    run.wait_for_step(4)
-    job = run.events("submitted")[0]["job_id"]
-    for action, pause_s in (("suspend", 15.0), ("resume", 0.0)):
-        run_command(["scontrol", action, job], slurm.env)
-        time.sleep(pause_s)
-    assert_only_paused(run)
-
-
-def assert_only_paused(run: Run) -> None:
     assert run.wait() == 0
     (pause,) = run.events("paused")
     assert 11 < pause["seconds"] < 60

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from helpers.processes import assert_no_process_left
 from helpers.training_runs import submit_script
 
 from hpctrain.checkpoint.listing import list_checkpoints
 
+ON_SLURM = [pytest.mark.long, pytest.mark.slurm]
 SCRIPT = """
 import os, sys
 import torch
@@ -34,10 +33,16 @@ trainer.fit(Doomed(), torch.ones(80, 4))
 """
 
 
-def check_drain_after_failure(env, shape: list[str], folder: Path) -> None:
-    tier = folder / "fast"
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "backend", ["local", pytest.param("slurm", marks=[pytest.mark.long, pytest.mark.slurm])]
+)
+def test_local_tier_is_drained_after_failure(request, tmp_path, backend):
+    env = request.getfixturevalue("slurm").env if backend == "slurm" else {}
+    tier = tmp_path / "fast"
     tier.mkdir()
-    run = submit_script(folder, SCRIPT, str(tier), options=[*shape, "--max-failures=1"], env=env)
+    options = [f"--backend={backend}", "--nodes=2", "--ntasks-per-node=1", "--max-failures=1"]
+    run = submit_script(tmp_path, SCRIPT, str(tier), options=options, env=env)
     assert run.wait() == 4
     saved = [event["step"] for event in run.events("checkpoint") if event["tier"] == "local"]
     assert saved, run.describe()
@@ -47,14 +52,3 @@ def check_drain_after_failure(env, shape: list[str], folder: Path) -> None:
     assert [checkpoint.problems for checkpoint in listed] == [()] * len(listed)
     assert f"emptied {tier}" in run.dir.supervisor_log.read_text()
     assert_no_process_left(run.path)
-
-
-@pytest.mark.extended
-def test_local_tier_is_drained_after_failure_with_local_backend(tmp_path):
-    check_drain_after_failure({}, ["--backend", "local", "--nodes", "2"], tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.slurm
-def test_local_tier_is_drained_after_failure_on_slurm(slurm, tmp_path):
-    check_drain_after_failure(slurm.env, ["--nodes", "2", "--gpus-per-node", "1"], tmp_path)

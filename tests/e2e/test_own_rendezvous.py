@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
-from helpers.commands import environment, run_command
+from helpers.commands import run_command
 
 from hpctrain.cluster.ports import bind_socket
 
@@ -67,25 +67,25 @@ def free_port() -> Iterator[int]:
                 return
 
 
-def follow(folder, script: str, port: int, shape: list[str], environ=None) -> str:
+def follow(folder, script: str, port: int, *options: str) -> str:
     (folder / "add.py").write_text(ADD)
     (folder / "env.py").write_text(SCRIPTS["env"])
     (folder / "train.py").write_text(script)
-    submit = [sys.executable, "-m", "hpctrain", "submit", "--follow", "--run-dir", folder / "run", *shape]
-    run_command([*submit, folder / "train.py", port, folder], environ, cwd=folder, timeout=300)
+    submit = [sys.executable, "-m", "hpctrain", "submit", "--backend=local", "--follow", "--run-dir=run"]
+    run_command([*submit, *options, folder / "train.py", port, folder], cwd=folder, timeout=300)
     return "".join(path.read_text() for path in sorted((folder / "run/logs/attempt-000").glob("rank-*.log")))
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_ranks_meet_at_the_address_of_the_script(tmp_path, free_port, script):
-    output = follow(tmp_path, script, free_port, ["--backend", "local", "--ntasks-per-node", "2"])
+    output = follow(tmp_path, script, free_port, "--ntasks-per-node", "2")
     assert all(f"rank {rank} of 2: 2" in output for rank in range(2))
     assert "note" not in (tmp_path / "run/events.jsonl").read_text()
 
 
 @pytest.mark.parametrize("script", [SPAWN, NESTED], ids=["spawn", "torchrun"])
 def test_processes_of_a_single_rank_meet(tmp_path, free_port, script):
-    output = follow(tmp_path, script, free_port, ["--backend", "local"])
+    output = follow(tmp_path, script, free_port)
     assert all(f"rank {rank} of 2: 2" in output for rank in range(2))
 
 
@@ -103,10 +103,3 @@ def test_ranks_at_different_addresses_are_reported(tmp_path, free_port):
     assert result.returncode == 4
     addresses = [f"tcp://127.0.0.1:{free_port + rank}" for rank in range(2)]
     assert f"ranks 0-1 waiting for the process group at {' and '.join(addresses)}" in result.stderr
-
-
-@pytest.mark.slurm
-def test_ranks_on_slurm_meet_at_the_address_of_the_script(slurm, tmp_path, free_port):
-    shape = ["--nodes", "2", "--ntasks-per-node", "1"]
-    output = follow(tmp_path, SCRIPTS["own MASTER_PORT"], free_port, shape, environment(slurm.env))
-    assert all(f"rank {rank} of 2: 2" in output for rank in range(2))

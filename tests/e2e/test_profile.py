@@ -60,23 +60,6 @@ def reference_weights(num_steps: int) -> list[str]:
     return sums
 
 
-def submit(folder: Path, *args: str, options: list[str], env=None) -> Run:
-    """Submit the training on two ranks per node, and wait for its first steps."""
-    options = [*options, "--ntasks-per-node=2", "--standby-workers=never"]
-    run = submit_script(folder, TRAINING, *args, options=options, env={"OMP_NUM_THREADS": "1", **(env or {})})
-    wait_for(lambda: run.status()["step"], 60, "the first step")
-    return run
-
-
-def end(run: Run) -> None:
-    """End the training after a few steps."""
-    temporary = run.path / "last.tmp"
-    temporary.write_text(str(len(weights(run, 0)) + 50))
-    temporary.rename(run.path / "last")
-    assert run.wait() == 0
-    assert run.events("failure") == []
-
-
 def profile(run: Run, *options: str, code: int = 0) -> tuple[str, str]:
     result = run.hpctrain("profile", str(run.path), *options, check=False)
     assert result.returncode == code, result.stdout + result.stderr + run.describe()
@@ -90,7 +73,9 @@ def trace_names(path: Path) -> list[str]:
 
 @pytest.mark.extended
 def test_profile_of_a_running_script_does_not_change_its_result(tmp_path):
-    run = submit(tmp_path, "profile", options=["--backend=local"])
+    options = ["--backend=local", "--ntasks-per-node=2", "--standby-workers=never"]
+    run = submit_script(tmp_path, TRAINING, "profile", options=options, env={"OMP_NUM_THREADS": "1"})
+    wait_for(lambda: run.status()["step"], 60, "the first step")
     printed, messages = profile(run, "--ranks=0,1", "--steps=3", code=1)
     assert messages.startswith("Waiting for ")
     assert not run.dir.profile_request.exists()
@@ -104,19 +89,13 @@ def test_profile_of_a_running_script_does_not_change_its_result(tmp_path):
     assert "after 2 s: waiting for rank 0 to complete 100" in messages
     _, messages = profile(run, "--ranks=1-2", code=2)
     assert "has no rank 2 (--ranks)" in messages
-    end(run)
+    # End the training after a few steps.
+    (run.path / "last.tmp").write_text(str(len(weights(run, 0)) + 50))
+    (run.path / "last.tmp").rename(run.path / "last")
+    assert run.wait() == 0
+    assert run.events("failure") == []
     assert weights(run, 0) == weights(run, 1) == reference_weights(len(weights(run, 0)))
     assert "own profile True" in run.dir.rank_log(0, 1).read_text()
     assert "the program ended after" in json.loads(run.dir.profile_result(1, 0).read_text())["error"]
     _, messages = profile(run, code=2)
     assert "is COMPLETED. Only a run that is RUNNING can be profiled" in messages
-
-
-@pytest.mark.long
-def test_profile_of_ranks_on_two_slurm_nodes(slurm, tmp_path):
-    run = submit(tmp_path, options=["--nodes=2"], env=slurm.env)
-    printed, _ = profile(run, "--ranks=1,3", "--steps=2")
-    for rank in (1, 3):
-        assert trace_names(run.dir.profile_trace(0, rank)).count("aten::addmm") == 2
-        assert str(run.dir.profile_trace(0, rank)) in printed
-    end(run)

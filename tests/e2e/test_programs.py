@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, SCRIPTS
 from helpers.commands import run_command
 from helpers.waiting import wait_for
 
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
 MODULE = """
 import os, sys
 from .place import PLACE
 print(PLACE, "rank", os.environ["RANK"], sys.argv[1:], flush=True)
-sys.exit(int(os.environ.get("FAIL_WITH", "0")))
 """
 #: Two ranks that synchronize at each step, and save nothing. `FAULT STEP`: rank 1 sleeps in the first
 #: attempt, or fails in each, or fails once and then trains nothing.
@@ -76,9 +76,9 @@ def workdir(tmp_path) -> Path:
     return tmp_path
 
 
-def submit(workdir: Path, *args: str, **variables: str) -> tuple[RunDir, int, str]:
+def submit(workdir: Path, *args: str) -> tuple[RunDir, int, str]:
     hpctrain = [sys.executable, "-m", "hpctrain", "submit", *OPTIONS, "--follow", *args]
-    result = run_command(hpctrain, variables, cwd=workdir, check=False, timeout=100)
+    result = run_command(hpctrain, cwd=workdir, check=False, timeout=100)
     return RunDir(workdir / "run"), result.returncode, result.stdout + result.stderr
 
 
@@ -116,21 +116,6 @@ def test_missing_command_of_a_shell_ends_the_run_in_the_words_of_the_shell(workd
     assert run.attempts() == [0]
 
 
-def test_ranks_without_training_are_not_said_to_have_run_alone(workdir):
-    run, code, printed = submit(workdir, "--", "sh", "-c", "echo hi")
-    assert code == 0
-    assert "process group" not in printed
-    (finished,) = (event for event in run.read_events() if event["kind"] == "finished")
-    assert "note" not in finished
-
-
-@pytest.mark.extended
-def test_nonzero_exit_code_of_a_program_is_a_failure(workdir):
-    _, code, printed = submit(workdir, "--max-failures=1", "-m", "package.main", FAIL_WITH="3")
-    assert code != 0
-    assert "exit code 3" in printed or "sys.exit(3)" in printed
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("program", "step"),
@@ -145,7 +130,7 @@ def test_nonzero_exit_code_of_a_program_is_a_failure(workdir):
 def test_sleeping_rank_of_a_plain_script_is_reported_and_the_run_restarted(workdir, program, step):
     run, code, printed = submit(workdir, "--hang-timeout=2", *program, "sleep", step)
     assert code == 0, printed
-    causes = [event["cause"] for event in run.read_events() if event["kind"] == "failure"]
+    causes = [event["cause"] for event in events(run, "failure")]
     assert len(causes) == 1
     assert re.match(r"hung: .*; rank 1 on .*pause_here \(train.py:", causes[0], re.DOTALL)
     assert "in pause_here" in run.stacks(0, 1).read_text()
@@ -188,6 +173,10 @@ while waits or step < last:
 """
 
 
+def events(run: RunDir, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_json_lines(run.events) if event["kind"] == kind]
+
+
 def recorded_steps(run: RunDir, attempt: int, rank: int) -> list[int]:
     with suppress(FileNotFoundError):
         return [int(line) for line in (run.path / f"steps-{attempt}-{rank}").read_text().split()]
@@ -210,8 +199,8 @@ def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir):
     assert message in run.rank_log(0, 0).read_text()
     resumed = (first[-1] - 1) // 10 * 10  # Steps are saved after the optimizer.
     assert recorded_steps(run, 1, 0) == list(range(resumed + 1, resumed + 31))
-    assert [event["step"] for event in run.read_events() if event["kind"] == "resumed"] == [resumed]
-    metrics = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [event["step"] for event in events(run, "resumed")] == [resumed]
+    metrics = list(read_json_lines(run.metrics))
     assert [line["step"] for line in metrics if line["attempt"] == 0][-1] == first[-1]
     assert {line["attempt"] for line in metrics} <= {0, 1}
     done = run_command([*hpctrain, "status", "run"], cwd=workdir).stdout
@@ -224,7 +213,7 @@ def test_steps_of_processes_that_a_launcher_starts_are_recorded(workdir):
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2"]
     run, code, printed = submit(workdir, "--ntasks-per-node=1", "--", *torchrun, "train.py", "SGD")
     assert code == 0, printed
-    assert json.loads(run.metrics.read_text().splitlines()[-1])["step"] == 30
+    assert list(read_json_lines(run.metrics))[-1]["step"] == 30
 
 
 @pytest.mark.extended
@@ -238,7 +227,7 @@ def test_ranks_that_train_alone_fail_the_run_unless_they_are_independent(workdir
     run, code, printed = submit(workdir, *options, "train.py", "SGD", "alone")
     assert (code == 0) == bool(options), printed
     if not options:
-        (failure,) = (event for event in run.read_events() if event["kind"] == "failure")
+        (failure,) = events(run, "failure")
         assert failure["class"] == "user-error"
         assert "completed 20 optimizer steps without a process group, so each rank trains alone" in printed
         assert "use the variable LOCAL_RANK instead" in printed
@@ -278,7 +267,7 @@ def test_straggler_of_a_plain_script_is_reported(workdir):
     (workdir / "train.py").write_text(SLOW)
     run, code, printed = submit(workdir, "--", "sh", "train.sh")
     assert code == 0, printed
-    (straggler,) = (event for event in run.read_events() if event["kind"] == "straggler")
+    (straggler,) = events(run, "straggler")
     assert (straggler["rank"], straggler["part"], straggler["ratio"] > 2) == (1, "data", True)
 
 
@@ -299,7 +288,7 @@ def test_rewritten_checkpoint_resets_the_count_of_crashes(workdir):
     (workdir / "train.py").write_text(KILLED)
     run, code, printed = submit(workdir, "--ntasks-per-node=1", "train.py")
     assert code == 0, printed
-    saved = [event["path"] for event in run.read_events() if event["kind"] == "checkpoint"]
+    saved = [event["path"] for event in events(run, "checkpoint")]
     assert saved == [str(run.checkpoints / "last.ckpt")] * 5
 
 
@@ -307,7 +296,7 @@ def test_command_that_fails_after_a_stop_signal_is_continued(workdir):
     command = 'test "$HPCTRAIN_ATTEMPT" = 1 || { kill -TERM $PPID; sleep 1; exit 1; }'
     run, code, printed = submit(workdir, "--ntasks-per-node=1", "--", "sh", "-c", command)
     assert code == 0, printed
-    assert not any(event["kind"] == "failure" for event in run.read_events())
+    assert events(run, "failure") == []
     assert run.attempts() == [0, 1]
 
 
@@ -316,7 +305,7 @@ def test_long_evaluation_after_should_stop_is_not_a_hang(workdir):
     (workdir / "evaluate.py").write_text(EVALUATION)
     run, code, printed = submit(workdir, "--hang-timeout=2", "evaluate.py")
     assert code == 0, printed
-    assert [event for event in run.read_events() if event["kind"] == "failure"] == []
+    assert events(run, "failure") == []
 
 
 @pytest.mark.extended
@@ -332,9 +321,9 @@ def test_script_that_always_fails_and_saves_nothing_ends(workdir, failure, cause
     assert code != 0
     assert cause in printed
     assert run.attempts() == [0, 1]
-    assert not any(event["kind"] == "resumed" for event in run.read_events())
+    assert events(run, "resumed") == []
     # Each attempt counts its steps from 1.
-    steps = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+    steps = [line["step"] for line in read_json_lines(run.metrics)]
     assert max(steps) <= 15
 
 
@@ -349,3 +338,14 @@ def test_script_under_srun_and_exec(slurm, tmp_path):
     assert result.returncode == (134 if aborted else 0), result.stderr
     assert result.stdout.count("step 200: loss") == 1
     assert (tmp_path / "checkpoints" / "plain_ddp.pt").exists()
+
+
+@pytest.mark.long
+def test_trainer_under_plain_srun(slurm, tmp_path):
+    """No variable tells the ranks where to connect."""
+    script = SCRIPTS / "train_classifier.py"
+    env = {**slurm.env, "HPCTRAIN_RUN_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = ["srun", "-N2", "-n3", sys.executable, script, "--epochs", "1"]
+    run_command(command, env, cwd=tmp_path, timeout=100)
+    assert [record["step"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == list(range(1, 14))
+    assert len(list((tmp_path / "samples").iterdir())) == 3

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
-from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version, up_with_version
+from helpers.slurm_versions import SLURM_VERSIONS, new_cluster
 from helpers.training_runs import check_preempted_run_continues, submit
 from helpers.unprivileged_user import UnprivilegedUser
 from helpers.waiting import wait_for
 
-from hpctrain import sandbox
 from hpctrain.cluster.processes import processes
+from hpctrain.sandbox import Sandbox
 
 INSTALLED = ""
 ALL_VERSIONS = (INSTALLED, *SLURM_VERSIONS)
@@ -25,18 +24,9 @@ SHAPE = ["--nodes", "2", "--gpus-per-node", "1"]
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
-@contextmanager
-def cluster_of(version: str, settings: list[str], cpus: int = 8) -> Iterator[sandbox.Sandbox]:
-    if version:
-        need_slurm_version(version)
-    name = f"pytest-s{os.getpid()}"
-    try:
-        settings = ["KillWait=5", *settings]
-        yield up_with_version(
-            name, nodes=2, gpus_per_node=2, cpus_per_node=cpus, settings=settings, slurm=version
-        )
-    finally:
-        sandbox.down(name)
+def cluster_of(version: str, settings: list[str], cpus: int = 8) -> AbstractContextManager[Sandbox]:
+    size = {"nodes": 2, "gpus_per_node": 2, "cpus_per_node": cpus}
+    return new_cluster("pytest-s", settings=["KillWait=5", *settings], slurm=version, **size)
 
 
 @pytest.mark.parametrize("version", SLURM_VERSIONS)
@@ -86,11 +76,11 @@ def test_devices_cores_and_memory_constrained_by_control_groups(version, tmp_pat
             check_preempted_run_continues(run, cluster)
     finally:
         # slurmd does not remove the groups of its node.
-        for group in Path("/sys/fs/cgroup").glob(f"*/slurm_pytest-s{os.getpid()}-*"):
+        for group in Path("/sys/fs/cgroup").glob(f"*/slurm_pytest-s-{os.getpid()}-*"):
             group.rmdir()
 
 
-def _constrain(cluster: sandbox.Sandbox) -> None:
+def _constrain(cluster: Sandbox) -> None:
     """Restart all daemons with control groups, and fail unless these deny other devices."""
     text = cluster.conf.read_text()
     for plugin in ("ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none"):

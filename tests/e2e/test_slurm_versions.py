@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 from helpers.commands import run_command
-from helpers.slurm_versions import SLURM_VERSIONS, need_slurm_version, up_with_version
+from helpers.slurm_versions import SLURM_VERSIONS, new_cluster
 from helpers.training_runs import LAST_STEP, check_preempted_run_continues, submit
 from helpers.waiting import wait_for
 
-from hpctrain import sandbox
+from hpctrain.sandbox import Sandbox
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=SLURM_VERSIONS)
-def cluster(request: pytest.FixtureRequest) -> Iterator[sandbox.Sandbox]:
-    need_slurm_version(request.param)
-    name = f"pytest-v{os.getpid()}"
-    try:
-        yield up_with_version(name, nodes=1, gpus_per_node=1, slurm=request.param)
-    finally:
-        sandbox.down(name)
+def cluster(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    with new_cluster("pytest-v", nodes=1, gpus_per_node=1, slurm=request.param) as cluster:
+        yield cluster
 
 
 @pytest.mark.extended
-def test_preempted_run_continues(cluster: sandbox.Sandbox, tmp_path) -> None:
+def test_preempted_run_continues(cluster: Sandbox, tmp_path) -> None:
     version = run_command(["sbatch", "--version"], cluster.env).stdout.split()[1]
     assert version.startswith(SLURM_VERSIONS)
     run = submit(tmp_path / "run", cluster.env, ["--nodes", "1", "--gpus-per-node", "1"], step_s=0.1)
@@ -35,18 +30,15 @@ def test_preempted_run_continues(cluster: sandbox.Sandbox, tmp_path) -> None:
 
 
 @pytest.fixture(scope="module")
-def expediting() -> Iterator[sandbox.Sandbox]:
+def expediting() -> Iterator[Sandbox]:
     """A cluster that starts requeued jobs without a delay."""
-    need_slurm_version("26.05")
-    name, settings = f"pytest-x{os.getpid()}", ["SlurmctldParameters=enable_expedited_requeue"]
-    try:
-        yield up_with_version(name, nodes=2, gpus_per_node=1, slurm="26.05", settings=settings)
-    finally:
-        sandbox.down(name)
+    settings = ["SlurmctldParameters=enable_expedited_requeue"]
+    with new_cluster("pytest-x", nodes=2, gpus_per_node=1, slurm="26.05", settings=settings) as cluster:
+        yield cluster
 
 
 @pytest.mark.long
-def test_requeued_job_is_expedited(expediting: sandbox.Sandbox, tmp_path) -> None:
+def test_requeued_job_is_expedited(expediting: Sandbox, tmp_path) -> None:
     run = submit(tmp_path / "run", expediting.env, ["--nodes", "1", "--gpus-per-node", "1"], step_s=0.1)
     assert "#SBATCH --requeue=expedite\n" in run.dir.job_script.read_text()
     run.wait_for_step(2)
@@ -57,7 +49,7 @@ def test_requeued_job_is_expedited(expediting: sandbox.Sandbox, tmp_path) -> Non
 
 
 @pytest.mark.long
-def test_lost_batch_host_delays_no_expedited_run(expediting: sandbox.Sandbox, tmp_path) -> None:
+def test_lost_batch_host_delays_no_expedited_run(expediting: Sandbox, tmp_path) -> None:
     run = submit(tmp_path / "run", expediting.env, ["--nodes", "1", "--gpus-per-node", "1"], step_s=0.2)
     run.wait_for_step(8)
     (started,) = run.events("started")

@@ -57,9 +57,17 @@ def wait_for_standby(run: Run) -> None:
     wait_for(lambda: log.exists() and "ready for attempt 1" in log.read_text(), 60, "workers that wait")
 
 
-def replace_rank(folder: Path, env: dict[str, str], shape: list[str]) -> Run:
-    """Kill a rank that has standby workers, and wait for the end of the run."""
-    run = submit(folder, env, shape)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("local", marks=pytest.mark.extended),
+        pytest.param("slurm", marks=[pytest.mark.long, pytest.mark.slurm]),
+    ],
+)
+def test_standby_worker_behaves_like_a_fresh_one(request, tmp_path, backend):
+    env = request.getfixturevalue("slurm").env if backend == "slurm" else {}
+    shape = ["--nodes", "2", "--gpus-per-node", "1"] if backend == "slurm" else LOCAL
+    run = submit(tmp_path, env, shape)
     wait_for_standby(run)
     titles = [process.argv[-1].strip() for process in run_processes(run.path)]
     for title in ("standby worker: train.py", "rank 0 of 2: train.py", "rank 1 of 2: train.py"):
@@ -69,13 +77,8 @@ def replace_rank(folder: Path, env: dict[str, str], shape: list[str]) -> Run:
     assert "using 2 standby workers" in run.dir.supervisor_log.read_text()
     assert len(run.events("failure")) == 1
     assert_no_process_left(run.path)
-    return run
-
-
-def assert_like_fresh(folder: Path, run: Run) -> None:
-    """The two attempts recorded the same, except for what differs between any two starts."""
     for rank in range(2):
-        fresh, standby = (json.loads((folder / f"seen-{n}-{rank}.json").read_text()) for n in range(2))
+        fresh, standby = (json.loads((tmp_path / f"seen-{n}-{rank}.json").read_text()) for n in range(2))
         for name in ("random", "seed"):
             assert fresh.pop(name) != standby.pop(name)
         for number, seen in enumerate((fresh, standby)):
@@ -85,18 +88,7 @@ def assert_like_fresh(folder: Path, run: Run) -> None:
         log = run.dir.rank_log(1, rank).read_text()
         assert f"out of rank {rank}" in log
         assert f"err of rank {rank}" in log
-
-
-@pytest.mark.extended
-def test_standby_worker_behaves_like_a_fresh_one(tmp_path):
-    assert_like_fresh(tmp_path, replace_rank(tmp_path, {}, LOCAL))
-
-
-@pytest.mark.long
-def test_standby_workers_on_slurm_nodes(slurm, tmp_path):
-    assert_like_fresh(tmp_path, replace_rank(tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "1"]))
-    seen = json.loads((tmp_path / "seen-1-0.json").read_text())
-    assert seen["variables"]["SLURM_JOB_NAME"] == "train"
+        assert backend == "local" or standby["variables"]["SLURM_JOB_NAME"] == "train"
 
 
 @pytest.mark.long

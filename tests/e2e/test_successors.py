@@ -13,10 +13,11 @@ import pytest
 from helpers import SCRIPTS
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left
+from helpers.slurm_versions import new_cluster
 from helpers.training_runs import Run, assert_undisturbed, preempt, submit
 from helpers.waiting import wait_for
 
-from hpctrain import sandbox
+from hpctrain.sandbox import Sandbox
 
 SHAPE = ["--nodes", "2", "--gpus-per-node", "1"]
 
@@ -24,13 +25,10 @@ pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[sandbox.Sandbox]:
+def site() -> Iterator[Sandbox]:
     """A cluster that does not requeue jobs."""
-    name = f"chain-{os.getpid()}"
-    try:
-        yield sandbox.up(name, nodes=2, gpus_per_node=1, settings=["JobRequeue=0"])
-    finally:
-        sandbox.down(name)
+    with new_cluster("chain", nodes=2, gpus_per_node=1, settings=["JobRequeue=0"]) as cluster:
+        yield cluster
 
 
 def list_jobs(run: Run) -> list[str]:
@@ -50,7 +48,7 @@ def assert_chained(run: Run, number: int) -> None:
     assert_no_process_left(run.path)
 
 
-def wrapped(site: sandbox.Sandbox, folder: Path, command: str, script: str) -> dict[str, str]:
+def wrapped(site: Sandbox, folder: Path, command: str, script: str) -> dict[str, str]:
     """Return the environment in which `script` replaces a Slurm command. In it, REAL is that command."""
     search_path = site.env.get("PATH", os.environ["PATH"])
     wrapper = folder / "bin" / command

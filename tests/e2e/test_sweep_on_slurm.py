@@ -14,11 +14,13 @@ from helpers.commands import environment, run_command
 from helpers.training_runs import train_on_forked_ranks
 from helpers.waiting import wait_for
 
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(460)]
 
 TRIAL = str(SCRIPTS / "train_trial.py")
+SHAPE = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8", "--standby-workers=never"]
 RATES, SEEDS, STEPS = (0.01, 0.02, 0.03), range(8), 60
 
 
@@ -32,6 +34,11 @@ def hpctrain(slurm, tmp_path) -> Callable[..., str]:
     return call
 
 
+@pytest.fixture
+def status(hpctrain) -> Callable[[], dict[str, Any]]:
+    return lambda: json.loads(hpctrain("sweep", "status", "./s", "--json"))
+
+
 def results(trial: RunDir) -> dict[int, dict[str, float]]:
     """Return the metrics of each step, from the attempt that trained it last."""
     lines = [json.loads(line) for line in trial.metrics.read_text().splitlines()]
@@ -42,7 +49,7 @@ def results(trial: RunDir) -> dict[int, dict[str, float]]:
 
 
 def kinds(trial: RunDir) -> list[str]:
-    return [event["kind"] for event in trial.read_events()]
+    return [event["kind"] for event in read_json_lines(trial.events)]
 
 
 def preempt_trial(slurm: Any, sweep: RunDir, spared: set[str]) -> str:
@@ -56,27 +63,22 @@ def preempt_trial(slurm: Any, sweep: RunDir, spared: set[str]) -> str:
         return None
 
     trial = wait_for(training, 200, "a trial to train")
-    node = next(event["hosts"][0] for event in trial.read_events() if event["kind"] == "started")
+    node = next(event["hosts"][0] for event in read_json_lines(trial.events) if event["kind"] == "started")
     urgent = ["sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null"]
     run_command([*urgent, "--wrap=sleep 1"], slurm.env)
     wait_for(lambda: "requeue" in kinds(trial), 60, f"the requeue of {trial}")
     return trial.path.name
 
 
-def test_sweep_with_preemptions_and_a_crash_has_undisturbed_results(slurm, hpctrain, tmp_path):
+def test_sweep_with_preemptions_and_a_crash_has_undisturbed_results(slurm, hpctrain, status, tmp_path):
     """Twenty-four trials on four nodes."""
     rates, seeds = ",".join(map(str, RATES)), f"0:{len(SEEDS)}"
-    shape = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8", "--standby-workers=never"]
-    words = ["--over", f"lr={rates}", "--over", f"seed={seeds}", "--concurrent=4", "--run-dir=s", *shape]
+    words = ["--over", f"lr={rates}", "--over", f"seed={seeds}", "--concurrent=4", "--run-dir=s", *SHAPE]
     assert "24 trials" in hpctrain("sweep", *words, TRIAL, "--steps", str(STEPS), "--step-s", "0.15")
     sweep = RunDir(tmp_path / "s")
     preempted: set[str] = set()
     for _ in range(2):
         preempted.add(preempt_trial(slurm, sweep, preempted))
-
-    def status() -> dict[str, Any]:
-        return json.loads(hpctrain("sweep", "status", "./s", "--json"))
-
     wait_for(lambda: status()["state"] == "FAILED", 400, "the end of the sweep", interval=2.0)
     assert status()["states"] == {"FAILED": 1, "COMPLETED": 23}
     crashed = len(SEEDS) * RATES.index(0.03) + 3
@@ -97,16 +99,11 @@ def test_sweep_with_preemptions_and_a_crash_has_undisturbed_results(slurm, hpctr
     assert Path(best["best"]["checkpoint"]).is_dir()
 
 
-def test_early_stopping_saves_a_third_of_the_steps(slurm, hpctrain, tmp_path):
+def test_early_stopping_saves_a_third_of_the_steps(hpctrain, status):
     rates = [0.1, 0.03, 0.01, 0.003, 0.001, 3e-4, 1e-4, 3e-5, 1e-5]
-    shape = ["--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=8", "--standby-workers=never"]
-    words = ["--over", f"lr={','.join(map(str, rates))}", "--concurrent=4", "--run-dir=s", *shape]
+    words = ["--over", f"lr={','.join(map(str, rates))}", "--concurrent=4", "--run-dir=s", *SHAPE]
     rule = ["--metric=val_loss", "--stop-early=asha", "--min-steps=10"]
     hpctrain("sweep", *words, *rule, TRIAL, "--steps", "100", "--step-s", "0.15")
-
-    def status() -> dict[str, Any]:
-        return json.loads(hpctrain("sweep", "status", "./s", "--json"))
-
     wait_for(lambda: status()["state"] == "COMPLETED", 400, "the end of the sweep", interval=2.0)
     trials = status()["trials"]
     states = {trial["run_id"]: trial["state"] for trial in trials}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -11,12 +10,13 @@ from pathlib import Path
 import pytest
 from helpers.accounting_slurm import AccountingSandbox
 from helpers.commands import run_command
+from helpers.slurm_versions import new_cluster
 from helpers.training_runs import LAST_STEP, Run, check_preempted_run_continues, preempt, submit
 from helpers.unprivileged_user import UnprivilegedUser
 from helpers.waiting import wait_for
 
-from hpctrain import sandbox
 from hpctrain.errors import RunFailed
+from hpctrain.sandbox import Sandbox
 
 pytestmark = [pytest.mark.long, pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -31,21 +31,17 @@ def user() -> Iterator[UnprivilegedUser]:
 
 
 @pytest.fixture(scope="module")
-def site(user) -> Iterator[sandbox.Sandbox]:
+def site(user) -> Iterator[Sandbox]:
     """A cluster on which the user has the QOS `small`."""
-    name = f"users-{os.getpid()}"
     settings = [
         "AccountingStorageEnforce=associations,limits,qos",
         "PartitionName=cheap Nodes=ALL PriorityTier=1 PreemptMode=CANCEL GraceTime=0",
     ]
-    try:
-        box = sandbox.up(name, nodes=2, gpus_per_node=1, kind=AccountingSandbox, settings=settings)
+    with new_cluster("users", nodes=2, gpus_per_node=1, kind=AccountingSandbox, settings=settings) as box:
         manage(box, "add", "qos", "small")
         manage(box, "add", "account", "lab")
         manage(box, "add", "user", user.name, "Account=lab", "QOS=normal,small")
         yield box
-    finally:
-        sandbox.down(name)
 
 
 SHAPE = ["--nodes=1", "--gpus-per-node=1"]
@@ -63,11 +59,11 @@ def submit_as_user(site, user) -> Iterator[Callable[..., Run]]:
     limit(site, *UNLIMITED)
 
 
-def manage(box: sandbox.Sandbox, *words: str) -> None:
+def manage(box: Sandbox, *words: str) -> None:
     run_command(["sacctmgr", "-i", *words], box.env)
 
 
-def limit(box: sandbox.Sandbox, *limits: str) -> None:
+def limit(box: Sandbox, *limits: str) -> None:
     manage(box, "modify", "qos", "small", "set", *limits)
 
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def test_elastic_determinism_is_identical_on_another_number_of_ranks(tmp_path):
 
 def test_too_many_ranks_for_this_machine_are_refused(killed, tmp_path):
     run = copy_of(killed, tmp_path)
-    rewrite(run.dir.events, lambda line: line.update(world_size=640) if "world_size" in line else None)
+    run.dir.events.write_text(run.dir.events.read_text().replace('"world_size": 2', '"world_size": 640'))
     refused = run.hpctrain("verify", str(run.path), check=False)
     assert refused.returncode == 2
     assert "trained on 640 ranks, which this machine cannot host" in refused.stderr
@@ -199,13 +199,6 @@ def test_damaged_start_is_reported_without_training(killed, tmp_path):
     assert result["steps_compared"] == 0
     assert "the manifest records" in result["damaged"][0]
     assert "checkpoint of step 48 is damaged" in result["causes"][0]
-
-
-def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for line in lines:
-        change(line)
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 @pytest.mark.long
@@ -259,14 +252,6 @@ def test_run_is_verified_in_a_job_of_slurm(slurm, tmp_path):
     command = [sys.executable, "-m", "hpctrain", "verify", str(run.path), "--steps", "49:", "--json"]
     done = run_command(["srun", "--nodes=1", "--ntasks=1", *command], slurm.env, timeout=200)
     assert json.loads(done.stdout)["identical"]
-
-
-@pytest.mark.long
-def test_sharded_run_is_identical(tmp_path):
-    arguments = ["20", 'strategy="zero3"', "num_workers=2"]
-    run = submit_script(tmp_path, SCRIPTS / "train_small.py", *arguments, options=TWO_RANKS)
-    assert run.wait() == 0
-    assert_identical(run)
 
 
 @pytest.mark.long

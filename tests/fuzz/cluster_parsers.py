@@ -6,23 +6,22 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from unittest.mock import patch
 
 from fuzzing import FOLDER, Parser, encode, parse_environment, write_file
 from helpers.launch_runner import load_recording
 
 from hpctrain.authentication import Signed, seal, unseal
-from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, ports
+from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables
 from hpctrain.cluster.environments import mpi, slurm, torchrun
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
 from hpctrain.jobs.backends import mounts
-from hpctrain.rundir import STOP_GRACE_VARIABLE
-from hpctrain.runtime import cpu_binding, device_assignment
-from hpctrain.runtime.program.child_relay import ChildRelay
+from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
+from hpctrain.runtime import cpu_binding, rendezvous
+from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
 from hpctrain.runtime.stopping import signal_recorder
 from hpctrain.runtime.supervisor_connection import Connection
 from hpctrain.telemetry.sampling import nvml
-from hpctrain.telemetry.sampling.procfs import ProcfsReader
+from hpctrain.telemetry.sampling.sampler import ProcfsReader
 
 LAUNCHES = ["srun-cyclic", "het-job-unsorted", "array", "batch-script", "openmpi-three-hosts"]
 LAUNCHES += ["mpich-told-the-nodes", "horovodrun-two-hosts-told-the-address", "torchrun-under-srun"]
@@ -80,18 +79,10 @@ def read_child_message(text: str) -> object:
 
 @cache
 def relay_of_this_process() -> ChildRelay:
-    return ChildRelay(detection.detect({}), dict, print)
+    ranks = detection.detect({})
+    observer = ProcessObserver(RunDir(FOLDER), 0, ranks, ranks.torch_variables(), records_steps=False)
+    return ChildRelay(observer)
 
-
-def read_connections(text: str) -> object:
-    with patch.object(ports, "_TABLES", (write_file(text),)):
-        return list(ports._connections())
-
-
-CONNECTIONS = (
-    "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
-    "   0: 0100007F:1F90 0100007F:8000 01 00000000:00000000 00:00000000 00000000  1000\n"
-)
 
 PLACEMENT = {"rank": 1, "node_rank": 0, "local_rank": 1, "host": "n1", "gpus": ["GPU-1"]}
 PLACEMENT |= {"index": 1, "problem": "", "pid": 7}
@@ -104,7 +95,7 @@ PARSERS = [
             (RendezvousError,),
             lambda text, function=function: function("seats/1", text),
         )
-        for function in (device_assignment._parse_entry, device_assignment._parse_placement)
+        for function in (rendezvous._parse_entry, rendezvous._parse_placement)
     ),
     detector(detection.detect, *LAUNCHES),
     detector(slurm.detect, "srun-cyclic", "het-job-unsorted", "array"),
@@ -183,5 +174,4 @@ PARSERS = [
         lambda text: Connection._open(Connection.__new__(Connection), encode(text)),
     ),
     Parser(ChildRelay._on_child_message, ['{"beats": 1, "step": 1, "modules": []}'], call=read_child_message),
-    Parser(ports._connections, [CONNECTIONS], call=read_connections),
 ]

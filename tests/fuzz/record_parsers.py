@@ -10,38 +10,30 @@ from typing import Any
 
 import torch
 from fuzzing import FOLDER, Parser, encode, write_file
-from helpers.run_files import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
+from helpers.run_histories import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 
-from hpctrain import files, rundir
-from hpctrain.checkpoint import interval
+from hpctrain import files, schema
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.io import messages
 from hpctrain.errors import CheckpointError, RendezvousError, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
-from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
+from hpctrain.records import lease, log_tail, run_record, successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
-from hpctrain.supervisor import buffered_storage, node_steps
+from hpctrain.schema import Event, StepRecord
+from hpctrain.supervisor import node_steps
 from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import attempt_runner, worker_group
 from hpctrain.sweeps import sweep_record
-from hpctrain.sweeps.stopping_rules import TrialReport
-from hpctrain.telemetry.accounting import timeline_events
-from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.loggers import dispatcher
-from hpctrain.telemetry.loggers.dispatcher import GpuMetrics, LoggerState
+from hpctrain.telemetry.loggers.dispatcher import GpuMetrics, load_state
 from hpctrain.telemetry.report import (
-    artifacts,
-    attempts,
     device_metrics,
-    metric_curves,
     run_data,
     run_results,
 )
-from hpctrain.telemetry.startup_parts import StartupDurations
-from hpctrain.training.observe import loss_guard
 
 RUN = RunDir(FOLDER / "run")
 EVENT_LINES, METRIC_LINES = to_jsonl(EVENTS), to_jsonl(METRICS)
@@ -53,9 +45,6 @@ NODE_LINES = to_jsonl(
 )
 RANK_FAILURE = {
     **FAILURE,
-    "kind": "exception",
-    "order": 1,
-    "time": 1.0,
     "classes": ["ValueError", "Exception"],
     "corruption": {"suspects": [[0, "GPU-1"]], "verified_step": 3},
 }
@@ -96,25 +85,16 @@ def of_run(function: Callable[..., object], path: Path, example: str, call: Any 
     return Parser(function, [example], call=with_file(path, call or (lambda: function(RUN))))
 
 
-def of_events(function: Callable[..., object], call: Any = None) -> Parser:
-    """A parser of the events of the run."""
-    read = call or function
-    return of_run(function, RUN.events, EVENT_LINES, lambda: read(list(RUN.read_events())))
-
-
-def of_metrics(function: Callable[..., object], call: Any = None) -> Parser:
-    """A parser of the metrics of the run."""
-    read = call or function
-    lines = lambda: list(files.read_json_lines(RUN.metrics, rundir.is_metrics))  # noqa: E731
-    return of_run(function, RUN.metrics, METRIC_LINES, lambda: read(lines()))
-
-
 def read_failures() -> object:
     found = list(failure_files._read(RUN, 0))
     if found:
         first = failure_files.root_cause({failure.rank: failure for failure in found}.values())
         return str(first), failure_files.classify(first), failure_files.is_deterministic(first)
     return None
+
+
+def read_run_data() -> object:
+    return run_data.RunData(RUN, now=time.time())
 
 
 def read_claim() -> str:
@@ -136,9 +116,24 @@ def sealed(text: str) -> bytes:
 
 
 STARTUP = {
+    **EVENTS[0],
+    "kind": "startup",
     "seconds": 3.0,
     "parts": {"launch": {"median": 1, "max": 2, "host": "n1"}},
     "slowest_nodes": {"n1": {"launch": 2}},
+}
+
+#: The records in a run folder, with valid lines.
+FORMATS = {
+    Event: [*EVENT_LINES.splitlines(), json.dumps(STARTUP)],
+    StepRecord: METRIC_LINES.splitlines(),
+    schema.NodeSample: NODE_LINES.splitlines(),
+    schema.FailureRecord: [json.dumps(RANK_FAILURE)],
+    schema.UnfinishedCall: ['{"what": "fit()", "last_step": 3}'],
+    schema.RankMessage: ['{"phase": "step", "step": 1, "beats": 2, "spent": [0, 1.5, 0], "timed": [1, 1]}'],
+    schema.TrialLine: ['{"step": 3, "best": 0.5, "mean": null}'],
+    schema.LogLength: ['{"time": 1.5, "rank": 0, "bytes": 7}'],
+    schema.TrainedSamples: ['{"step": 1, "epoch": 0, "indices": [1, 2]}'],
 }
 
 PARSERS = [
@@ -148,18 +143,11 @@ PARSERS = [
         (UserError,),
         with_file(RUN.sweep, lambda: sweep_record.read_sweep(RUN)),
     ),
-    Parser(
-        TrialReport.from_record,
-        ['{"step": 3, "best": 0.5, "mean": null}'],
-        (KeyError, TypeError, ValueError, OverflowError),
-        lambda text: TrialReport.from_record(files.parse_json_line(text, FOLDER) or {}),
-    ),
     of_run(run_results.read_results, RUN.metrics, METRIC_LINES),
     of_run(
         run_results.read_ranking, RUN.sweep, json.dumps(SWEEP), lambda: run_results.read_ranking(RUN.task(3))
     ),
     Parser(files.parse_yaml, ["a: [1, 2]\nb: 2026-01-01\n"], (ValueError,), most_bytes=1 << 13),
-    of_events(loss_guard.read_excluded_steps),
     Parser(
         messages._unpack,
         ['{"value": {"tuple": [{"dict": [["a", {"tensor": 0}]]}, {"dtype": "float32"}]}, "tensors": []}'],
@@ -167,51 +155,42 @@ PARSERS = [
         lambda text: messages._unpack(encode(text), [torch.zeros(1)], "a message"),
     ),
     of_path(files.read_json, json.dumps(FAILURE), errors=(OSError, ValueError)),
-    of_path(files.read_json_lines, EVENT_LINES),
-    Parser(
-        files.parse_json_line, [json.dumps(FAILURE)], call=lambda text: files.parse_json_line(text, FOLDER)
+    *(
+        Parser(
+            schema.decode, examples, (ValueError,), lambda text, kind=kind: schema.decode(encode(text), kind)
+        )
+        for kind, examples in FORMATS.items()
     ),
     of_path(files.read_new_lines, EVENT_LINES, lambda path: files.read_new_lines(path, 0)),
-    of_path(artifacts.read_jsonl, EVENT_LINES, lambda path: artifacts.read_jsonl(path, rundir.is_event)),
-    of_path(log_tail.read_last_records, EVENT_LINES),
+    of_path(log_tail.read_last_records, EVENT_LINES, lambda path: log_tail.read_last_records(path, Event)),
     of_path(log_tail.read_last_lines, "a\nb\n", lambda path: log_tail.read_last_lines(path, 5)),
     of_path(log_tail.FileTail.read, "a\né\n", lambda path: log_tail.FileTail(path).read()),
-    of_path(log_tail.RecordTail.read, EVENT_LINES, lambda path: log_tail.RecordTail(path).read()),
-    of_path(
-        log_tail.RecordTail.read_in_parts, EVENT_LINES, lambda path: log_tail.RecordTail(path).read_in_parts()
-    ),
-    of_events(RunDir.read_events, list),
-    of_run(
-        buffered_storage.BufferedStorage.read,
-        RUN.events,
-        EVENT_LINES,
-        lambda: list(buffered_storage.BufferedStorage(RUN.path).read(RUN.events, rundir.is_event)),
-    ),
+    of_path(log_tail.RecordTail.read, EVENT_LINES, lambda path: log_tail.RecordTail(path, Event).read()),
     of_run(run_record.read_run_record, RUN.events, EVENT_LINES, lambda: run_record.read_run_record(RUN).job),
-    of_run(checkpoint_health.save_problem, RUN.events, EVENT_LINES),
-    of_run(lease.newest_lease, RUN.lease(0), lease.LeaseHolder("17", 0, "n1", 5).text().decode()),
-    Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
-    Parser(
-        StartupDurations.from_event,
-        [json.dumps(STARTUP)],
-        call=lambda text: StartupDurations.from_event(files.parse_json_line(text, FOLDER) or {}),
+    of_run(run_record.save_problem, RUN.events, EVENT_LINES),
+    of_run(
+        lease.newest_lease, RUN.lease(0), lease.encode_holder(schema.LeaseHolder("17", 0, "n1", 5)).decode()
     ),
+    Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
     of_run(failure_files._read, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
     of_run(
         error_report.details,
         RUN.failure(0, 0),
         json.dumps(RANK_FAILURE),
-        lambda: list(error_report.details(RUN, EVENTS[5])),
+        lambda: list(error_report.details(RUN, schema.to_record(EVENTS[5], Event))),
     ),
-    of_events(History.from_events),
-    of_events(interval.InterruptionHistory.from_events),
+    of_run(
+        History.from_events,
+        RUN.events,
+        EVENT_LINES,
+        lambda: History.from_events(RUN.read_events()),
+    ),
     of_run(
         attempt_runner.required_lead_s,
         RUN.events,
         EVENT_LINES,
         lambda: attempt_runner.required_lead_s(RUN, 60.0),
     ),
-    of_metrics(attempt_runner.longest_step_s),
     of_run(worker_group._read_phase_durations, RUN.phase_durations, '{"step": 1.5, "save": 3.0}'),
     of_run(
         failure_files.gpu_faults,
@@ -225,51 +204,31 @@ PARSERS = [
         '{"trouble": ["disk"], "stopped": false}',
         lambda: node_steps._read_node_check(RUN, ["n1"], 1, 0),
     ),
-    of_events(
-        timeline_events.read_timeline_events,
-        lambda events: timeline_events.read_timeline_events(events, METRICS),
-    ),
-    of_metrics(TimeBreakdown.from_records, lambda lines: TimeBreakdown.from_records(EVENTS, lines)),
-    of_events(
-        attempts.read_attempts,
-        lambda events: attempts.read_attempts(
-            events, TimeBreakdown.from_records(events, METRICS), {0: (3, 4)}
-        ),
-    ),
-    of_events(artifacts.read_checkpoints, lambda events: artifacts.read_checkpoints(RUN, events)),
     of_run(
-        artifacts.read_environment,
+        run_results.read_environment,
         RUN.environment,
         to_jsonl([{"args": "--a b", "attempt": 0, "time": 1.0, "settings": {"seed": 1}}]),
     ),
     of_run(
-        artifacts.read_codes,
+        run_results.read_codes,
         RUN.code / "submission-000.json",
         json.dumps({"commit": "ab", "changed": True, "new_files": ["a"], "source": "/x"}),
     ),
     Parser(
-        artifacts.read_spec,
+        run_results.read_spec,
         [json.dumps(SPEC), "script: /x\nstarted: 2026-01-01\n"],
-        call=lambda text: artifacts.read_spec(write_file(text)),
+        call=lambda text: run_results.read_spec(write_file(text)),
         most_bytes=1 << 14,
-    ),
-    of_metrics(
-        metric_curves.MetricCurves.from_records,
-        lambda lines: metric_curves.MetricCurves.from_records(lines).names,
     ),
     of_path(
         device_metrics.read_device_metrics,
         NODE_LINES,
         lambda path: device_metrics.read_device_metrics([path], 0.0, 10.0),
     ),
-    of_run(
-        run_data.RunData,
-        RUN.metrics,
-        METRIC_LINES,
-        lambda: run_data.RunData(RUN, run_data.RunContext(), now=time.time()),
-    ),
+    of_run(run_data.RunData, RUN.metrics, METRIC_LINES, read_run_data),
+    of_run(run_data.RunData, RUN.events, EVENT_LINES, read_run_data),
     of_path(
-        LoggerState.load,
+        load_state,
         json.dumps({"known": "a", "offset": 5, "attempt": 0, "steps": {"loss": 4}, "sending": None}),
     ),
     of_run(GpuMetrics.read, RUN.telemetry(0), NODE_LINES, read_gpu_metrics),

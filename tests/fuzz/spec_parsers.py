@@ -9,7 +9,7 @@ import click
 import yaml
 from fuzzing import FOLDER, Parser, write_file
 
-from hpctrain.cli import resubmit_command, verify
+from hpctrain.cli import resume, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
 from hpctrain.jobs.backends.site_check import JobRequest
 from hpctrain.jobs.options import (
@@ -120,9 +120,9 @@ PARSERS = [
         lambda text: spec_builder._read_nodes(write_file(text), "exclude"),
     ),
     Parser(
-        resubmit_command.resubmit_command,
+        resume.resubmit_command,
         [json.dumps(SPEC)],
-        call=lambda text: resubmit_command.resubmit_command(as_mapping(text)),
+        call=lambda text: resume.resubmit_command(as_mapping(text)),
     ),
     *(
         Parser(option.OptionType.parse, [example], (ValueError,), option_call(name))

@@ -11,9 +11,10 @@ from fuzzing import FOLDER, encode
 
 from hpctrain.cluster.env_variables import read_hosts
 from hpctrain.errors import EnvironmentMismatch, SchedulerError
-from hpctrain.records.lease import LeaseHolder, newest_lease
+from hpctrain.records.lease import newest_lease
 from hpctrain.records.successor import claim_successor
 from hpctrain.rundir import RunDir
+from hpctrain.schema import LeaseHolder
 from hpctrain.slurm import command, job_requests
 from hpctrain.slurm.command import is_answer_lost, list_rank_steps
 from hpctrain.slurm.job_requests import submit_job

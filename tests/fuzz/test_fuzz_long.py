@@ -24,16 +24,21 @@ PARSER_NAME = re.compile(r"_?(parse|read|from|decode|expand|detect)(_\w+)?|load_
 #: Functions with such a name that need no entry in a table, by reason.
 EXEMPT = {
     "takes objects, not text": """
-        checkpoint.convert.external_formats.parse_external_state jobs.executor.job.Job.from_run
+        checkpoint.convert.external_formats.parse_external_state
+        checkpoint.interval.InterruptionHistory.from_events jobs.executor.job.Job.from_run
         jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
         jobs.runs.run_log_reader.LogPosition.from_json jobs.backends.site_check.JobRequest.from_spec
         supervisor.monitors.EarlyStoppingMonitor._read_rule
+        telemetry.accounting.time_breakdown.TimeBreakdown.from_records
+        telemetry.accounting.timeline_events.read_timeline_events telemetry.report.attempts.read_attempts
+        telemetry.report.metric_curves.MetricCurves.from_records telemetry.report.run_results.read_checkpoints
+        training.observe.loss_guard.read_excluded_steps sweeps.stopping_rules.TrialReport.from_line
         supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
         telemetry.sampling.nvml.read_gpu
         training.base.device_selection.parse_devices training.base.rng._from_tensors
-        training.data.sampler_plan.SamplerPlan._read training.data.stream_step_source.ShardBuffers.read
+        training.data.sampler_plan.SamplerPlan._read training.data.stream_step_source.StreamStepSource._read
         training.determinism.gradient_sum.GradientBucket.read_peaks
         training.loop.step_exchange.StepExchange._read_results
         training.observe.step_timers.ComputeTimer._read_sample
@@ -42,16 +47,15 @@ EXEMPT = {
         checkpoint.tier.memory_copies._read_markers
     """,
     "returns the content without interpreting it": """
-        authentication.read_secret checkpoint.tier.tier_copier.read_small_files
+        authentication.read_secret checkpoint.tier.local_tier.read_small_files
         cluster.env_variables._read files.read_regular
         jobs.runs.run_log_reader.RankLogReader._read jobs.runs.run_log_reader.RankLogReader.read_new
         jobs.runs.run_log_reader.RankLogReader.read_past jobs.runs.run_log_reader.RankLogReader.read_rest
         jobs.runs.run_log_reader.RunLogReader.read_rest jobs.runs.run_log_reader.RunLogReader._read_logs
         runtime.cpu_binding._read_text
-        telemetry.loggers.dispatcher.LoggerDispatcher._read
     """,
     "part of functions in the tables, or composed of them": """
-        cli.report.read_runs cli.results_table.read_rows cli.serve._read_logs cluster.detection._detect_as
+        cli.report.read_runs cli.report._read_logs cluster.detection._detect_as
         cluster.hostlist._expand jobs.executor.job.JobFailed.from_status
         jobs.options.config_files._read_habits jobs.options.config_files._read_option
         jobs.options.config_files._read_yaml jobs.options.option.OptionType._parse_text
@@ -59,19 +63,23 @@ EXEMPT = {
         jobs.options.resolved_options._from_variables
         jobs.runs.run_log_reader.RunLogReader.read lightning.HpctrainEnvironment.detect
         checkpoint.io.messages._decode
-        checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines rundir.RunStorage.read
-        runtime.worker._detect_ranks supervisor.failures.failure_files._parse_corruption
-        supervisor.launch.srun.SrunStep._read sweeps.search_space._parse
+        checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines
+        files.decode_line files.read_json_lines files.read_lines rundir.RunDir.read_events
+        rundir.RunStorage.read_events schema.read_record telemetry.report.run_results.read_report_records
+        records.log_tail.RecordTail.read_in_parts supervisor.buffered_storage.BufferedStorage.read_events
+        schema.read_records
+        runtime.worker._detect_ranks
+        telemetry.report.run_results._read_sweep_ranking supervisor.launch.srun.SrunStep._read
+        supervisor.policy.history._parse_failure sweeps.search_space._parse
         telemetry.sampling.sampler.TelemetrySampler.read
     """,
     "content is covered by a checksum or an authentication code": """
         checkpoint.format.dcp_format.TensorReader.read_metadata checkpoint.format.manifest.read_verified
     """,
     "unpickles files of the own user (tests/test_untrusted_data.py)": """
-        checkpoint.convert.import_checkpoint._read jobs.executor.job._read_result
+        checkpoint.convert.conversion._read jobs.executor.job._read_result
         records.serialization.CallPayload.read
-        telemetry.loggers.process.LoggerConfig.read telemetry.loggers.process._read_ending
-        training.loop.spawn._read_result
+        telemetry.loggers.dispatcher.LoggerConfig.read telemetry.loggers.dispatcher._read_ending
     """,
     "set by hpctrain itself for its own processes": """
         training.saving.checkpoint_schedule.VerificationSteps.from_env
@@ -79,7 +87,7 @@ EXEMPT = {
     """,
     "words of the command line, or of the user's own command": """
         cli.common.DefaultGroup.parse_args cli.common.parse_pairs cli.main._LazyGroup.parse_args
-        cli.on_cluster._parse cli.on_cluster._parse_options cli.shell._ShellCommand.parse_args
+        cli.on_cluster._parse cli.on_cluster._parse_options
         cli.submit.SubmitCommand.parse_args cli.sweep._parse_over
         runtime.program.program._parse_python_command
     """,

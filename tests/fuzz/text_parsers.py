@@ -40,10 +40,6 @@ def newest_traceback(content: str) -> object:
     return crash_output._newest_traceback(write_file(content), 0)
 
 
-def normalized(cause: str) -> object:
-    return history._parse_failure({"class": "python", "rank": 3, "host": "n1", "cause": cause})
-
-
 PARSERS = [
     Parser(
         files.parse_json_object,
@@ -73,8 +69,7 @@ PARSERS = [
     Parser(crash_output.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
     Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
     Parser(failure_files.classify, ERRORS, call=classify_message),
-    Parser(failure_files._numbers, ["[[79, 13]]"]),
-    Parser(history._parse_failure, ["rank 3 on n1: ValueError: at 0xdeadbeef"], call=normalized),
+    Parser(history.normalize_cause, ["rank 3 on n1: ValueError: at 0xdeadbeef"]),
     Parser(
         job_control._EVICTED.search,
         ["slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***"],

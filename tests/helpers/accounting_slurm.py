@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import subprocess
@@ -10,14 +9,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
+from helpers.commands import skip_or_fail
 from hpctrain.cluster.processes import processes
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox import Sandbox
 from hpctrain.sandbox.daemons import Daemon, daemon_environ
-from hpctrain.sandbox.layout import SEARCH_PATH, SandboxLayout
-from hpctrain.sandbox.slurm_conf import with_setting
+from hpctrain.sandbox.layout import SEARCH_PATH, SandboxLayout, with_setting
 
 _PROGRAMS = ("slurmdbd", "sacct", "sacctmgr", "mariadbd", "mariadb-install-db", "my_print_defaults")
 #: User of MariaDB, which refuses to run as root. Created by Debian's Slurm packages.
@@ -50,12 +47,8 @@ StorageLoc=slurm
 
 
 def need_accounting() -> None:
-    """Skip the test if a program is missing; with CI=true, fail."""
     missing = [program for program in _PROGRAMS if not shutil.which(program, path=SEARCH_PATH)]
-    if missing and os.environ.get("CI") == "true":
-        pytest.fail(f"CI=true, so these programs must be here: {missing}", pytrace=False)
-    if missing:
-        pytest.skip(f"these programs are missing: {', '.join(missing)}")
+    skip_or_fail(f"these programs are missing: {', '.join(missing)}" if missing else None)
 
 
 class AccountingSandbox(Sandbox):

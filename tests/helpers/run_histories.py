@@ -1,4 +1,4 @@
-"""Run histories: events and metrics with known times, from which tests can compute sums."""
+"""Records of runs: histories with known times, from which tests can compute sums, and a failed run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.rundir import RunDir
+from hpctrain.schema import Event, StepRecord, to_record
 
 START = 1_764_000_000.0
 
@@ -26,22 +27,22 @@ class RunHistory:
     """The records of a run, second by second."""
 
     def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.metrics: list[dict[str, Any]] = []
+        self.events: list[Event] = []
+        self.metrics: list[StepRecord] = []
         self.now, self.attempt = START, -1
 
     def after(self, seconds: float, kind: str, /, **fields: Any) -> RunHistory:
         """Add an event, that many seconds after the previous record."""
         self.now += seconds
         self.attempt += kind == "started"
-        self.events.append({"time": self.now, "attempt": max(0, self.attempt), "kind": kind, **fields})
+        self.events.append(event(kind, **{"time": self.now, "attempt": max(0, self.attempt), **fields}))
         return self
 
     def steps(self, first: int, last: int, *, every: float, **fields: Any) -> RunHistory:
         for step in range(first, last + 1):
             self.now += every
-            record = {"loss": 1 / step, "step": step, "epoch": 0, "time": self.now, "attempt": self.attempt}
-            self.metrics.append({**record, **fields})
+            record = {"loss": 1 / step, "epoch": 0, "time": self.now, "attempt": self.attempt, **fields}
+            self.metrics.append(step_record(step, **record))
         return self
 
 
@@ -71,9 +72,56 @@ def disturbed_run(*, last_step: int = 300) -> RunHistory:
 
 def write_run(folder: Path, history: RunHistory, **spec: Any) -> RunDir:
     run = RunDir(folder)
-    run.path.mkdir(parents=True, exist_ok=True)
-    for path, records in ((run.events, history.events), (run.metrics, history.metrics)):
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    run.telemetry(0).parent.mkdir(parents=True, exist_ok=True)
+    run.events.write_text(to_jsonl([record.fields() for record in history.events]))
+    run.metrics.write_text(to_jsonl([record.line() for record in history.metrics]))
     if spec:
         run.spec.write_text(json.dumps(spec))  # which is YAML
     return run
+
+
+# The files of a run that failed.
+_EVENTS: list[tuple[float, str, dict]] = [
+    (0.0, "submitted", {"job_id": "17", "backend": "local"}),
+    (1.0, "started", {"nodes": 1, "world_size": 2, "hosts": ["n1"]}),
+    (2.0, "resumed", {"step": 2, "broken": ["bad"], "seconds": 0.5}),
+    (4.0, "checkpoint", {"step": 4, "path": "c", "tier": "local"}),
+    (5.0, "straggler", {"rank": 1, "host": "n1", "ratio": 1.5}),
+    (6.0, "failure", {"rank": 0, "host": "n1", "cause": "x", "log": "l"}),
+    (6.0, "excluded", {"hosts": ["n1"], "reason": "x"}),
+    (7.0, "requeue", {"seconds": 3.0, "by": "slurm", "class": "killed"}),
+    (8.0, "seen", {"job_id": "17", "job_state": "FAILED"}),
+    (9.0, "finished", {"state": "FAILED", "exit_code": 4, "cause": "x"}),
+]
+EVENTS = [
+    {"time": 1_764_000_000.0 + seconds, "attempt": 0, "kind": kind, **fields}
+    for seconds, kind, fields in _EVENTS
+]
+METRICS = [
+    {"step": 3, "loss": 0.5, "time": 1_764_000_003.0, "attempt": 0, "last_step": 9, "spent": {"all": 0.5}},
+    {"step": 4, "loss": 0.4, "time": 1_764_000_004.0, "attempt": 0, "last_step": 9, "spent": {"data": 0.1}},
+]
+FAILURE = {"rank": 0, "host": "n1", "kind": "exception", "error": "E", "message": "m", "traceback": "t"}
+FAILURE |= {"log": "l", "order": 1, "time": 1.0}
+SPEC = {
+    "script": "/x/train.py",
+    "workdir": "/x",
+    "args": ["a"],
+    "nodes": 1,
+    "time_limit_s": 60,
+    "env": {"A": "b"},
+}
+
+
+def event(kind: str, /, **fields: Any) -> Event:
+    """Return an event, with defaults for the fields that every event of its kind has."""
+    defaults = {"submitted": {"job_id": "1", "backend": "slurm"}}.get(kind, {})
+    return to_record({"time": 1.0, "attempt": 0, "kind": kind, **defaults, **fields}, Event)
+
+
+def step_record(step: int, **fields: Any) -> StepRecord:
+    return to_record({"step": step, **fields}, StepRecord)
+
+
+def to_jsonl(records: list[dict]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)

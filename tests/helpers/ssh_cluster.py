@@ -178,7 +178,6 @@ class CuttingProxy:
     """A TCP proxy that cuts each connection after a number of bytes from the cluster, or on request."""
 
     def __init__(self, target: int, limit_bytes: int | None = None) -> None:
-        self._silent: set[socket.socket] = set()
         self._target, self._limit_bytes = target, limit_bytes
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -197,8 +196,6 @@ class CuttingProxy:
     def _copy(self, source: socket.socket, target: socket.socket, left: int | None) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
-                if source in self._silent:
-                    continue
                 if left is not None and (left := left - len(data)) < 0:
                     break
                 target.sendall(data)
@@ -206,10 +203,6 @@ class CuttingProxy:
 
     def cut(self) -> None:
         _shut_down(*(end for pair in self._pairs for end in pair))
-
-    def silence(self) -> None:
-        """Drop all data of the open connections, as for a laptop that was asleep."""
-        self._silent.update(end for pair in self._pairs for end in pair)
 
     def close(self) -> None:
         self._server.close()

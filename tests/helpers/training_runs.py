@@ -54,7 +54,7 @@ class Run:
         return self.call(args, self.env, timeout=timeout, check=check, **options)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.dir.read_events() if event["kind"] == kind]
+        return [event for event in read_json_lines(self.dir.events) if event["kind"] == kind]
 
     def losses(self) -> dict[int, float]:
         """Return the loss of each step, the later one if it was trained twice."""
@@ -78,7 +78,7 @@ class Run:
         return result.returncode
 
     def describe(self) -> str:
-        parts = [f"{event}" for event in self.dir.read_events()]
+        parts = [f"{event}" for event in read_json_lines(self.dir.events)]
         for log in (self.dir.supervisor_log, self.dir.slurm_log):
             if log.exists():
                 parts += [f"== {log.name}", *log.read_text(errors="replace").splitlines()[-30:]]

@@ -12,6 +12,7 @@ from helpers.processes import assert_no_process_left
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SpecError
+from hpctrain.files import read_json_lines
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.jobspec.load_spec import load_spec
@@ -33,7 +34,7 @@ def max_concurrent(run: Run) -> int:
     transitions = sorted(
         (event["time"], changes[event["kind"]])
         for task in run.tasks()
-        for event in task.dir.read_events()
+        for event in read_json_lines(task.dir.events)
         if event["kind"] in changes
     )
     return max(accumulate(change for _, change in transitions))
@@ -127,7 +128,7 @@ def test_some_tasks_of_an_array_are_resubmitted(prepared):
     resubmitted = submit_prepared(prepared(array="1,3", run_dir="r"))
     assert resubmitted.wait(timeout=120).state is RunState.COMPLETED
     assert [task.status().attempt for task in resubmitted.tasks()] == [0, 1, 0, 0]
-    first_id = next(run.dir.read_events())["job_id"]
+    first_id = next(read_json_lines(run.dir.events))["job_id"]
     jobs = [f"{first_id}_0", f"{resubmitted.job_id}_1", f"{first_id}_2", f"{resubmitted.job_id}_3"]
     assert [task.job_id for task in resubmitted.tasks()] == jobs
 

@@ -10,6 +10,7 @@ import pytest
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
+from hpctrain.files import read_json_lines
 from hpctrain.jobs.backends import local
 from hpctrain.jobs.runs.run import find_run, list_runs
 from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
@@ -101,7 +102,9 @@ def test_ended_run_can_be_resubmitted(prepared):
     resubmitted = submit_prepared(prepared(run_dir="r", nodes=2))
     status = resubmitted.wait(timeout=120)
     assert (status.attempt, resubmitted.dir.cancel_request.exists()) == (1, False)
-    assert [event["attempt"] for event in resubmitted.dir.read_events() if event["kind"] == "submitted"] == [
+    assert [
+        event["attempt"] for event in read_json_lines(resubmitted.dir.events) if event["kind"] == "submitted"
+    ] == [
         0,
         1,
     ]

@@ -22,7 +22,7 @@ def test_tail_reads_new_text_without_splitting_characters(tmp_path):
 
 def test_tail_returns_only_complete_records(tmp_path):
     path = tmp_path / "events.jsonl"
-    tail = RecordTail(path)
+    tail = RecordTail(path, dict)
     path.write_text('{"a": 1}\n{"a"')
     assert tail.read() == [{"a": 1}]
     with open(path, "a") as file:
@@ -34,4 +34,4 @@ def test_last_records_are_read_backwards_across_blocks(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = [{"step": i, "text": "x" * (i % 977)} for i in range(2000)]
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
-    assert list(read_last_records(path)) == records[::-1]
+    assert list(read_last_records(path, dict)) == records[::-1]

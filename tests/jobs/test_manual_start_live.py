@@ -8,6 +8,7 @@ import pytest
 from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
+from hpctrain.files import read_json_lines
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 
@@ -26,7 +27,7 @@ def test_script_started_by_hand_is_refused(backend, extra_options, tmp_path, req
     )
     run.wait(timeout=120)
     folders = [each.dir for each in run.tasks() or [run]]
-    before = [list(folder.read_events()) for folder in folders]
+    before = [list(read_json_lines(folder.events)) for folder in folders]
     refused = run_command(["bash", run.dir.job_script], environ, cwd=run.dir.path, check=False, timeout=60)
     assert refused.returncode == 2
     assert "use hpctrain resume" in refused.stderr
@@ -34,4 +35,4 @@ def test_script_started_by_hand_is_refused(backend, extra_options, tmp_path, req
         job_id = run_command(["sbatch", "--parsable", run.dir.job_script], environ).stdout.strip()
         query = ["scontrol", "show", "job", job_id]
         wait_for(lambda: "ExitCode=2:0" in run_command(query, environ).stdout, 60, "its end")
-    assert [list(folder.read_events()) for folder in folders] == before
+    assert [list(read_json_lines(folder.events)) for folder in folders] == before

@@ -9,6 +9,7 @@ from typing import Literal, get_type_hints
 
 import click
 import pytest
+import yaml
 
 from hpctrain.cli import submit
 from hpctrain.jobs.options.option import OptionType
@@ -95,4 +96,4 @@ def test_every_option_is_documented(option):
     )
     for value in filter(None, [option.example, option.default]):
         if not option.kind.pairs:
-            assert option.kind.parse(value) is not None
+            assert option.kind.parse(yaml.safe_load(value) if option.kind.many else value) is not None

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
-from hpctrain.cli.resubmit_command import submit_arguments
+from hpctrain.cli.resume import _program
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_parser import find_replacement
 from hpctrain.jobs.options.resolved_options import resolve_options
@@ -109,8 +109,7 @@ def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypat
     monkeypatch.setattr("hpctrain.jobs.submit.submit.submit_prepared", stop)
     (tmp_path / "train.py").touch()
     CliRunner().invoke(cli, ["submit", "--backend=local", *args])
-    _, repeated = submit_arguments(asdict(specs[0]))
-    assert [word.removeprefix(f"{tmp_path}/") for word in repeated] == call
+    assert [word.removeprefix(f"{tmp_path}/") for word in _program(asdict(specs[0]))] == call
 
 
 def test_foreign_options_are_explained_in_python(tmp_path: Path) -> None:

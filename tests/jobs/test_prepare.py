@@ -133,6 +133,7 @@ def test_more_gpus_than_the_machine_has_are_refused(prepared, monkeypatch):
         ({"notify_on": ["stall"]}, "notify_on has no effect: --notify is not given."),
         ({"notify_stall_after": 9}, "notify_stall_after has no effect: --notify is not given."),
         ({"gpu_request_style": "gres"}, "gpu_request_style has no effect:"),
+        ({"launcher": "torchrun", "standby_workers": 9}, "--standby-workers has no effect: torchrun starts"),
     ],
 )
 def test_option_without_effect_is_noted(prepared, options, note):

@@ -7,7 +7,7 @@ import json
 import click
 import pytest
 
-from hpctrain.cli.profile import _RankList
+from hpctrain.cli.ranks import _rank_list
 from hpctrain.errors import WaitTimeout
 from hpctrain.jobs.runs.profile import ProfileRequest
 from hpctrain.jobs.runs.run import Run
@@ -15,16 +15,16 @@ from hpctrain.rundir import RunDir
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks"), [("0", (0,)), ("0,3", (0, 3)), ("8-11, 3,9", (3, 8, 9, 10, 11)), ("00-01", (0, 1))]
+    ("text", "ranks"), [("0", [0]), ("0,3", [0, 3]), ("8-11, 3,9", [3, 8, 9, 10, 11]), ("00-01", [0, 1])]
 )
 def test_rank_list(text, ranks):
-    assert _RankList().convert(text, None, None) == ranks
+    assert _rank_list(None, None, text) == ranks
 
 
 @pytest.mark.parametrize("text", ["", "x", "3-", "7-0", "-1", "0]x[1", "0-99999999999", "9" * 5000])
 def test_invalid_rank_list(text):
     with pytest.raises(click.BadParameter, match="is not a valid list of ranks"):
-        _RankList().convert(text, None, None)
+        _rank_list(None, None, text)
 
 
 def test_end_of_a_profile_keeps_the_next_request(tmp_path):

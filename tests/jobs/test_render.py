@@ -1,3 +1,10 @@
+"""Batch scripts. Those of one job per template and feature are stored in `golden/`.
+
+    UPDATE_GOLDEN=1 .venv/bin/python -m pytest tests/jobs/test_render.py
+
+rewrites them; `git diff` then shows the effect of a changed template.
+"""
+
 from __future__ import annotations
 
 import json
@@ -5,17 +12,71 @@ import os
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import REPOSITORY
 from helpers.commands import environment, run_command
-from helpers.golden_scripts import JOBS, golden_file, golden_text
 
+from hpctrain._version import __version__
 from hpctrain.errors import SpecError
 from hpctrain.jobs.submit.render import render
 from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobspec.container import Container
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import TorchrunConfig
 from hpctrain.jobspec.shell_setup import ShellSetup
+
+GOLDEN = Path(__file__).parent / "golden"
+
+SHELL = ShellSetup(modules=("cuda/12.4", "nccl 2"), setup=("ulimit -c 0", "export A='b c'"))
+
+JOBS: dict[str, dict[str, Any]] = {
+    "apptainer": {"container": Container(image="/home/me/torch.sif", runtime="apptainer")},
+    "cpu": {"ntasks_per_node": 2},
+    "cpu-shell": {"shell": SHELL, "cpus_per_task": 4, "directives": {"mem": "8G", "exclusive": ""}},
+    "ddp": {"nodes": 2, "gpus_per_node": 2, "time_limit_s": 3600.0},
+    "ddp-array": {"gpus_per_node": 1, "array": "0-3%2", "directives": {"partition": "urgent"}},
+    "ddp-conda-name": {"gpus_per_node": 2, "python": "python", "shell": ShellSetup(conda="torch")},
+    "ddp-conda-path": {"gpus_per_node": 2, "shell": ShellSetup(conda="/home/me/my envs/torch")},
+    "ddp-gpus-per-node": {"gpus_per_node": 2, "gpu_request_style": "gpus-per-node"},
+    "ddp-venv": {
+        "gpus_per_node": 2,
+        "python": "/home/me/it's/bin/python",
+        "shell": ShellSetup(modules=("cuda",), venv="/home/me/it's"),
+    },
+    "ddp2": {"nodes": 2, "gpus_per_node": 2, "template": "ddp2"},
+    "elastic": {"nodes": 4, "min_nodes": 2, "gpus_per_node": 2, "cpus_per_task": 4},
+    "elastic-spare": {
+        "nodes": 4,
+        "min_nodes": 2,
+        "spare_nodes": 1,
+        "resume_mode": "successor",
+        "stage": {"tokens": "/data/my tokens.bin"},
+    },
+    "elastic-cpu": {"nodes": 4, "min_nodes": 1, "ntasks_per_node": 2},
+    "local": {"backend": "local", "nodes": 2, "ntasks_per_node": 2},
+    "plain": {
+        "template": "plain",
+        "supervised": False,
+        "nodes": 2,
+        "gpus_per_node": 2,
+        "env": {"NCCL_DEBUG": "INFO"},
+    },
+    "pyxis": {
+        "nodes": 2,
+        "gpus_per_node": 2,
+        "container": Container(image="nvcr.io#nvidia/pytorch:25.03-py3", runtime="pyxis"),
+    },
+    "torchrun": {"nodes": 2, "gpus_per_node": 2, "cpus_per_task": 4, "torchrun": TorchrunConfig()},
+    "torchrun-cpu-etcd": {
+        "nodes": 2,
+        "ntasks_per_node": 2,
+        "torchrun": TorchrunConfig(rdzv_backend="etcd-v2", rdzv_endpoint="etcd:2379"),
+    },
+    "words": {"name": "a 'b' #c", "run_dir": "/home/me/run $(d) %j", "directives": {"comment": 'say "x"'}},
+}
 
 HOSTILE = [
     *("a b", "a'b", 'a"b', "$(touch pwned)", "`touch pwned`", "a;touch pwned", "#SBATCH --x", "a\\", "%j"),
@@ -25,15 +86,22 @@ HOSTILE = [
 
 @pytest.mark.parametrize("name", JOBS)
 def test_scripts_match_the_golden_files(name):
-    assert golden_text(name) == golden_file(name).read_text(), "see golden_scripts.py"
-    result = subprocess.run(["bash", "-n", golden_file(name)], capture_output=True, text=True, timeout=120)
+    defaults = {"script": "/home/me/train.py", "name": "train", "run_id": "train-1", "backend": "slurm"}
+    paths = {"run_dir": "/home/me/runs/train-1", "workdir": "/home/me", "python": "/usr/bin/python3"}
+    script = render(JobSpec(**{**defaults, **paths, **JOBS[name]}))
+    script = script.replace(f" {__version__} ", " VERSION ")
+    stored = GOLDEN / f"{name}.sbatch"
+    if os.environ.get("UPDATE_GOLDEN"):
+        stored.write_text(script)
+    assert script == stored.read_text()
+    result = subprocess.run(["bash", "-n", stored], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_real_sbatch_accepts_every_script(slurm):
     refused = {}
     for name in JOBS:
-        result = run_command(["sbatch", "--test-only", golden_file(name)], slurm.env, check=False)
+        result = run_command(["sbatch", "--test-only", GOLDEN / f"{name}.sbatch"], slurm.env, check=False)
         if result.returncode or "to start at" not in result.stderr:
             refused[name] = result.stderr
     assert refused == {}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from helpers.accounting_slurm import AccountingSandbox
-from helpers.batch_jobs import SlurmJobs
-from helpers.commands import environment
-from helpers.slurm_states import JobStates, check_status
+from helpers.commands import environment, run_command
 from helpers.waiting import deadline_in, wait_for
 
 from hpctrain.errors import SchedulerError
@@ -20,7 +18,97 @@ from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.submit.complete_options import resolve_dependency
+from hpctrain.rundir import RunDir
+from hpctrain.sandbox import Sandbox
 from hpctrain.slurm.states import JobRecord, RunState
+
+#: A function for scripts: it records the run's end, as a supervisor does, after the submission's event.
+_END = """
+finish() {
+    until [ -s events.jsonl ]; do sleep 0.05; done
+    printf '{"time": %s, "attempt": 0, "kind": "finished", "state": "%s"}\\n' $(date +%s) $1 >>events.jsonl
+}
+"""
+
+
+@dataclass(frozen=True)
+class SlurmJobs:
+    box: Sandbox
+    environ: Mapping[str, str]
+
+    def command(self, *argv: str) -> str:
+        return run_command(argv, self.environ).stdout.strip()
+
+    def sbatch(self, folder: Path, script: str, *options: str) -> str:
+        """Submit a script that runs in `folder`; return the job's id."""
+        folder.mkdir(exist_ok=True)
+        path = folder / "job.sbatch"
+        path.write_text(f"#!/bin/bash\n{_END}\n{script}\n")
+        options_of_folder = (f"--chdir={folder}", "--output=slurm.log", "--open-mode=append")
+        return self.command("sbatch", "--parsable", *options_of_folder, *options, str(path))
+
+    def submit(self, folder: Path, script: str, *options: str) -> Run:
+        job_id = self.sbatch(folder, script, *options)
+        return self.record(folder, job_id)
+
+    def record(self, folder: Path, job_id: str) -> Run:
+        folder.mkdir(exist_ok=True)
+        run = RunDir(folder)
+        run.log_event("submitted", 0, job_id=job_id, backend="slurm")
+        return Run(run, self.environ)
+
+
+#: The expected run state by job state. A run that is complete or was cancelled records it itself.
+_MEANING = {
+    "PENDING": "PENDING",
+    "CONFIGURING": "RUNNING",
+    "RUNNING": "RUNNING",
+    "COMPLETING": "RUNNING",
+    "COMPLETED": "FAILED",
+    "CANCELLED": "CANCELLED",
+    "FAILED": "FAILED",
+    "NODE_FAIL": "FAILED",
+    "OUT_OF_MEMORY": "FAILED",
+    "TIMEOUT": "FAILED",
+}
+
+
+class JobStates:
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        fields = "--Format=JobArrayID:60,State:20,RestartCnt:10"
+        command = ["squeue", "--noheader", "--all", "--states=all", "--array", fields]
+        self._jobs: dict[str, set[tuple[str, str]]] = {}
+        for line in run_command(command, environ).stdout.splitlines():
+            name, state, restarts = line.split()
+            self._jobs.setdefault(name.partition("+")[0], set()).add((state, restarts))
+
+    def of(self, job_id: str) -> set[tuple[str, str]]:
+        """Return state and number of restarts of the job, or of its components."""
+        array, _, task = job_id.partition("_")
+        is_known = any(name.startswith(f"{array}_") for name in self._jobs)
+        if task and is_known and job_id not in self._jobs:
+            return {("CANCELLED", "0")}  # It was removed from the pending tasks.
+        return self._jobs.get(job_id, set())
+
+
+def check_status(status: RunStatus, before: JobStates, after: JobStates, run: Run) -> bool:
+    """Check a status against the controller's states before and after it; return True if that was possible.
+
+    It is impossible while the job is changing, and after the run has recorded its end.
+    """
+    assert status.job_id is not None
+    states = before.of(status.job_id)
+    if len(states) != 1 or states != after.of(status.job_id):
+        return False
+    if any(event.kind == "finished" for event in run.dir.read_events()):
+        return False
+    ((state, restarts),) = states
+    expected = _MEANING[state]
+    if run.dir.cancel_request.exists() and RunState(expected).ended:
+        expected = "CANCELLED"
+    assert status.state == expected, f"squeue says {state} (restart {restarts}) of {status}"
+    return True
+
 
 pytestmark = pytest.mark.slurm
 

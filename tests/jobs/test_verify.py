@@ -79,7 +79,7 @@ def test_whole_run_is_trained_from_the_beginning(run):
     plan = run.start(4).train(1, 30).save(20, 30).plan()
     assert (plan.start, plan.last, plan.start_checkpoint) == (0, 30, None)
     assert plan.checkpoint == (30, run.dir.checkpoint(30))
-    assert [(part.last, part.world_size, part.saved) for part in plan.parts] == [(30, 4, (30,))]
+    assert [(part.last, part.shape.world_size, part.saved) for part in plan.parts] == [(30, 4, (30,))]
     assert plan.notes == ()
 
 
@@ -137,18 +137,17 @@ def test_resized_parts_keep_their_ranks_and_interruptions_are_merged(run):
     run.start(1)  # failed before it trained
     run.start(2, resumed=20).train(21, 30).save(30)
     plan = run.plan()
-    assert [(part.last, part.nodes, part.world_size) for part in plan.parts] == [
-        (15, 1, 4),
-        (20, 3, 3),
-        (30, 1, 2),
-    ]
+    assert [(part.last, *part.shape[:2]) for part in plan.parts] == [(15, 1, 4), (20, 3, 3), (30, 1, 2)]
     assert plan.attempts == (0, 1, 3, 5)
     part = run.plan(18, 25)
-    assert (part.start, [(each.last, each.world_size) for each in part.parts]) == (15, [(20, 3), (25, 2)])
+    assert (part.start, [(each.last, each.shape.world_size) for each in part.parts]) == (
+        15,
+        [(20, 3), (25, 2)],
+    )
     assert part.attempts == (3, 5)
     assert [each.saved for each in part.parts] == [(20,), (25,)]
     other = run.plan(18, 25, ranks=7)
-    assert [(each.last, each.world_size, each.saved) for each in other.parts] == [(25, 7, (20, 25))]
+    assert [(each.last, each.shape.world_size, each.saved) for each in other.parts] == [(25, 7, (20, 25))]
 
 
 def test_rollback_is_no_start_from_a_checkpoint(run):
@@ -157,7 +156,7 @@ def test_rollback_is_no_start_from_a_checkpoint(run):
     run.dir.log_event("resumed", 0, step=4)
     run.train(5, 12).save(12)
     plan = run.plan()
-    assert (plan.start, [(part.last, part.world_size) for part in plan.parts]) == (0, [(12, 2)])
+    assert (plan.start, [(part.last, part.shape.world_size) for part in plan.parts]) == (0, [(12, 2)])
     write_samples(run, 0, 0, 6, 1, 2)
     write_samples(run, 0, 0, 7, 3, 4)
     assert run.record.samples == {6: {0: [1, 2]}}
@@ -180,10 +179,8 @@ def test_metrics_are_compared_exactly_and_nan_equals_nan(run, tmp_path):
     other = RunBuilder(tmp_path / "other").start(1).train(1, 1, loss=0.1).train(2, 2, loss=NAN)
     other.train(3, 3, loss=0.3 + 2**-54, seconds=6.0, extra=1.0)
     found = list(compare_metrics(run.record, other.record, [1, 2, 3], ["seconds"]))
-    assert [(one.step, one.name, one.here) for one in found] == [
-        (3, "loss", 0.3 + 2**-54),
-        (3, "acc", "(missing)"),
-    ]
+    differences = [(difference.step, difference.name, difference.here) for difference in found]
+    assert differences == [(3, "loss", 0.3 + 2**-54), (3, "acc", "(missing)")]
 
 
 def write_samples(run: RunBuilder, attempt: int, rank: int, step: int, *indices: int) -> None:

@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpctrain import schema
 from hpctrain.jobspec.restart_policy import EndKind, RestartPolicy
 from hpctrain.records.lease import (
     EXPIRY_S,
@@ -120,7 +121,7 @@ class World(NamedTuple):
         # Of the events before the last submission, the product reads only the submissions, and the end of the
         # run before a successor was recorded.
         kept = list(dict.fromkeys(event for event in events[:last] if event[0] == "submitted"))
-        if events[last][2] is not None and recorded_end(event_dicts(events[:last])) is not None:
+        if events[last][2] is not None and recorded_end(event_records(events[:last])) is not None:
             kept.append(max(event for event in events[:last] if event[0] == "finished"))
         events = events[last:]
         # Before the last start, it reads only the newest end.
@@ -150,7 +151,8 @@ class World(NamedTuple):
     @property
     def ended(self) -> str | None:
         """The recorded end of the run."""
-        return (recorded_end(event_dicts(self.events)) or {}).get("state")
+        end = recorded_end(event_records(self.events))
+        return end and end.state
 
     @property
     def finished(self) -> bool:
@@ -168,17 +170,21 @@ class World(NamedTuple):
 
 
 @cache
-def event_dicts(events: tuple[Event, ...]) -> list[dict[str, Any]]:
+@cache
+def event_records(events: tuple[Event, ...]) -> list[schema.Event]:
     names = {"submitted": "after", "finished": "state"}
     return [
-        {"kind": kind, "job_id": job, **({names[kind]: more} if more is not None else {}), "backend": "slurm"}
+        schema.Event(
+            **{"time": 0.0, "attempt": 0, "kind": kind, "job_id": job, "backend": "slurm"}
+            | ({names[kind]: more} if more is not None else {})
+        )
         for kind, job, more in events
     ]
 
 
 @cache
 def record_of(events: tuple[Event, ...]) -> RunRecord:
-    return summarize_events(RunDir(Path("/run")), reversed(event_dicts(events)))
+    return summarize_events(RunDir(Path("/run")), reversed(event_records(events)))
 
 
 def first_worlds(ids: tuple[str, ...]) -> list[World]:
@@ -221,7 +227,7 @@ def _supervisor_steps(world: World, job: Job) -> Iterator[Step]:
 def _read(world: World, job: Job) -> Iterator[Step]:
     record = record_of(world.events)
     facts = {"newest": record.job_id, "ended": world.ended, "handover": record.handover is not None}
-    facts["newest_after"] = (record.submitted or {}).get("after")
+    facts["newest_after"] = record.submitted and record.submitted.after
     yield Step("reads the record", world.put(job, pc="claim" if job.predecessor else "find", **facts))
 
 
@@ -232,7 +238,7 @@ def _claim(world: World, job: Job) -> Iterator[Step]:
 
 def _find(world: World, job: Job) -> Iterator[Step]:
     """Search for a successor of this job, and decide."""
-    found = recorded_successor(event_dicts(world.events), job.id)
+    found = recorded_successor(event_records(world.events), job.id)
     queued = _queued(world, job)
     if found is None and job.newest == job.id and job.handover and queued is not None:
         yield Step(
@@ -330,17 +336,17 @@ def _link(world: World, job: Job) -> Iterator[Step]:
 
 def _register(world: World, job: Job) -> Iterator[Step]:
     """Record this job as the newest of the run."""
-    if job.predecessor is not None and recorded_end(event_dicts(world.events)) is not None:
+    if job.predecessor is not None and recorded_end(event_records(world.events)) is not None:
         yield Step("finds the end of the run", _exit(world, job))
         return
     if job.predecessor is not None:
         after = world if job.newest == job.id else world.log("submitted", job.id, job.predecessor)
         yield Step("registers", _train(after, job))
         return
-    submitted = [event["job_id"] for event in event_dicts(world.events) if event["kind"] == "submitted"]
+    submitted = [event.job_id for event in event_records(world.events) if event.kind == "submitted"]
     if submitted[-1:] != [job.id]:
         yield Step("finds another job", _exit(world, job), loses_job=True)
-    elif recorded_end(event_dicts(world.events)) is not None:
+    elif recorded_end(event_records(world.events)) is not None:
         yield Step("finds the end of the run", _exit(world, job))
     else:
         yield Step("is registered", _train(world, job))

@@ -144,9 +144,3 @@ def test_nothing_is_saved_without_a_run_folder(tmp_path, monkeypatch, capsys):
         checkpointer.save_and_exit(3)
     assert list(tmp_path.iterdir()) == []
     assert "There is no run folder, so nothing is saved. Pass run_dir" in capsys.readouterr().out
-
-
-def test_checkpoint_of_another_model_is_refused(tmp_path):
-    Checkpointer(run_dir=tmp_path, model=nn.Linear(1, 1)).save(1)
-    with pytest.raises(UserError, match=r"model in .*step-00000001 does not match the script"):
-        Checkpointer(run_dir=tmp_path, model=nn.Linear(2, 1)).load()

@@ -46,14 +46,6 @@ def test_samples_and_batches_are_the_same_on_any_number_of_ranks(world_size):
     assert steps[:7] != steps[7:]
 
 
-def test_weights_of_a_batch_add_up_to_the_number_of_ranks():
-    ranks = [sampler(rank, 3) for rank in range(3)]
-    for each in ranks:
-        list(each)
-    # The last batch has two samples.
-    assert [each.weight for each in ranks] == [1.5, 1.5, 0.0]
-
-
 @pytest.mark.parametrize("options", LOADERS)
 @pytest.mark.parametrize("trained", [3, 7])
 def test_position_counts_yielded_batches(options, trained):
@@ -113,6 +105,14 @@ def test_random_numbers_do_not_depend_on_where_an_epoch_is_entered(options):
         return drawn
 
     assert draws(None) == draws(3) == draws(7)
+
+
+def test_weights_of_a_batch_add_up_to_the_number_of_ranks():
+    ranks = [sampler(rank, 3) for rank in range(3)]
+    for each in ranks:
+        list(each)
+    # The last batch has two samples.
+    assert [each.weight for each in ranks] == [1.5, 1.5, 0.0]
 
 
 def test_set_epoch_keeps_the_position_in_the_present_epoch():

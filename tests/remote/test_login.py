@@ -45,9 +45,3 @@ def test_unknown_host_is_one_sentence(laptop: Laptop):
         "Error: Cannot log in to nowhere.invalid: ssh: Could not resolve hostname"
     )
     assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("host", ["-oProxyCommand=x", "a b", ""])
-def test_a_host_cannot_be_an_option(laptop: Laptop, host: str):
-    result = laptop.hpctrain(f"--on={host}", "pull", "run", check=False)
-    assert result.returncode == 2

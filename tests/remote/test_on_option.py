@@ -41,10 +41,7 @@ def test_the_option_may_stand_before_or_after_a_command(parsed: Callable[..., ob
 
 
 def test_words_after_a_script_belong_to_it(parsed: Callable[..., object]):
-    assert parsed("submit", "--on", "a", "t.py", "--on", "x") == (
-        "a",
-        ["submit", "t.py", "--on", "x"],
-    )
+    assert parsed("submit", "--on", "a", "t.py", "--on", "x") == ("a", ["submit", "t.py", "--on", "x"])
 
 
 @pytest.mark.parametrize(
@@ -56,9 +53,7 @@ def test_words_after_a_script_belong_to_it(parsed: Callable[..., object]):
         ("submit -- none --on c", False),
     ],
 )
-def test_misplaced_option_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, is_noted: bool
-):
+def test_misplaced_option_is_noted(tmp_path, monkeypatch, line, is_noted):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli, line.split())
     assert result.exit_code == 2
@@ -172,7 +167,7 @@ def test_folders_of_projects_differ_and_are_remembered(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--on", "", "list"], "(--on) is not a valid host name"),
+        *(([f"--on={host}", "list"], "is not a valid host name") for host in ("-oProxyCommand=x", "a b", "")),
         (["--on", "alpha", "serve"], "ssh -L 8000:127.0.0.1:8000 alpha"),
     ],
 )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hpctrain.runtime.rank_activity import RankActivity
 from hpctrain.runtime.stopping import agreed_stop as module
 from hpctrain.runtime.stopping.agreed_stop import AgreedStop, agreement_timeout_s
+from hpctrain.schema import RankMessage
 from hpctrain.supervisor.workers.rank_monitor import StopAgreement
 
 
@@ -81,7 +82,7 @@ def test_all_ranks_reach_the_common_step_and_none_passes_it(data, world_size):
             rank.inbox.append(message)
 
     agreement = StopAgreement(world_size, send)
-    agreement.on_message(data.draw(st.integers(0, world_size - 1)), {"stop": True})
+    agreement.on_message(data.draw(st.integers(0, world_size - 1)), RankMessage(stop=True))
     while any(rank.step != rank.until for rank in ranks):
         possible = [(index, "receive") for index, rank in enumerate(ranks) if rank.inbox]
         for index, rank in enumerate(ranks):
@@ -97,7 +98,7 @@ def test_all_ranks_reach_the_common_step_and_none_passes_it(data, world_size):
             rank.step += 1
         elif "prepare_stop" in (message := rank.inbox.pop(0)):
             rank.held = rank.step + 1
-            agreement.on_message(index, {"can_stop_after": rank.held})
+            agreement.on_message(index, RankMessage(can_stop_after=rank.held))
         else:
             rank.until = message["stop_after"]
             assert rank.step <= rank.until

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 
 import pytest
 import torch
+from helpers.node_ranks import ranks
 from torch.distributed import HashStore
 
 from hpctrain.cluster import Ranks
 from hpctrain.errors import HpctrainError, RendezvousError
-from hpctrain.runtime import device_assignment as module
-from hpctrain.runtime.device_assignment import DeviceAssignment, assign_device, choose_device, visible_uuids
-
-
-def ranks(rank: int, world_size: int, **fields: object) -> Ranks:
-    values = {
-        "rank": rank,
-        "world_size": world_size,
-        "local_rank": rank,
-        "local_world_size": world_size,
-        "node_rank": 0,
-        "num_nodes": 1,
-        "master_addr": "127.0.0.1",
-        "master_port": 1,
-        "environment": "slurm",
-    }
-    return Ranks(**{**values, **fields})
+from hpctrain.runtime import rendezvous as module
+from hpctrain.runtime.rendezvous import assign_device, choose_device, visible_uuids
 
 
 def assign_all(
     all_ranks: list[Ranks], environs: list[dict[str, str]]
-) -> list[DeviceAssignment | HpctrainError]:
+) -> list[tuple[torch.device, bool] | HpctrainError]:
     """Return each rank's result of `assign_device`, called at the same time."""
     store = HashStore()
-    results: dict[int, DeviceAssignment | HpctrainError] = {}
+    results: dict[int, tuple[torch.device, bool] | HpctrainError] = {}
 
     def assign(index: int) -> None:
         try:
@@ -65,13 +52,13 @@ def gpus(*letters: str, **variables: str) -> list[dict[str, str]]:
 def test_device_without_gpus_is_cpu():
     environs = [{"SLURMD_NODENAME": "n1"}] * 3
     assignments = assign_all([ranks(i, 3) for i in range(3)], environs)
-    assert assignments == [DeviceAssignment(torch.device("cpu"), False)] * 3
+    assert assignments == [(torch.device("cpu"), False)] * 3
     assert choose_device(ranks(0, 3), {}) == torch.device("cpu")
 
 
 def test_each_rank_takes_the_gpu_of_its_local_rank(fake_driver):
     assignments = assign_all([ranks(i, 3) for i in range(3)], gpus("abc", "abc", "abc"))
-    assert assignments == [DeviceAssignment(torch.device("cuda", i), False) for i in range(3)]
+    assert assignments == [(torch.device("cuda", i), False) for i in range(3)]
     assert choose_device(ranks(2, 3), *gpus("abc")) == torch.device("cuda", 2)
     assert choose_device(ranks(2, 3), *gpus("abc"), use_gpus=False) == torch.device("cpu")
 
@@ -85,20 +72,17 @@ def test_two_ranks_on_one_gpu_are_reported_on_all_ranks(fake_driver):
 @pytest.mark.parametrize("variables", [{"HPCTRAIN_SHARE_GPUS": "1"}, {"SLURM_NTASKS_PER_TRES": "2"}])
 def test_gpus_are_shared_on_request(fake_driver, variables):
     assignments = assign_all([ranks(i, 3) for i in range(3)], gpus("a", "b", "a", **variables))
-    assert assignments == [DeviceAssignment(torch.device("cuda", 0), True)] * 3
+    assert assignments == [(torch.device("cuda", 0), True)] * 3
 
 
 def test_too_few_gpus_on_one_node_end_all_ranks_at_once(fake_driver):
-    all_ranks = [
-        ranks(0, 4, local_rank=0, local_world_size=1, node_rank=0, num_nodes=2),
-        *(ranks(i, 4, local_rank=i - 1, local_world_size=3, node_rank=1, num_nodes=2) for i in (1, 2, 3)),
-    ]
+    of_job = {"world_size": 4, "num_nodes": 2}
+    all_ranks = [dataclasses.replace(ranks(0, 1), **of_job)]
+    all_ranks += [dataclasses.replace(ranks(i, 3), rank=i + 1, node_rank=1, **of_job) for i in range(3)]
     environs = [*gpus("ab"), *gpus("cd", "cd", "cd", SLURMD_NODENAME="n2")]
     errors = assign_all(all_ranks, environs)
     assert {str(error) for error in errors} == {str(errors[0])}
-    assert "rank 1 on n2: There are 3 ranks on this node (slurm), but only 2 GPUs are visible" in str(
-        errors[0]
-    )
+    assert "rank 1 on n2: There are 3 ranks on this node (SLURM_STEP_TASKS_PER_NODE)" in str(errors[0])
 
 
 @pytest.mark.parametrize("entry", ["x", "0" * 64, "[" * 60_000, "[1]"], ids=len)

@@ -21,10 +21,8 @@ from torch.distributed import PrefixStore, TCPStore
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.ports import rendezvous_port
 from hpctrain.errors import HpctrainError, RendezvousError
-from hpctrain.runtime import device_assignment
 from hpctrain.runtime import rendezvous as module
-from hpctrain.runtime.device_assignment import assign_device
-from hpctrain.runtime.rendezvous import connect_store
+from hpctrain.runtime.rendezvous import assign_device, connect_store
 
 pytestmark = pytest.mark.ranks
 
@@ -88,7 +86,7 @@ def test_lost_rank_0_is_reported(key):
 
 
 def test_missing_ranks_are_reported_once_and_end_all_present(key, monkeypatch, capfd):
-    monkeypatch.setattr(device_assignment, "REMIND_AFTER_S", 0.1)
+    monkeypatch.setattr(module, "REMIND_AFTER_S", 0.1)
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(join, ranks_of(key, rank, 6), SHORT_S) for rank in (0, 1, 3)]
     for text in failures(futures):
@@ -164,21 +162,14 @@ class Step:
     master: str
     placed: tuple[str, ...] = ("n1", "n1", "n2", "n3")
 
-    def join(
-        self, *absent: int, timeout_s: float = 2 * LIMIT_S, env: dict[str, str] | None = None
-    ) -> list[dict[str, object]]:
+    def join(self, env: dict[str, str]) -> list[dict[str, object]]:
         key = f"{os.getpid()} {time.monotonic_ns()}"
         with contextlib.ExitStack() as stack:
-            processes = [
-                stack.enter_context(self.start(rank, key, timeout_s, env or {}))
-                for rank in range(len(self.placed))
-                if rank not in absent
-            ]
+            ranks = range(len(self.placed))
+            processes = [stack.enter_context(self.start(rank, key, env)) for rank in ranks]
             return [json.loads(_output(process)) for process in processes]
 
-    def start(
-        self, rank: int, key: str, timeout_s: float, env: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    def start(self, rank: int, key: str, env: dict[str, str]) -> subprocess.Popen[str]:
         host = self.placed[rank]
         fields = {
             "rank": rank,
@@ -192,7 +183,7 @@ class Step:
             "environment": "test",
             "rendezvous_id": key,
         }
-        return self.hosts.start(host, [sys.executable, "-c", RANK, json.dumps([fields, timeout_s])], env)
+        return self.hosts.start(host, [sys.executable, "-c", RANK, json.dumps([fields, 2 * LIMIT_S])], env)
 
 
 def _output(process: subprocess.Popen[str]) -> str:
@@ -201,17 +192,13 @@ def _output(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def assert_joined(results: list[dict[str, object]], *interfaces: str | None) -> None:
-    expected = interfaces or (None,) * len(results)
-    assert results == [{"joined": True, "gloo": interface} for interface in expected]
-
-
 def test_own_name_may_be_unresolvable(hosts):
     """Without an address of another host, gloo would listen on a loopback address."""
     hosts.set_hosts("n1", {})
     hosts.set_hosts("n2", {"n1": hosts.address("n1"), "n2": "127.0.1.1"})
     env = {"SLURM_LAUNCH_NODE_IPADDR": hosts.address("n3")}
-    assert_joined(Step(hosts, "n1").join(env=env), "eth0", "eth0", "eth0", None)
+    interfaces = ["eth0", "eth0", "eth0", None]
+    assert Step(hosts, "n1").join(env) == [{"joined": True, "gloo": interface} for interface in interfaces]
 
 
 @pytest.mark.extended
@@ -235,4 +222,4 @@ def test_address_of_rank_0_is_found(hosts, names):
             hosts.set_hosts(
                 "n2", {"n1 net98": "fd77::98", "n1": hosts.address("n1"), "n2": hosts.address("n2")}
             )
-    assert_joined(step.join(env=env))
+    assert step.join(env) == [{"joined": True, "gloo": None}] * 2

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster import detect
-from hpctrain.runtime.program.child_relay import ChildRelay
+from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
 
 
 @pytest.fixture
@@ -22,7 +23,9 @@ def variables(tmp_path, monkeypatch) -> dict[str, str]:
     (tmp_path / "sitecustomize.py").write_text("print('customized')\n")
     (tmp_path / "torch.py").write_text("print('imported', __name__)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return ChildRelay(detect({}), dict, lambda *_: None).variables
+    ranks = detect({})
+    worker = ProcessObserver(RunDir(tmp_path), 0, ranks, ranks.torch_variables(), records_steps=False)
+    return ChildRelay(worker).variables
 
 
 PRINT_PATHS = "import os, sys, torch; print(os.environ['PYTHONPATH'].split(os.pathsep), sys.path)"

@@ -17,7 +17,6 @@ from hpctrain.runtime.rank_activity import activity
 
 step_log._WRITE_LIMIT_S = 0.1
 log = step_log.StepLog(RunDir(Path(sys.argv[1])), 0)
-log.write_at_exit()
 activity.optimizer_steps, activity.restored_steps = 3, 0
 if os.fork() == 0:
     os._exit(0)

@@ -109,8 +109,3 @@ def test_script_that_swallowed_a_stop_is_continued(run, ending):
     text = f"try:\n    with training:\n        sys.exit(75)\nexcept BaseException:\n    pass\n{ending}"
     assert run_script(run, text) == 75
     assert not run.failure(4, 1).exists()
-
-
-def test_os_exit_leaves_the_file(run):
-    assert run_script(run, "with training:\n    os._exit(0)") == 0
-    assert len(run.unfinished_files(4)) == 1

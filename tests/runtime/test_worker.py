@@ -15,6 +15,7 @@ import pytest
 from helpers.commands import environment
 from helpers.waiting import wait_for
 
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
 pytestmark = pytest.mark.ranks
@@ -31,6 +32,10 @@ STEP = {
     "SLURMD_NODENAME": "n1",
     "HPCTRAIN_ATTEMPT": "4",
 }
+
+
+#: The folder of the run, in a script.
+OF_RUN = "from hpctrain.rundir import RunDir\nrun = RunDir(Path(os.environ['HPCTRAIN_RUN_DIR']))\n"
 
 
 @pytest.fixture
@@ -53,6 +58,10 @@ def start_program(run: RunDir, *words: str, **kwargs) -> subprocess.Popen[bytes]
 
 def log(run: RunDir, rank: int = 1) -> str:
     return run.rank_log(4, rank).read_text()
+
+
+def wait_for_output(run: RunDir, text: str = "here", rank: int = 1) -> None:
+    wait_for(lambda: run.rank_log(4, rank).exists() and text in log(run, rank), 30, f"the output {text}")
 
 
 def test_script_has_its_arguments_folder_and_rank(run):
@@ -113,11 +122,29 @@ def test_cause_of_an_exit_contains_the_last_output(run):
 
 def test_unhandled_stop_signal_exits_with_75(run):
     with start(run, "import time\nprint('here')\ntime.sleep(300)") as process:
-        wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
+        wait_for_output(run)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 75
     assert "SIGTERM" not in log(run), "rank 0 alone prints it"
     assert not run.failure(4, 1).exists()
+
+
+def test_log_index_has_times_and_lengths(run):
+    source = """
+import os, time
+from hpctrain.runtime import worker
+worker._LOG_INDEX_INTERVAL_S = 0.02
+worker.start_log_index(run.path / "times.jsonl", 3)
+for count in (1, 2):
+    os.write(1, b"hello\\n")
+    while len(list(read_json_lines(run.path / "times.jsonl"))) < count:
+        time.sleep(0.01)
+"""
+    head = "import os\nfrom pathlib import Path\nfrom hpctrain.files import read_json_lines\n"
+    assert start(run, f"{head}{OF_RUN}{source}").wait(120) == 0
+    records = list(read_json_lines(run.path / "times.jsonl"))
+    assert [(record["rank"], record["bytes"]) for record in records] == [(3, 6), (3, 12)]
+    assert records[0]["time"] <= records[1]["time"]
 
 
 RANK_0 = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -147,10 +174,9 @@ UNUSED = "This script does not use hpctrain's Trainer, so hpctrain has not saved
     ],
 )
 def test_rank_0_prints_the_signal_and_what_is_lost(run, number, source, message):
-    head = "import os, time\nfrom pathlib import Path\nfrom hpctrain.rundir import RunDir\n"
-    head += "run = RunDir(Path(os.environ['HPCTRAIN_RUN_DIR']))\n"
+    head = f"import os, time\nfrom pathlib import Path\n{OF_RUN}"
     with start(run, f"{head}{source}\nprint('here')\ntime.sleep(300)", env=RANK_0) as process:
-        wait_for(lambda: run.rank_log(4, 0).exists() and "here" in log(run, 0), 30, "the script")
+        wait_for_output(run, rank=0)
         process.send_signal(number)
         assert process.wait(120) == 75
     (line,) = [line for line in log(run, 0).splitlines() if line.startswith("hpctrain: received ")]
@@ -201,7 +227,7 @@ def test_stop_during_a_finalizer_is_not_lost(run):
         f"s.EXIT_TIMEOUT_S = 0.5\n{SLOW_FINALIZER}\ntime.sleep(300)"
     )
     with start(run, source) as process:
-        wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
+        wait_for_output(run)
         process.send_signal(signal.SIGUSR2)
         assert process.wait(120) == 75
     assert "Exception ignored in" in log(run)
@@ -263,7 +289,7 @@ def test_rank_dies_when_its_lifeline_is_closed(run):
     env = {"HPCTRAIN_LIFELINE_FD": str(read_fd)}
     with start(run, source, env=env, pass_fds=[read_fd], start_new_session=True) as process:
         os.close(read_fd)
-        wait_for(lambda: run.rank_log(4, 1).exists() and "here" in log(run), 30, "the script")
+        wait_for_output(run)
         os.close(write_fd)
         assert process.wait(120) == -signal.SIGKILL
         wait_for(lambda: not group_alive(process.pid), 10, "the end of the rank's children")
@@ -371,7 +397,7 @@ print(sum(len(batch) for batch in batches) if "{ends}" == "after all" else len(n
 """
     process = start(run, source, start_new_session=True)
     try:
-        wait_for(lambda: run.rank_log(4, 1).exists() and "ready" in log(run), 30, "the workers")
+        wait_for_output(run, "ready")
         for number in (signal.SIGTERM, signal.SIGUSR2):
             os.killpg(process.pid, number)
         assert process.wait(120) == 75, log(run)
@@ -382,29 +408,26 @@ print(sum(len(batch) for batch in batches) if "{ends}" == "after all" else len(n
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_handler_that_waits_for_other_ranks_forever_is_abandoned(run):
-    """Like Lightning's, which broadcasts while another rank is in another collective."""
-    source = """
-import os, signal, time
-from hpctrain.runtime.stopping import signal_recorder as stop_notes
-stop_notes.STUCK_HANDLER_TIMEOUT_S, stop_notes.HANDLER_POLL_S = 1.0, 0.1
+HANDLER = """
+import os, signal, sys, time
+from hpctrain.runtime.stopping import signal_recorder
+signal_recorder.STUCK_HANDLER_TIMEOUT_S, signal_recorder.HANDLER_POLL_S = 0.5, 0.05
 names = {"__name__": "torch.distributed.fake", "time": time}
 exec("def broadcast(): time.sleep(300)", names)
-signal.signal(signal.SIGTERM, lambda *_: names["broadcast"]())
+signal.signal(signal.SIGTERM, HANDLER)
 os.kill(os.getpid(), signal.SIGTERM)
 """
-    assert start(run, source).wait(120) == 75
-    assert "the script's SIGTERM handler has been waiting for other ranks" in log(run)
-    assert "in broadcast" in log(run)
 
 
-def test_handler_that_saves_slowly_is_not_interrupted(run):
-    source = """
-import os, signal, sys, time
-from hpctrain.runtime.stopping import signal_recorder as stop_notes
-stop_notes.STUCK_HANDLER_TIMEOUT_S, stop_notes.HANDLER_POLL_S = 0.2, 0.05
-signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), print("saved"), sys.exit(0)))
-os.kill(os.getpid(), signal.SIGTERM)
-"""
-    assert start(run, source).wait(120) == 75
-    assert "saved" in log(run)
+@pytest.mark.parametrize(
+    ("handler", "messages"),
+    [
+        # Like Lightning's, which broadcasts while another rank is in another collective.
+        ("names['broadcast']()", ["handler has been waiting for other ranks", "in broadcast"]),
+        ("(time.sleep(2), print('saved'), sys.exit(0))", ["saved"]),
+    ],
+    ids=["waits forever", "saves slowly"],
+)
+def test_handler_is_abandoned_only_if_it_waits_for_other_ranks_forever(run, handler, messages):
+    assert start(run, HANDLER.replace("HANDLER)", f"lambda *_: {handler})")).wait(120) == 75
+    assert [message in log(run) for message in messages] == [True] * len(messages)

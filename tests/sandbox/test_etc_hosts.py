@@ -18,12 +18,16 @@ def _file(tmp_path: Path, content: bytes) -> Path:
 
 def test_each_node_gets_a_line(tmp_path: Path) -> None:
     path = _file(tmp_path, b"127.0.0.1 localhost\n")
+    path.chmod(0o640)
+    before = path.stat()
     layout.add_hosts("box", ADDRESSES, path)
-    assert path.read_text().splitlines() == [
-        "127.26.1.1 box-1 # hpctrain sandbox box",
-        "127.26.1.2 box-2 # hpctrain sandbox box",
-        "127.0.0.1 localhost",
-    ]
+    layout.add_hosts("box-2", {"box-2-1": "127.26.2.1"}, path)
+    other_lines = ["127.26.2.1 box-2-1 # hpctrain sandbox box-2"]
+    lines = ["127.26.1.1 box-1 # hpctrain sandbox box", "127.26.1.2 box-2 # hpctrain sandbox box"]
+    assert path.read_text().splitlines() == [*other_lines, *lines, "127.0.0.1 localhost"]
+    layout.remove_hosts("box", path)
+    assert path.read_text().splitlines() == [*other_lines, "127.0.0.1 localhost"]
+    assert (path.stat().st_ino, path.stat().st_mode) == (before.st_ino, before.st_mode)
 
 
 @settings(deadline=None)
@@ -33,20 +37,3 @@ def test_other_lines_are_unchanged(tmp_path_factory: object, content: bytes) -> 
     layout.add_hosts("box", ADDRESSES, path)
     layout.remove_hosts("box", path)
     assert path.read_bytes() == content
-
-
-def test_sandbox_removes_only_its_own_lines(tmp_path: Path) -> None:
-    path = _file(tmp_path, b"")
-    layout.add_hosts("box", ADDRESSES, path)
-    layout.add_hosts("box-2", {"box-2-1": "127.26.2.1"}, path)
-    layout.remove_hosts("box", path)
-    assert path.read_bytes() == b"127.26.2.1 box-2-1 # hpctrain sandbox box-2\n"
-
-
-def test_file_keeps_its_inode_and_mode(tmp_path: Path) -> None:
-    path = _file(tmp_path, b"127.0.0.1 localhost\n")
-    path.chmod(0o640)
-    before = path.stat()
-    layout.add_hosts("box", ADDRESSES, path)
-    after = path.stat()
-    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)

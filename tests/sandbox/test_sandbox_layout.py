@@ -8,8 +8,15 @@ import pytest
 
 from hpctrain.errors import SpecError, UserError
 from hpctrain.sandbox.cluster import check_requirements
-from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, allocate, folder_of, list_names
-from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
+from hpctrain.sandbox.layout import (
+    SandboxLayout,
+    SandboxSize,
+    allocate,
+    folder_of,
+    gres_conf,
+    list_names,
+    slurm_conf,
+)
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
 
@@ -54,7 +61,7 @@ def test_longest_path_fits_into_a_unix_socket() -> None:
     plan = _layout(folder_of("a" * 15), nodes=64)
     node = plan.nodes[-1]
     # The socket of slurmstepd for the batch step of a job with Slurm's highest default id.
-    socket_path = plan.spool / node / f"{node}_67043328.4294967291"
+    socket_path = plan.folder / "spool" / node / f"{node}_67043328.4294967291"
     assert len(str(socket_path)) <= 107
     assert len(str(plan.munge_socket)) <= 107
 
@@ -122,9 +129,7 @@ def test_settings_replace_or_add_lines(tmp_path: Path) -> None:
         ("Linux", 1000, "programs", "requires root.*runs as user 1000.*sudo"),
     ],
 )
-def test_missing_requirements_are_reported(
-    tmp_path: Path, system: str, uid: int, search_path: str | None, message: str
-) -> None:
+def test_missing_requirements_are_reported(tmp_path, system, uid, search_path, message):
     for program in PROGRAMS:
         (tmp_path / program).touch(mode=0o755)
     path = str(tmp_path) if search_path == "programs" else search_path or ""

@@ -15,7 +15,7 @@ from helpers.waiting import wait_for
 from hpctrain import sandbox
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.sandbox import cluster, slurm_conf
+from hpctrain.sandbox import cluster, layout
 from hpctrain.sandbox.layout import HOSTS, ROOT, folder_of
 
 pytestmark = pytest.mark.slurm
@@ -47,10 +47,6 @@ def _host_lines(name: str) -> list[str]:
     return [line for line in lines if "# hpctrain sandbox" not in line or line.endswith(f" {name}")]
 
 
-def _queue(box: sandbox.Sandbox, job: str) -> str:
-    return run_command(["squeue", "-h", "-j", job, "-o", "%T %r"], box.env).stdout.strip()
-
-
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -66,53 +62,7 @@ def _sbatch(box: sandbox.Sandbox, script: str, log: Path, *options: str) -> str:
     return result.stdout.strip()
 
 
-def test_urgent_job_preempts_and_the_other_is_requeued(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
-    log = tmp_path / "job.out"
-    script = """
-echo start ${SLURM_RESTART_COUNT:-0}
-srun bash -c 'trap "echo TERM; exit 75" TERM; echo ready; while true; do sleep 0.1; done'
-echo srun said $?
-scontrol requeue $SLURM_JOB_ID
-sleep 30
-"""
-    job = _sbatch(slurm, script, log, "-N4", "--ntasks-per-node=2", "--gpus-per-node=2")
-    try:
-        wait_for(lambda: _text(log).count("ready") == 8, 20, "8 tasks")
-        run_command(["srun", "-p", "urgent", "-N1", "--gpus-per-node=2", "true"], slurm.env)
-        wait_for(lambda: _queue(slurm, job) == "PENDING BeginTime", 10, "the job to be back in the queue")
-        assert log.read_text().count("TERM\n") == 8, log.read_text()
-        assert "srun said 75" in log.read_text()
-        run_command(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], slurm.env)
-        wait_for(lambda: "start 1" in log.read_text(), 20, "the second start")
-    finally:
-        run_command(["scancel", job], slurm.env)
-        wait_for(lambda: not _queue(slurm, job).startswith(("RUN", "COMPL")), 20, "the end of the job")
-
-
-@pytest.mark.long
-def test_lost_node_is_detected_and_used_again(slurm: sandbox.Sandbox, tmp_path: Path) -> None:
-    lost = slurm.nodes[2]
-    log = tmp_path / "job.out"
-    job = _sbatch(
-        slurm, "srun bash -c 'echo ready; sleep 100'", log, "-N4", "--no-requeue", "--gpus-per-node=1"
-    )
-    try:
-        wait_for(lambda: _text(log).count("ready") == 4, 20, "4 tasks")
-        slurm.kill_node(lost)
-        wait_for(
-            lambda: slurm.node_states()[lost] == "down*", 60, f"Slurm to notice that {lost} is gone", 0.5
-        )
-        wait_for(lambda: not _queue(slurm, job).startswith("RUN"), 20, "the end of the job")
-        assert slurm.daemons()[f"slurmd {lost}"] is None
-    finally:
-        slurm.start_node(lost)
-        run_command(["scancel", job], slurm.env)
-    assert run_command(["srun", "-w", lost, "printenv", "SLURMD_NODENAME"], slurm.env).stdout.strip() == lost
-
-
-def test_up_and_down_beside_another_sandbox_leave_no_trace(
-    slurm: sandbox.Sandbox, name: str, tmp_path: Path
-) -> None:
+def test_up_and_down_beside_another_sandbox_leave_no_trace(slurm, name, tmp_path):
     before = _host_lines(name)
     log = tmp_path / "job.out"
     for _ in range(2):
@@ -174,12 +124,10 @@ def test_down_removes_the_remains_of_a_crash(name: str, remains: str) -> None:
     assert _host_lines(name) == before
 
 
-def test_daemon_that_does_not_start_is_reported_with_its_log(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_daemon_that_does_not_start_is_reported_with_its_log(name, monkeypatch):
     before = _host_lines(name)
-    broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={state}", "StateSaveLocation=/dev/null")
-    monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
+    broken = layout._SLURM_CONF.replace("StateSaveLocation={folder}/state", "StateSaveLocation=/dev/null")
+    monkeypatch.setattr(layout, "_SLURM_CONF", broken)
     with pytest.raises(
         SchedulerError, match=r"slurmctld exited; last lines of .*slurmctld\.log:\n.*fatal: .*/dev/null"
     ):

@@ -54,18 +54,10 @@ def test_processes_of_a_sandbox_are_recognized(tmp_path: Path) -> None:
     rank = _process(SLURM_CONF=conf, SLURMD_NODENAME="box-2")
     users_shell = _process(SLURM_CONF=conf)
     elsewhere = _process(SLURM_CONF="/etc/slurm/slurm.conf", SLURMD_NODENAME="box-2")
-    assert [belongs_to_sandbox(box, process) for process in (slurmd, rank, users_shell, elsewhere)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert [belongs_to_sandbox(box, process, "box-2") for process in (slurmd, rank, users_shell)] == [
-        True,
-        True,
-        False,
-    ]
-    assert not any(belongs_to_sandbox(box, process, "box-1") for process in (slurmd, rank))
+    processes_of = {None: [slurmd, rank], "box-2": [slurmd, rank], "box-1": []}
+    for node, expected in processes_of.items():
+        candidates = (slurmd, rank, users_shell, elsewhere)
+        assert [process for process in candidates if belongs_to_sandbox(box, process, node)] == expected
 
 
 def test_waiting_for_the_lock_has_a_limit(tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ DATA = {
     "tensors": lambda: samples(),
     "shards": lambda: iterable_datasets.ShardedDataset([7, 0, 4, 12]),
     "stream": lambda: iterable_datasets.StatefulDataset(NUM_SAMPLES),
-    "no-state": lambda: iterable_datasets.PlainDataset(NUM_SAMPLES),
     "older copy on rank 1": lambda: [x[: NUM_SAMPLES - int(os.environ.get("RANK", 0))] for x in samples()],
 }
 

@@ -22,12 +22,12 @@ import torch
 
 import hpctrain
 from hpctrain.rundir import RunDir, checkpoint_folder_name
-from hpctrain.training.saving import checkpoint_manager, checkpoint_schedule
+from hpctrain.training.saving import checkpoint_schedule
 
 checkpoint_schedule._MIN_BACKOFF_S = 0.2  # a test has no time for more
-checkpoint_manager._POLL_INTERVAL_S = 0.1
+checkpoint_schedule._POLL_INTERVAL_S = 0.1
 if limit_s := os.environ.get("ROOM_LIMIT_S"):
-    checkpoint_manager.DISK_WAIT_LIMIT_S = float(limit_s)
+    checkpoint_schedule.DISK_WAIT_LIMIT_S = float(limit_s)
 #: Determines the size of a checkpoint.
 WIDTH = int(os.environ.get("WIDTH", "64"))
 #: Steps between two checkpoints.

@@ -70,7 +70,9 @@ MUTATIONS: dict[str, list[Patch]] = {
         _edit(lease.Lease, "_renew_once", "newest > self._number and", "newest > self._number + 1 and")
     ],
     "a counted step is progress": [
-        _edit(History, "from_events", 'kind == "resumed" and "checkpoint" in event', 'kind == "resumed"')
+        _edit(
+            History, "from_events", 'kind == "resumed" and event.checkpoint is not None', 'kind == "resumed"'
+        )
     ],
     "a spare in use remains a spare": [
         _edit(

@@ -13,9 +13,10 @@ from typing import Any
 
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.jobspec.restart_policy import EndKind
-from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, LeaseHolder
+from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, encode_holder
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir, event_record
+from hpctrain.schema import LeaseHolder
 from hpctrain.supervisor import main as supervisor_main
 from hpctrain.supervisor.job_control import prepare_job_end
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
@@ -202,7 +203,7 @@ class World:
         if not numbers or self._lease_process(numbers[-1]) is not holder:
             return
         newer, moment = self.run.lease(numbers[-1] + 1), system.time()
-        newer.write_bytes(LeaseHolder("99").text())
+        newer.write_bytes(encode_holder(LeaseHolder("99")))
         os.utime(newer, (moment, moment))
         excused = {"pause-supervisor", *(f.kind for f in self.faults if f.kind.startswith("disk-"))}
 
@@ -276,7 +277,7 @@ class World:
         num_runs = 1
         # Slurm may have requeued the job before the supervisor recorded a failure.
         if any(job.was_requeued_by_slurm for job in self.slurm.jobs):
-            num_runs += sum(event.get("state") == "FAILED" for event in self.run.read_events())
+            num_runs += sum(event.state == "FAILED" for event in self.run.read_events())
         # A supervisor that is killed while ranks fail does not record their failure.
         num_kills = sum(
             fault.kind in ("kill-batch", "kill-supervisor", "torn-write") for fault in self.faults
@@ -284,9 +285,7 @@ class World:
         allowed = self.config.spec.max_failures
         if self.start_over is not None:
             # Another fault, a stop or a requeue may become the recorded end of the attempt.
-            stops = [
-                event for event in self.run.read_events() if EndKind(event.get("class", "python")).is_stop
-            ]
+            stops = [event for event in self.run.read_events() if EndKind(event.end_kind or "python").is_stop]
             num_kills = len(self.faults) + len(stops) + sum(job.restarts for job in self.slurm.jobs)
             allowed *= CRASHES_PER_FAILURE if self.start_over & 8 else 1
         most = allowed * num_runs + num_kills
@@ -359,8 +358,8 @@ class World:
 
     def _finished_before(self, moment: float) -> str | None:
         for event in self.run.read_events():
-            if event["kind"] == "finished" and event["time"] < EPOCH + moment - _RACE_S:
-                return str(event["state"])
+            if event.kind == "finished" and event.time < EPOCH + moment - _RACE_S:
+                return event.state
         return None
 
     def on_resume(self, step: RankStep) -> None:
@@ -393,9 +392,11 @@ class World:
         for step in self._steps:
             if any(rank.is_alive for rank in step.ranks) or step.popen.returncode is None:
                 self.fail(f"step {step.name} of job {step.job.name} is left behind")
-        record = read_run_record(self.run)
-        state = (record.finished or {}).get("state")
-        self.scheduler.trace("end", state, (record.finished or {}).get("cause"))
+        end = read_run_record(self.run).finished
+        state, cause, note = (
+            (end.state, end.cause or "", end.note or "") if end is not None else (None, "", "")
+        )
+        self.scheduler.trace("end", state, cause)
         last = self.slurm.jobs[-1]
         self.outcome = state or f"none ({last.state})"
         if state == "COMPLETED" and not self.has_trained:
@@ -404,14 +405,13 @@ class World:
             self.fail("the run is COMPLETED, but its last step is not committed")
         if state == "CANCELLED" and not self.user_cancelled:
             self.fail("the run is CANCELLED, but not by the user")
-        cause, note = ((record.finished or {}).get(name) or "" for name in ("cause", "note"))
         if state == "FAILED" and not cause:
             self.fail("the run is FAILED without a cause")
         if state == "FAILED" and any(words in cause + note for words in NO_ANSWER):
             self.fail(f"the run is FAILED, although Slurm only did not respond: {cause} {note}")
         for event in self.run.read_events():
-            if event["kind"] == "grow":
-                self._check_growth(event["nodes"], event["time"] - EPOCH)
+            if event.kind == "grow":
+                self._check_growth(event.nodes, event.time - EPOCH)
         killed = any((process.code or 0) < 0 for process in self.scheduler.processes)
         killed = killed or any(fault.kind == "steal-lease" for fault in self.faults)
         notifies = self.config.spec.notify.targets and not killed and not self.disk.windows

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.files import read_json_lines
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import acquire_run
@@ -35,16 +36,16 @@ def spec(run) -> JobSpec:
 
 
 def newest_job(run):
-    return [event["job_id"] for event in run.read_events() if event["kind"] == "submitted"][-1]
+    return [event["job_id"] for event in read_json_lines(run.events) if event["kind"] == "submitted"][-1]
 
 
 @pytest.mark.parametrize("job_id", ["8", "6"])
 def test_only_the_newest_recorded_job_trains(run, spec, job_id):
     """Job 8 was not submitted by hpctrain; the run was submitted again after job 6."""
-    before = list(run.read_events())
+    before = list(read_json_lines(run.events))
     with pytest.raises(NotInJob, match=rf"Job {job_id} was not submitted by .* use hpctrain resume "):
         register_job(run, spec, job_id)
-    assert list(run.read_events()) == before
+    assert list(read_json_lines(run.events)) == before
     register_job(run, spec, "7")
 
 

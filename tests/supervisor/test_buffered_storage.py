@@ -54,7 +54,7 @@ def free(disk: Path) -> None:
 
 
 def kinds(run: RunDir) -> list[str]:
-    return [event["kind"] for event in run.read_events()]
+    return [event.kind for event in run.read_events()]
 
 
 def test_writes_to_a_full_disk_are_buffered_and_flushed_later(disk):

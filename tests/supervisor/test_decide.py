@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import REPOSITORY
+from helpers.run_histories import event
 
 from hpctrain.jobspec.restart_policy import (
     DEFAULT_RULES,
@@ -107,19 +108,19 @@ def test_out_of_memory_is_retried_only_with_a_change_or_after_a_new_checkpoint()
 
 def test_changes_after_a_lack_of_memory_last_until_the_user_submits_again():
     events = [
-        {"kind": "submitted", "job_id": "1"},
-        {"kind": "started"},
-        {"kind": "checkpoint", "step": 2},
-        {"kind": "failure", "rank": 0, "class": "gpu-oom", "micro_batch_size": 4},
-        {"kind": "started"},
-        {"kind": "failure", "rank": 0, "class": "oom"},
-        {"kind": "requeue", "class": "oom", "memory": "mem=96"},
-        {"kind": "submitted", "job_id": "2", "after": "1"},
+        event("submitted", job_id="1"),
+        event("started"),
+        event("checkpoint", step=2),
+        event("failure", **{"rank": 0, "class": "gpu-oom", "micro_batch_size": 4}),
+        event("started"),
+        event("failure", **{"rank": 0, "class": "oom"}),
+        event("requeue", **{"class": "oom", "memory": "mem=96"}),
+        event("submitted", job_id="2", after="1"),
     ]
     assert History.from_events(events[:4]).has_saved
-    history = History.from_events([*events, {"kind": "requeue", "class": "preempted"}])
+    history = History.from_events([*events, event("requeue", **{"class": "preempted"})])
     assert (history.memory, history.micro_batch_size, history.has_saved) == ("mem=96", 4, False)
-    history = History.from_events([*events, {"kind": "submitted", "job_id": "3"}])
+    history = History.from_events([*events, event("submitted", job_id="3")])
     assert (history.memory, history.micro_batch_size) == (None, None)
 
 
@@ -383,10 +384,6 @@ def test_ownership_decision_at_the_start_of_a_job(state, decision):
     assert decide_ownership(state) is decision
 
 
-def event(kind, **fields):
-    return {"kind": kind, **fields}
-
-
 FAILURE = event("failure", rank=1, host="n1", cause="rank 1 on n1: KeyError: 'x'", **{"class": "python"})
 SECOND_FAILURE = event(
     "failure", rank=2, host="n2", cause="rank 2 on n2: KeyError: 'x'", **{"class": "python"}
@@ -461,21 +458,21 @@ def test_same_failure_is_recognized_on_any_rank_and_at_any_address():
 
 def test_resumption_from_a_later_step_is_progress():
     """Copies in memory have no checkpoint event of their own."""
-    failure = {"kind": "failure", "class": "killed", "rank": 1, "host": "n1", "cause": "x"}
-    resumed = {"kind": "resumed", "step": 10, "checkpoint": "x"}
-    events = [{"kind": "checkpoint", "step": 10}, failure, resumed, failure]
+    failure = event("failure", rank=1, host="n1", cause="x", **{"class": "killed"})
+    resumed = event("resumed", step=10, checkpoint="x")
+    events = [event("checkpoint", step=10), failure, resumed, failure]
     assert len(History.from_events(events).failures) == 2
-    assert History.from_events([*events, resumed | {"step": 12}]).failures == ()
+    assert History.from_events([*events, event("resumed", step=12, checkpoint="x")]).failures == ()
     # The steps that a script counts prove no checkpoint.
-    assert len(History.from_events([*events, {"kind": "resumed", "step": 12}]).failures) == 2
+    assert len(History.from_events([*events, event("resumed", step=12)]).failures) == 2
 
 
 def test_limit_to_verified_checkpoints_ends_when_the_run_has_resumed():
-    found = {"kind": "failure", "class": "corruption", "rank": 1, "host": "n1", "cause": "x"}
-    events = [found | {"verified_step": 40, "device": "GPU-7"}, {"kind": "started"}]
+    found = {"class": "corruption", "rank": 1, "host": "n1", "cause": "x", "verified_step": 40}
+    events = [event("failure", device="GPU-7", **found), event("started")]
     assert History.from_events(events).resume_limit == 40
     for kind in ("resumed", "checkpoint", "memory_copy"):
-        assert History.from_events([*events, {"kind": kind, "step": 40}]).resume_limit is None
+        assert History.from_events([*events, event(kind, step=40)]).resume_limit is None
 
 
 @pytest.mark.parametrize(

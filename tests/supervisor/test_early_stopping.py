@@ -6,6 +6,7 @@ import queue
 
 import pytest
 
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.supervisor import monitors
 from hpctrain.supervisor.launch.job_step import StopRequested
@@ -43,7 +44,7 @@ def test_losing_trial_is_stopped_with_a_reason(trials):
     )
     assert trials[2].early_stop_reason() == request.reason
     assert finish_run(trials[2], "CANCELLED").code == 0
-    end = list(trials[2].read_events())[-1]
+    end = list(read_json_lines(trials[2].events))[-1]
     assert (end["state"], end["note"]) == (STOPPED_EARLY, request.reason)
     # The user resumes the trial.
     with EarlyStoppingMonitor(trials[2], events), pytest.raises(queue.Empty):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
+from hpctrain.schema import RankSnapshot
 from hpctrain.supervisor.workers.hang_detection import (
     HangDetector,
     HangInfo,
     PhaseLimits,
-    RankSnapshot,
     blocking_ranks,
 )
 from hpctrain.supervisor.workers.rank_monitor import describe_hang

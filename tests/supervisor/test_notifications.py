@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.commands import run_command
 from helpers.disks import mounted_disk
+from helpers.run_histories import event
 from helpers.waiting import slowness, wait_for
 
 from hpctrain.cluster.processes import processes
@@ -244,18 +245,18 @@ def test_earlier_events_are_not_sent(tmp_path):
 
 def test_stall_is_reported_once_and_only_after_a_logged_step():
     stall = StallDetector(10)
-    stall.on_event({"kind": "started", "attempt": 1}, 0)
+    stall.on_event(event("started", attempt=1), 0)
     assert stall.find_stall(50, 0) is None  # of the previous attempt
     assert stall.find_stall(100, None) is None
     assert stall.find_stall(101, 1) is None
     assert stall.find_stall(110.5, None) is None
-    stall.on_event({"kind": "checkpoint"}, 111)
+    stall.on_event(event("checkpoint"), 111)
     assert stall.find_stall(120, None) is None
     assert stall.find_stall(121, None) == 10
     assert stall.find_stall(200, None) is None
     assert stall.find_stall(201, 1) is None
     assert stall.find_stall(300, None) == 99
-    stall.on_event({"kind": "finished"}, 301)
+    stall.on_event(event("finished", state="COMPLETED"), 301)
     assert stall.find_stall(302, 1) is None
     assert stall.find_stall(400, None) is None
 

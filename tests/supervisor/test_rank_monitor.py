@@ -6,9 +6,12 @@ import queue
 
 import pytest
 from helpers.waiting import wait_for
+from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
+from hpctrain.schema import RankMessage
 from hpctrain.supervisor.job_control import LocalJobControl
 from hpctrain.supervisor.launch.job_step import LauncherStuck, StepEnded
 from hpctrain.supervisor.workers import rank_monitor as module
@@ -16,8 +19,7 @@ from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptO
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
-BEAT = {"phase": "step", "step": 1, "beats": 1, "spent": [0, 0, 0], "timed": [1, 1]}
-BEAT |= {"modules": [], "changed": []}
+BEAT = RankMessage(phase="step", step=1, beats=1, timed=(1, 1))
 
 
 class FakeStep:
@@ -78,8 +80,9 @@ def make_monitor(tmp_path, limits, sent=None):
     return RankMonitor(RunDir(tmp_path), 0, FakeStep(False), send, events.put, limits, lambda rank: "n1", 2)
 
 
-def beat(step, compute_s=0.0):
-    return {**BEAT, "step": step, "beats": step, "spent": [0.0, compute_s, 0.0], "timed": [step, step]}
+def beat(step, compute_s=0.0, **fields):
+    times = {"spent": (0.0, compute_s, 0.0), "timed": (step, step)}
+    return replace(BEAT, step=step, beats=step, **times, **fields)
 
 
 def test_pause_of_the_job_is_neither_a_hang_nor_a_long_step(tmp_path, clock):
@@ -118,13 +121,13 @@ def test_pause_of_ranks_is_recorded_once_and_makes_no_straggler(tmp_path, clock,
     for _ in range(1 if supervisor_too else 25):
         clock[0] += 25 if supervisor_too else 1
         if not supervisor_too:
-            monitor.on_message(1, {})
+            monitor.on_message(1, RankMessage())
             monitor.on_tick()
     compute_s[0] += 25.0
     for rank in (0, 1) if supervisor_too else (0,):
-        monitor.on_message(rank, {**beat(10, compute_s[rank]), "paused": [25.0, 25.0]})
+        monitor.on_message(rank, beat(10, compute_s[rank], paused=(25.0, 25.0)))
     train(range(11, 60))
-    events = list(RunDir(tmp_path).read_events())
+    events = list(read_json_lines(RunDir(tmp_path).events))
     assert [(event["kind"], event["rank"], event["seconds"]) for event in events] == [("paused", 0, 25.0)]
     assert limits.max_duration_s["step"] < 2.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
+from helpers.run_histories import event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,23 +27,23 @@ MOST_ATTEMPTS = 300
 
 def number_of_attempts(policy, ends, causes, *, counts_steps, writes_files, recorded=()) -> int:
     """Run a program that loads nothing until the policy ends it; return the number of attempts."""
-    events = [{"kind": "submitted", "job_id": "1"}]
+    events = [event("submitted")]
     for attempt, kind, cause, seconds in zip(count(), ends, causes, count(1.0), strict=False):
         assert attempt < MOST_ATTEMPTS, "the run never ends"
-        events.append({"kind": "started", "attempt": attempt})
+        events.append(event("started", attempt=attempt))
         if counts_steps:
-            events.append({"kind": "resumed", "step": 15 * attempt})
+            events.append(event("resumed", step=15 * attempt))
         if writes_files:
-            events.append({"kind": "checkpoint", "step": None})
+            events.append(event("checkpoint"))
         events += recorded
-        events.append({"kind": "failure", "rank": 1, "host": "n1", "cause": cause, "class": kind})
+        events.append(event("failure", rank=1, host="n1", cause=cause, **{"class": kind}))
         history = History.from_events(events)
         situation = RunSituation(policy, history, nodes=Allocation(("n1", "n2")), seconds=seconds)
         decision = decide(situation, AttemptEnd(kind, cause, 4), 0.0)
         if decision.action in ENDS_RUN:
             return attempt + 1
         if decision.action is Action.REQUEUE:
-            events.append({"kind": "requeue", "class": kind, "seconds": seconds})
+            events.append(event("requeue", seconds=seconds, **{"class": kind}))
     raise AssertionError("the program ended")
 
 
@@ -58,7 +59,7 @@ def cycle(values):
     max_failures=st.integers(1, 5),
     counts_steps=st.booleans(),
     writes_files=st.booleans(),
-    recorded=st.sampled_from([(), ({"kind": "checkpoint", "step": 10},)]),
+    recorded=st.sampled_from([(), (event("checkpoint", step=10),)]),
 )
 def test_program_that_loads_nothing_ends(ends, causes, max_failures, counts_steps, writes_files, recorded):
     policy = RestartPolicy.with_changes({}, max_failures)
@@ -76,6 +77,6 @@ def test_each_new_checkpoint_renews_the_budget():
     policy = RestartPolicy.with_changes({}, 3)
     events = []
     for step in range(1, 50):
-        events += [{"kind": "checkpoint", "step": step}, {"kind": "failure", "rank": 1, "class": "killed"}]
+        events += [event("checkpoint", step=step), event("failure", rank=1, **{"class": "killed"})]
         situation = RunSituation(policy, History.from_events(events))
         assert decide(situation, AttemptEnd(EndKind.KILLED), 0.0).action is Action.RESTART

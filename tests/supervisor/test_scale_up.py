@@ -8,6 +8,7 @@ import pytest
 from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import monitors
 from hpctrain.supervisor.monitors import ScaleUpMonitor, should_scale_up
@@ -48,6 +49,6 @@ def test_free_nodes_stop_the_ranks_for_a_requeue(monkeypatch, tmp_path, refusals
     with ScaleUpMonitor(run, spec, job_control, attempt=2, num_nodes=2):
         wait_for(lambda: len(requests) == refusals + 1, 10, "the signal")
     assert requests == ["2\n"] * (refusals + 1)
-    grow = [event for event in run.read_events() if event["kind"] == "grow"][-1]
+    grow = [event for event in read_json_lines(run.events) if event["kind"] == "grow"][-1]
     assert (grow["nodes_before"], grow["nodes"]) == (2, 4)
     assert run.is_asked_to_requeue(2)

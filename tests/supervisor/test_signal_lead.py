@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hpctrain.rundir import RunDir
+from hpctrain.schema import StepRecord
 from hpctrain.supervisor.workers.attempt_runner import longest_step_s, minimum_lead_s, required_lead_s
 
 
@@ -15,7 +16,7 @@ def test_minimum_lead_covers_some_steps_and_a_save():
 
 
 def record(step, time, attempt=0):
-    return {"step": step, "time": time, "attempt": attempt}
+    return StepRecord(step, time, attempt)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ def test_lead_is_extended_if_a_save_needs_more(tmp_path, save_s, lead):
     run = RunDir(tmp_path)
     run.log_event("checkpoint", 0, step=5, path="x", seconds=save_s)
     run.log_event("checkpoint", 0, step=6, path="x", seconds=0.5)
-    run.metrics.write_text("".join(json.dumps(record(step, 4.0 * step)) + "\n" for step in range(1, 9)))
+    lines = [json.dumps({"step": step, "time": 4.0 * step, "attempt": 0}) for step in range(1, 9)]
+    run.metrics.write_text("\n".join([*lines, ""]))
     assert required_lead_s(run, 120.0) == lead
     assert required_lead_s(run, 120.0, 300.0) == min(lead, 150.0)

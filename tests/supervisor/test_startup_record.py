@@ -7,6 +7,7 @@ import pytest
 from hpctrain import system
 from hpctrain.jobs.runs.run_log_reader import describe_event
 from hpctrain.rundir import RunDir
+from hpctrain.schema import PartDuration, RankMessage
 from hpctrain.supervisor.workers.worker_group import StartupRecord
 from hpctrain.telemetry.startup_parts import StartupPart, durations_s
 
@@ -29,7 +30,7 @@ def startup_message(*seconds, begun=1000.0):
     ends, end = {}, begun
     for part, duration in zip(PARTS, seconds, strict=False):
         ends[part] = end = end + duration
-    return {"startup": ends}
+    return RankMessage(startup=ends)
 
 
 def test_event_names_the_slowest_node_of_each_part(start_record):
@@ -39,12 +40,12 @@ def test_event_names_the_slowest_node_of_each_part(start_record):
     assert not list(run.read_events())
     record.on_message(3, startup_message(3, 1, 1, 4, 1, 1, 1, 1, 1))
     (event,) = run.read_events()
-    assert event["seconds"] == 14
-    assert event["parts"]["job"] == {"median": 6.5, "max": 6.5, "host": None}
-    assert event["parts"]["launch"] == {"median": 1, "max": 3, "host": "n2"}
-    assert list(event["parts"]) == list(StartupPart)
-    assert list(event["slowest_nodes"]) == ["n2", "n1"]
-    assert event["slowest_nodes"]["n2"]["launch"] == 3
+    assert event.seconds == 14
+    assert event.parts["job"] == PartDuration(6.5, 6.5)
+    assert event.parts["launch"] == PartDuration(1, 3, "n2")
+    assert list(event.parts) == list(StartupPart)
+    assert list(event.slowest_nodes) == ["n2", "n1"]
+    assert event.slowest_nodes["n2"]["launch"] == 3
     line = "attempt 0: the first step ended 14.0 s after the start (imports 4.0 s, launch 3.0 s, "
     assert describe_event(event).startswith(line)
 

@@ -6,8 +6,10 @@ import math
 import random
 
 import pytest
+from helpers.run_histories import step_record
 
 from hpctrain.errors import UserError
+from hpctrain.schema import TrialLine, to_record
 from hpctrain.sweeps.stopping_rules import StoppingRule, TrialCurve, TrialReport
 
 MEDIAN = StoppingRule("median", "loss", "min", 10)
@@ -51,16 +53,17 @@ def test_asha_keeps_the_best_part():
 def test_curve_reports_the_best_and_the_mean():
     curve = TrialCurve(StoppingRule("asha", "acc", "max", 2, 2))
     reports = [
-        curve.add({"step": step, "acc": value})
+        curve.add(step_record(step, acc=value))
         for step, value in enumerate([0.5, 0.1, math.nan, 0.9, 0.8], 1)
     ]
     assert [one and (one.step, one.best) for one in reports] == [None, (2, -0.5), None, (4, -0.9), None]
     assert reports[3].mean == pytest.approx(-0.5)
-    assert curve.add({"step": 16, "other": 1}) is None
-    assert curve.add({"step": 17, "acc": 1}) == TrialReport(16, -1, pytest.approx(-0.66))
-    assert curve.add({"step": 9, "acc": 1}) is None
-    nothing = TrialCurve(MEDIAN).add({"step": 10, "loss": math.inf})
-    assert TrialReport.from_record(nothing.record()) == nothing == TrialReport(10, math.inf, math.inf)
+    assert curve.add(step_record(16, other=1)) is None
+    assert curve.add(step_record(17, acc=1)) == TrialReport(16, -1, pytest.approx(-0.66))
+    assert curve.add(step_record(9, acc=1)) is None
+    nothing = TrialCurve(MEDIAN).add(step_record(10, loss=math.inf))
+    assert nothing == TrialReport(10, math.inf, math.inf)
+    assert TrialReport.from_line(to_record(nothing.record(), TrialLine)) == nothing
 
 
 @pytest.mark.parametrize("rule", [MEDIAN, ASHA], ids=["median", "asha"])
@@ -78,7 +81,7 @@ def test_simulated_sweeps_keep_the_best_trial_and_save_a_third_of_the_steps(rule
             trial = generator.choice(active)
             position[trial] += 1
             loss = levels[trial] + 1 / position[trial] + generator.uniform(-0.02, 0.02)
-            if one := curves[trial].add({"step": position[trial], "loss": loss}):
+            if one := curves[trial].add(step_record(position[trial], loss=loss)):
                 reports[trial][one.step] = one
             if reports[trial]:
                 own = reports[trial][max(reports[trial])]

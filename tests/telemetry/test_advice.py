@@ -11,6 +11,7 @@ from helpers.run_histories import START, STRAGGLER, RunHistory, started_run, wri
 from test_report_page import facts_of
 
 from hpctrain.cli.report import json_report
+from hpctrain.files import append_json_line
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.advice import Advice, advise
 from hpctrain.telemetry.report.pages import render_run_page
@@ -18,14 +19,9 @@ from hpctrain.telemetry.report.summary import key_figures, summarize
 
 
 def node_lines(run: RunDir, node: int, host: str, seconds: int = 100, **values: object) -> None:
-    run.telemetry(0).parent.mkdir(exist_ok=True)
-    lines: list[dict[str, object]] = [
-        {"cpus": 64, "memory_total": 2**39, "gpu_names": ["H100"] * 2, "gpu_memory_total": [80 * 10**9] * 2}
-    ]
-    lines += [values] * (seconds // 5)
-    with run.telemetry(node).open("a") as file:
-        for index, line in enumerate(lines):
-            file.write(json.dumps({"time": START + 5 * index, "host": host, **line}) + "\n")
+    hardware = {"cpus": 64, "gpu_names": ["H100"] * 2, "gpu_memory_total": [80 * 10**9] * 2}
+    for index, line in enumerate([hardware, *[values] * (seconds // 5)]):
+        append_json_line(run.telemetry(node), {"time": START + 5 * index, "host": host, **line})
 
 
 def environment(run: RunDir, cpus: int = 16, **settings: object) -> None:
@@ -193,17 +189,3 @@ def test_script_that_saves_nothing_gets_advice(run_from_zero):
     run_from_zero.log_event("checkpoint", 1, step=None, path="last.ckpt")
     (advice,) = advice_in_all_reports(run_from_zero)
     assert advice.what == "Save checkpoints more often."
-
-
-def test_nodes_are_identified_by_name(tmp_path):
-    """A requeued run continues elsewhere: the same file then has records of another node."""
-    run = write_run(tmp_path / "run", started_run(0).steps(1, 300, every=1))
-    node_lines(run, 0, "n1", gpu_util=[10, 20], cpu=5.0)
-    node_lines(run, 0, "n2", gpu_util=[30, 40], cpu=7.0)
-    node_lines(run, 1, "n1", gpu_util=[10, 20], cpu=5.0)
-    devices = facts_of(run).devices
-    assert devices.gpus == ["n1 · GPU 0", "n1 · GPU 1", "n2 · GPU 0", "n2 · GPU 1"]
-    assert [means["gpu_util"] for means in devices.gpu_means] == [10, 20, 30, 40]
-    assert [node.host for node in devices.nodes] == ["n1", "n2"]
-    assert [means["cpu"] for means in devices.node_means] == [5, 7]
-    assert (devices.nodes[0].cpus, devices.nodes[0].gpu_names) == (64, ["H100", "H100"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 from helpers.commands import run_command
-from helpers.run_histories import started_run
+from helpers.run_histories import started_run, write_run
 
 from hpctrain.jobspec.redaction import REDACTED_TEXT
 from hpctrain.rundir import RunDir
@@ -96,10 +96,7 @@ def test_best_value_and_its_checkpoint(tmp_path, asked, expected):
     history = started_run()
     for step, acc in enumerate([0.1, 0.9, 0.5, 0.4], 1):
         history.steps(step, step, every=1, acc=acc, val_loss=abs(step - 3) + 0.1)
-    run = RunDir(tmp_path / "r")
-    run.path.mkdir()
-    for record in history.metrics:
-        run.storage.append(run.metrics, record)
+    run = write_run(tmp_path / "r", history)
     run.storage.append(run.environment, {"settings": {"monitor": "acc", "mode": "max"}})
     for step in (3, 4):
         run.checkpoint(step).mkdir(parents=True)

@@ -14,7 +14,6 @@ import pytest
 from helpers import tracker_files
 from helpers.commands import environment
 from helpers.fake_gpu_driver import DetailedFakeDriver, install_fake_driver
-from helpers.logger_recorder import Recorder
 from helpers.waiting import wait_for
 
 from hpctrain.errors import UserError
@@ -22,11 +21,37 @@ from hpctrain.files import append_json_line, make_folder
 from hpctrain.records.serialization import dumps
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, Neptune, TensorBoard, find_loggers
-from hpctrain.telemetry.loggers.dispatcher import LoggerDispatcher, LoggerState
-from hpctrain.telemetry.loggers.process import LoggerConfig
+from hpctrain.telemetry.loggers.dispatcher import LoggerConfig, LoggerDispatcher
 from hpctrain.telemetry.sampling.nvml import GpuReader
-from hpctrain.telemetry.sampling.procfs import ProcfsReader
-from hpctrain.telemetry.sampling.sampler import TelemetrySampler
+from hpctrain.telemetry.sampling.sampler import ProcfsReader, TelemetrySampler
+
+
+class Recorder:
+    """Keeps its metrics; like a tracker, it cannot remove any, unless `rewinds` is set."""
+
+    name = "recorder"
+
+    def __init__(self, *, rewinds: bool = False) -> None:
+        self.points: list[tuple[str, int, float]] = []
+        self.known: list[str | None] = []
+        self.rewinds, self.fails, self.endings = rewinds, False, []
+
+    def start(self, run: LoggedRun) -> str:
+        self.known.append(run.known)
+        return run.known or "abc"
+
+    def log(self, lines) -> None:
+        if self.fails:
+            raise ConnectionError("no network")
+        self.points += [(name, line.step, value) for line in lines for name, value in line.values.items()]
+
+    def rewind(self, step: int) -> bool:
+        if self.rewinds:
+            self.points = [point for point in self.points if point[1] <= step]
+        return self.rewinds
+
+    def finish(self, ending: str) -> None:
+        self.endings.append(ending)
 
 
 @pytest.fixture
@@ -48,9 +73,8 @@ def train(run: RunDir, attempt: int, first: int, last: int, *, scale: float = 1.
 
 def dispatcher_of(run: RunDir, logger: Logger, messages: list[str] | None = None) -> LoggerDispatcher:
     """Return the logger's dispatcher, as in a new attempt."""
-    state = LoggerState.load(run.logger_state(logger.name))
     report = ([] if messages is None else messages).append
-    return LoggerDispatcher(logger, LoggedRun(run.run_id, run.path), run.metrics, state, report)
+    return LoggerDispatcher(logger, LoggedRun(run.run_id, run.path), report)
 
 
 def expected(*pieces: tuple[int, int, float]) -> list[tuple[str, int, float]]:
@@ -102,7 +126,7 @@ def test_metrics_in_flight_during_a_kill_are_not_sent_twice(run):
     def log(lines) -> None:
         original_log(lines)
         # From here on, no state is saved.
-        dispatcher._state.save = lambda sending=None: None
+        dispatcher._save_state = lambda sending=None: None
         raise Killed
 
     logger.log = log
@@ -249,13 +273,7 @@ def test_end_of_the_neptune_service_is_stated(monkeypatch, run, capsys):
         find_loggers(["neptune"])
 
 
-CLIENTS = {
-    "csv": None,
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "neptune": "neptune_scale",
-}
+CLIENTS = {name: name for name in ("csv", "tensorboard", "wandb", "mlflow")} | {"neptune": "neptune_scale"}
 TRACKERS = [
     "tensorboard",
     "wandb",
@@ -268,9 +286,8 @@ OFFLINE = {"WANDB_MODE": "offline", "NEPTUNE_MODE": "offline", "NEPTUNE_PROJECT"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["csv", *TRACKERS])
 def test_real_client_has_each_step_once_in_one_run(run, name):
-    package = CLIENTS[name]
-    if package is not None and find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    if find_spec(CLIENTS[name]) is None:
+        pytest.skip(f"{CLIENTS[name]} is not installed")
     run_ids = []
     starts = [(1, 25, "stopped"), (21, 45, "completed")]
     for attempt, (first, last, ending) in enumerate(starts):
@@ -290,7 +307,7 @@ def test_real_client_has_each_step_once_in_one_run(run, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRACKERS)
 def test_real_client_receives_measurements_of_fake_gpus_on_all_nodes(run, name, monkeypatch):
-    if find_spec(str(CLIENTS[name])) is None:
+    if find_spec(CLIENTS[name]) is None:
         pytest.skip(f"{CLIENTS[name]} is not installed")
     install_fake_driver(monkeypatch, DetailedFakeDriver())
     process = start_loggers(run, name)
@@ -324,7 +341,7 @@ def start_loggers(run: RunDir, name: str) -> subprocess.Popen[bytes]:
         str(run.path), {"global_batch_size": 32}, [], dumps(find_loggers([name]), "test", [])
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "hpctrain.telemetry.loggers.process"],
+        [sys.executable, "-m", "hpctrain.telemetry.loggers.dispatcher"],
         env=environment(OFFLINE),
         cwd=run.path,
         stdin=subprocess.PIPE,

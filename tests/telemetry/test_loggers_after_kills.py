@@ -15,10 +15,11 @@ from helpers import tracker_files
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left, run_processes
 from helpers.waiting import wait_for
+from test_loggers import CLIENTS, OFFLINE
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.loggers.dispatcher import LoggerState
+from hpctrain.telemetry.loggers.dispatcher import load_state
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -61,8 +62,6 @@ trainer = hpctrain.Trainer(max_steps=LAST, global_batch_size=32, checkpoint_ever
 trainer.fit(Line(), TensorDataset(x, 3 * x + 1))
 """
 LAST = 300
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "neptune": "neptune_scale"}
-OFFLINE = {"WANDB_MODE": "offline", "NEPTUNE_MODE": "offline", "NEPTUNE_PROJECT": "a/b"}
 #: Steps in flight when a logger is killed, twice here. wandb's own process writes in blocks of 32 KiB.
 IN_FLIGHT = {"wandb": 150}
 MAX_IN_FLIGHT = 70
@@ -71,14 +70,14 @@ MAX_IN_FLIGHT = 70
 def kill(run: RunDir, *, with_loggers: bool) -> None:
     for process in run_processes(run.path):
         is_rank_0 = "hpctrain.runtime.worker" in process.argv and process.environ["SLURM_PROCID"] == "0"
-        is_logging = "hpctrain.telemetry.loggers.process" in process.argv
+        is_logging = "hpctrain.telemetry.loggers.dispatcher" in process.argv
         if is_rank_0 or (with_loggers and is_logging):
             os.kill(process.pid, signal.SIGKILL)
 
 
 def delivered(run: RunDir, loggers: list[str]) -> int:
     """Return the step that every logger has received."""
-    return min(LoggerState.load(run.logger_state(name)).steps.get("loss", 0) for name in loggers)
+    return min(load_state(run.logger_state(name)).steps.get("loss", 0) for name in loggers)
 
 
 def newest_attempt_and_step(run: RunDir) -> tuple[int, int]:
@@ -95,7 +94,7 @@ def wait_for_step(run: RunDir, attempt: int, step: int) -> None:
 
 
 def test_each_step_is_logged_once_after_kills_of_ranks_and_loggers(tmp_path):
-    loggers = ["csv", *(name for name, package in PACKAGES.items() if find_spec(package))]
+    loggers = [name for name, package in CLIENTS.items() if find_spec(package)]
     run = submit(tmp_path, LAST, loggers)
     wait_for_step(run, 0, 70)
     kill(run, with_loggers=False)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from helpers.run_histories import started_run
+from helpers.run_histories import started_run, step_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +48,7 @@ def test_later_record_of_a_repeated_step_counts():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "high", None, True, [1], 10**400])
 def test_non_finite_values_are_gaps(value):
-    curves = MetricCurves.from_records([{"step": 1, "loss": 1.0}, {"step": 2, "loss": value}])
+    curves = MetricCurves.from_records([step_record(1, loss=1.0), step_record(2, loss=value)])
     assert curves.points("loss") == [(1, 1.0), (2, None)]
 
 

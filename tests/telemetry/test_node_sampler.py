@@ -60,7 +60,7 @@ def test_nodes_of_a_job_are_sampled_until_it_is_cancelled(slurm, script):
     assert hpctrain("cancel", str(run.path), env=slurm.env) == 0
     hpctrain("wait", str(run.path), env=slurm.env)
     (begin, *_) = read_json_lines(run.telemetry(0))
-    (started,) = [event for event in run.read_events() if event["kind"] == "started"]
+    (started,) = [event for event in read_json_lines(run.events) if event["kind"] == "started"]
     assert begin["host"] == started["hosts"][0]
     assert_no_process_left(run.path)
 

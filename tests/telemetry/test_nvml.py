@@ -8,8 +8,7 @@ from helpers.fake_gpu_driver import DetailedFakeDriver, FakeDriver, install_fake
 
 from hpctrain.files import read_json_lines
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus, count_visible
-from hpctrain.telemetry.sampling.procfs import ProcfsReader
-from hpctrain.telemetry.sampling.sampler import TelemetrySampler
+from hpctrain.telemetry.sampling.sampler import ProcfsReader, TelemetrySampler
 
 
 @pytest.mark.parametrize(

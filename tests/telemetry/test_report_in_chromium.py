@@ -39,7 +39,7 @@ def clean_browser(browser) -> Iterator[Chromium]:
 @pytest.fixture
 def page(tmp_path):
     run = write_run(tmp_path / "digits", disturbed_run(), **SPEC)
-    run.telemetry(0).parent.mkdir()
+    run.telemetry(0).parent.mkdir(exist_ok=True)
     lines = [
         {"time": 1_764_000_100.0 + second, "host": "n1", "gpu_util": [90.0, 10.0]} for second in range(60)
     ]

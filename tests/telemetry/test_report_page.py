@@ -10,6 +10,7 @@ import pytest
 from helpers.run_histories import START, RunHistory, disturbed_run, started_run, write_run
 
 from hpctrain.cli.report import json_report
+from hpctrain.files import append_json_line
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.pages import (
     build_timeline,
@@ -17,7 +18,7 @@ from hpctrain.telemetry.report.pages import (
     render_run_page,
     spec_differences,
 )
-from hpctrain.telemetry.report.run_data import RunContext, RunData
+from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.summary import (
     describe_attempt_end,
     key_figures,
@@ -28,7 +29,7 @@ SPEC = {"script": "/home/me/train.py", "args": ["--lr", "0.1"], "workdir": "/hom
 
 
 def facts_of(run: RunDir, state: str | None = None, **options) -> RunData:
-    return RunData(run, RunContext(state, **options), now=START + 5000)
+    return RunData(run, state, now=START + 5000, **options)
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def hostile_run(folder: Path) -> RunDir:
         history.after(1, "checkpoint", step=index + 6, path=text, tier=text, bytes=1, seconds=0.1)
         history.after(1, "failure", rank=0, host=text, cause=text, log=text)
         history.after(0, "restart", by=text).after(0, "straggler", host=text, cause=text)
-    history.after(1, "signal", signal=HOSTILE[0], step=HOSTILE[1]).after(1, "requeue", by=HOSTILE[0])
+    history.after(1, "signal", signal=HOSTILE[0], step=1).after(1, "requeue", by=HOSTILE[0])
     history.after(1, "finished", state=HOSTILE[0], cause=HOSTILE[1])
     run = write_run(folder, history, script=HOSTILE[0], args=HOSTILE, env={HOSTILE[1]: HOSTILE[2]})
     run.code.mkdir()
@@ -150,10 +151,9 @@ def hostile_run(folder: Path) -> RunDir:
         json.dumps({"commit": HOSTILE[0], "changed": True, "new_files": HOSTILE, "source": HOSTILE[1]})
     )
     (run.code / "submission-000.diff").write_text("\n".join(f"+{text}" for text in HOSTILE))
-    run.telemetry(0).parent.mkdir()
     lines = [
-        {"time": START + 4, "host": HOSTILE[0], "cpus": HOSTILE[1], "gpu_names": HOSTILE},
-        {"time": START + 5, "host": HOSTILE[0], "gpu_util": [1, "2", None], "gpu_xids": [HOSTILE, [79]]},
+        {"time": START + 4, "host": HOSTILE[0], "cpus": 8, "gpu_names": HOSTILE},
+        {"time": START + 5, "host": HOSTILE[0], "gpu_util": [1, 2, None], "gpu_xids": [[], [79]]},
         {"time": START + 6, "host": HOSTILE[1], "gpu_throttled": [HOSTILE], "cpu": 5.0},
     ]
     run.telemetry(0).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -168,23 +168,18 @@ def hostile_page(folder: Path) -> str:
     )
 
 
-def test_hostile_texts_are_escaped_in_html(tmp_path):
+def test_hostile_texts_are_escaped(tmp_path):
     page = hostile_page(tmp_path / "run")
-    assert page.count("<script") == page.count("</script>") == 3
+    facts = facts_of(RunDir(tmp_path / "run"), resubmit_command=[*HOSTILE, "echo ```"])
+    for html in (page, render_comparison([facts, facts])):
+        assert html.count("<script") == html.count("</script>") == 3
+        assert not re.search(r"<(img|b)\b|<svg onload", html)
     assert page.count("<style") == page.count("</style>") == 1
     for text in ("alert(1)", "alert(2)", "alert(3)"):
         assert text in unescape(page)
-    assert not re.search(r"<(img|b)\b|<svg onload", page)
     assert "49" not in re.findall(r"\{\{ 7 \* 7 \}\}|49\$", page)
     charts = page_data(page)["charts"]
     assert HOSTILE[0] in [series["name"] for chart in charts for series in chart["series"]]
-
-
-def test_hostile_texts_are_escaped_in_comparisons(tmp_path):
-    facts = facts_of(hostile_run(tmp_path / "run"), resubmit_command=[*HOSTILE, "echo ```"])
-    page = render_comparison([facts, facts])
-    assert page.count("<script") == page.count("</script>") == 3
-    assert not re.search(r"<(img|b)\b|<svg onload", page)
 
 
 def test_empty_folder_gives_a_report(tmp_path):
@@ -260,26 +255,22 @@ def test_nan_is_shown_with_its_step(tmp_path):
     assert "<h3>val_loss: NaN</h3>" in render_run_page(facts)
 
 
-def test_means_of_gpus_are_shown(tmp_path):
+def test_means_of_each_gpu_are_shown_by_the_name_of_its_node(tmp_path):
+    """A requeued run continues elsewhere: the same file then has records of another node."""
     run = write_run(tmp_path / "run", started_run(0).steps(1, 100, every=1))
-    for node, host in enumerate(("n1", "n2")):
-        file = run.telemetry(node)
-        file.parent.mkdir(exist_ok=True)
-        lines = [
-            {
-                "time": START + second,
-                "host": host,
-                "gpu_util": [100 * (second < 50), 50 * node],
-                "gpu_temp_c": [None, 60],
-            }
-            for second in range(0, 100, 2)
-        ]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for node, host in ((0, "n1"), (0, "n2"), (1, "n1")):
+        hardware = {"cpus": 64, "gpu_names": ["H100"] * 2}
+        values = [{"gpu_util": [100 * (n < 25), 50 * (host == "n2")], "cpu": 5.0} for n in range(50)]
+        for second, fields in enumerate([hardware, *({**line, "gpu_temp_c": [None, 60]} for line in values)]):
+            append_json_line(run.telemetry(node), {"time": START + 2 * second, "host": host, **fields})
     facts = facts_of(run)
     rows = json_report(facts)["gpus"]
     assert [row["gpu"] for row in rows] == ["n1 · GPU 0", "n1 · GPU 1", "n2 · GPU 0", "n2 · GPU 1"]
     assert [row["gpu_util"] for row in rows] == [50.0, 0.0, 50.0, 50.0]
     assert [row["gpu_temp_c"] for row in rows] == [None, 60.0, None, 60.0]
+    nodes = [(node.host, node.cpus, node.gpu_names) for node in facts.devices.nodes]
+    assert nodes == [(host, 64, ["H100", "H100"]) for host in ("n1", "n2")]
+    assert [means["cpu"] for means in facts.devices.node_means] == [5.0, 5.0]
     page = render_run_page(facts)
     assert '<tr><td>n2 · GPU 1</td><td class="n">50</td><td class="n">60</td></tr>' in page
 
@@ -288,10 +279,8 @@ def test_energy_of_lost_work_is_that_of_the_lost_time(tmp_path):
     history = started_run(0).steps(1, 10, every=1).after(0, "failure", rank=0).after(0, "restart")
     history.after(0, "started").after(0, "resumed", step=5).steps(6, 10, every=1)
     run = write_run(tmp_path / "run", history)
-    run.telemetry(0).parent.mkdir()
-    lines = [{"time": START + second, "seconds": 5.0, "gpu_energy_j": [3.6e6]} for second in (5, 10, 15)]
-    lines[1]["gpu_energy_j"] = [3.6e6, None, 3.6e6]
-    run.telemetry(0).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for second, joules in ((5, [3.6e6]), (10, [3.6e6, None, 3.6e6]), (15, [3.6e6])):
+        append_json_line(run.telemetry(0), {"time": START + second, "seconds": 5.0, "gpu_energy_j": joules})
     run.environment.write_text('{"settings": {"global_batch_size": 2}}\n')
     energy = json_report(facts_of(run))["energy"]
     assert energy == {"total_kwh": 4.0, "lost_kwh": pytest.approx(2.0), "per_sample_kwh": 0.2}

@@ -17,8 +17,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.telemetry.report.device_metrics import read_device_metrics
 from hpctrain.telemetry.sampling import sampler
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
-from hpctrain.telemetry.sampling.procfs import ProcfsReader
-from hpctrain.telemetry.sampling.sampler import TelemetrySampler
+from hpctrain.telemetry.sampling.sampler import ProcfsReader, TelemetrySampler
 
 STAT = "cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 1 1 1\n"
 MEMORY = "MemTotal:       1000 kB\nMemFree:         10 kB\nMemAvailable:    400 kB\n"

@@ -9,7 +9,7 @@ from helpers.run_histories import disturbed_run, write_run
 from test_report_page import facts_of
 
 from hpctrain.cli.report import json_report
-from hpctrain.cli.resubmit_command import resubmit_command
+from hpctrain.cli.resume import resubmit_command
 from hpctrain.jobspec.redaction import redact, redact_args
 from hpctrain.telemetry.report.pages import render_run_page
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from helpers.run_histories import START, RunHistory, started_run
+from helpers.run_histories import START, RunHistory, event, started_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hpctrain.rundir import EventKind
+from hpctrain.schema import Event, Record, StepRecord, to_record
 from hpctrain.telemetry.accounting.time_breakdown import (
     NO_STEPS_NOTE,
     Goodput,
@@ -107,9 +110,9 @@ def test_async_save_counts_only_its_stall():
     history = started_run(0).steps(1, 1, every=1).steps(2, 11, every=1)
     begun = START + 6  # after step 6
     history.events += [
-        {"time": begun + 3, "attempt": 0, "kind": "checkpoint", "step": 6, "seconds": 3.0, "stall_s": 0.25},
+        event("checkpoint", time=begun + 3, step=6, seconds=3.0, stall_s=0.25),
         # The copy out of the local tier runs during training.
-        {"time": begun + 5, "attempt": 0, "kind": "checkpoint", "step": 6, "seconds": 5.0},
+        event("checkpoint", time=begun + 5, step=6, seconds=5.0),
     ]
     assert seconds(history) == {"starting": 1, "training": 9.75, "saving": 0.25}
 
@@ -197,6 +200,14 @@ METRICS = st.fixed_dictionaries(
 )
 
 
+def valid_records(lines: list[dict[str, Any]], kind: type[Record]) -> list[Record]:
+    records = []
+    for line in lines:
+        with suppress(ValueError):
+            records.append(to_record({"attempt": 0, **line}, kind))
+    return records
+
+
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
@@ -207,9 +218,10 @@ METRICS = st.fixed_dictionaries(
     st.booleans(),
 )
 def test_every_microsecond_counts_once_in_any_record(events, metrics, until, is_pending, in_order):
+    events, metrics = valid_records(events, Event), valid_records(metrics, StepRecord)
     if in_order:
         for records in (events, metrics):
-            records.sort(key=lambda record: record["time"] if type(record["time"]) is float else START)
+            records.sort(key=lambda record: record.time)
     breakdown = TimeBreakdown.from_records(events, metrics, until=until, waits=is_pending)
     assert sum(breakdown.totals_us.values()) == breakdown.wall_us
     for span in breakdown.spans:
@@ -243,5 +255,5 @@ def test_mfu_is_computed_from_reported_flops():
     # Every tenth step is logged: it stands for ten.
     assert compute_goodput(breakdown_of(history), history.metrics[9::10]).mfu == pytest.approx(0.5)
     # The steps before an imported checkpoint belong to another run.
-    imported = [{**record, "step": record["step"] + 1000} for record in history.metrics]
+    imported = [replace(record, step=record.step + 1000) for record in history.metrics]
     assert compute_goodput(breakdown_of(history), imported, 1000).mfu == pytest.approx(0.5)

@@ -202,12 +202,6 @@ def test_gradients_that_share_memory_are_not_changed():
         assert torch.equal(four[name], alone[name]), name
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.long)])
-def test_number_of_ranks_does_not_change_a_bit(undisturbed, tmp_path, world_size):
-    assert_same(results(tmp_path / "run", [(world_size, 12)]), undisturbed)
-
-
 @pytest.mark.parametrize(
     "strategy",
     [*(pytest.param(each, marks=pytest.mark.long) for each in ("zero1", "zero2", "zero3")), "fsdp"],
@@ -498,78 +492,6 @@ def test_evaluations_outside_of_a_training_have_the_same_bits_on_all_ranks():
     assert run_on_ranks(evaluate, world_size=3) == [alone] * 3
 
 
-def train_in_own_loop(run_dir: str, max_steps: int, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    settings = {"grain_size": 8} | settings
-    with hpctrain.session(seed=3, run_dir=run_dir, elastic_determinism=True, **settings) as session:
-        module = Net()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        module, optimizer, schedule = session.prepare(module, optimizer, schedule)
-        for x, kind, y in session.batches(Noisy(), global_batch_size=100, max_steps=max_steps):
-            loss = nn.functional.mse_loss(module(x, kind), y)
-            session.backward(loss)
-            session.clip_gradients(0.5)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            schedule.step()
-            session.log(loss=loss, largest=y.max())
-        return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_own_loop_equals_the_trainer(tmp_path, world_size):
-    settings = {"net": WithoutRare, "validate_every": None}
-    theirs = results(tmp_path / "trainer", [(2, 8)], **settings)
-    first, second = ((world_size, 5), (2, 8))
-    for ranks, step in (first, second):
-        states = run_on_ranks(train_in_own_loop, str(tmp_path / "own"), step, {}, world_size=ranks)
-    ours = {record["step"]: record["loss"] for record in read_json_lines(RunDir(tmp_path / "own").metrics)}
-    assert {step: repr(loss) for step, loss in ours.items()} == {
-        step: values["loss"] for step, values in theirs[1].items()
-    }
-    for state in states:
-        assert all(torch.equal(state[name], value) for name, value in theirs[0].items())
-
-
-def use_scaler(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("backward", "use", "message"),
-    [
-        (None, None, r"did not call session\.backward"),
-        ("session", "schedule", "Pass the scheduler to prepare"),
-        ("session", "log", "same metrics for every grain"),
-        ("session", lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0), r"session\.clip_gradients"),
-        ("session", lambda m, _: nn.utils.clip_grad_value_(m.parameters(), 1.0), r"session\.clip_gradients"),
-        ("session", use_scaler, r"session\.clip_gradients"),
-    ],
-)
-def test_own_loop_that_depends_on_grains_is_refused(tmp_path, backward, use, message):
-    def train() -> None:
-        with hpctrain.session(elastic_determinism=True, run_dir=tmp_path / "run") as session:
-            net = WithoutRare()
-            module, optimizer = session.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-            schedule, seen = torch.optim.lr_scheduler.StepLR(optimizer, 1), []
-            for x, kind, y in session.batches(Noisy(), global_batch_size=16, max_steps=1):
-                loss = nn.functional.mse_loss(module(x, kind), y)
-                session.backward(loss) if backward else loss.backward()
-                if callable(use):
-                    use(module, optimizer)
-                if use == "log" and session.step == 0 and not seen:
-                    session.log(loss=loss)
-                seen.append(loss)
-                optimizer.step()
-                if use == "schedule":
-                    schedule.step()
-
-    with pytest.raises(hpctrain.UserError, match=message):
-        train()
-
-
 class Overflowing(WithoutNorm):
     """Gradients that are infinite with the first scales of float16."""
 
@@ -674,7 +596,6 @@ REFUSALS = [
     ({"algorithm": "fp16"}, "algorithm is 'fp16'"),
     ({"compile": True}, "compile is True"),
     ({"on_bad_loss": "skip"}, "on_bad_loss is 'skip'"),
-    ({"micro_batch_size": "auto"}, "and set grain_size"),
     ({"micro_batch_size": 12}, "must be a multiple of grain_size"),
     ({"net": Alternating}, "accepts optimizer_idx"),
     ({"net": changed(grow, in_step=True)}, "added the buffer sizes or changed its shape"),

@@ -14,7 +14,7 @@ from train_in_float64 import NUM_SAMPLES, Exact, samples
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.training.data.sample_order import SampleOrder
+from hpctrain.training.data.batch_plan import SampleOrder
 
 pytestmark = pytest.mark.ranks
 
@@ -96,12 +96,6 @@ def test_other_ranks_and_workers_resume_with_equal_samples_and_parameters(tmp_pa
     assert resumed == pytest.approx(uninterrupted, rel=1e-9, abs=1e-12)
     assert trained_samples(tmp_path / "parts") == trained_samples(tmp_path / "whole")
     assert learning_rates(tmp_path / "parts") == learning_rates(tmp_path / "whole")
-
-
-def test_stream_without_state_reports_repeated_samples_on_resume(tmp_path):
-    train(tmp_path, 3, 5, "data=no-state", ranks=2)
-    printed = run_forked(SCRIPT, ["6", "5", "data=no-state"], variables(tmp_path), ranks=3)
-    assert "Epoch 0 starts over and repeats 15 samples." in printed
 
 
 def test_float16_scale_is_resumed(tmp_path):

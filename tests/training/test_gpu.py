@@ -9,6 +9,9 @@ import torch
 from helpers.ranks import run_on_ranks
 from test_elastic_determinism import train as train_elastic
 from test_trainer import losses, train
+from train_regression import Regression, samples
+
+import hpctrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
@@ -47,3 +50,16 @@ def test_number_of_ranks_that_share_a_gpu_does_not_change_a_bit(tmp_path: Path):
     for other in others:
         assert [name for name in one if not torch.equal(one[name], other[name])] == []
     assert losses(tmp_path / "4") == losses(tmp_path / "1")
+
+
+class Wide(Regression):
+    def training_step(self, batch, batch_idx):
+        memory = torch.cuda.get_device_properties(0).total_memory
+        held = torch.empty(memory // 10 * len(batch[0]), dtype=torch.uint8, device="cuda")
+        return super().training_step(batch, batch_idx) + 0 * held[:1].sum()
+
+
+def test_out_of_memory_error_has_a_hint():
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        hpctrain.Trainer(max_steps=1, global_batch_size=20).fit(Wide(), samples())
+    assert "Set a smaller micro_batch_size" in "".join(caught.value.__notes__)

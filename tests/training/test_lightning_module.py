@@ -776,12 +776,6 @@ class Stream(IterableDataset):
             {},
             "several optimizers require manual optimization",
         ),
-        (
-            refused(training_step=lambda self, batch, batch_idx, optimizer_idx: None),
-            loader(),
-            {},
-            "training_step has the parameter optimizer_idx",
-        ),
         (refused(configure_optimizers=lambda self: None), loader(), {}, r"returned \[None\] as optimizers"),
         (refused(configure_optimizers=plateau), loader(), {}, "'val_loss'.* requires .* validation data"),
         (
@@ -791,12 +785,6 @@ class Stream(IterableDataset):
             "train data has 2 DataLoaders",
         ),
         (refused(), None, {}, "received no training data"),
-        (
-            refused(),
-            loader(),
-            {"compile": True},
-            "compile=True is not supported for the LightningModule Sine",
-        ),
         (refused(), loader(), {"elastic_determinism": True, "grain_size": 2}, "elastic_determinism=True is"),
         (
             refused(on_train_epoch_end=lambda self: None),

@@ -87,13 +87,13 @@ def test_lost_nodes(tmp_path, strategy):
         for rank in lost:
             shutil.rmtree(tmp_path / "failed" / f"memory-{rank}")
         run_on_ranks(train, tmp_path / "failed", strategy, 1)
-        (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
+        (resumed,) = (event["step"] for event in read_json_lines(run.events) if event["kind"] == "resumed")
         if len(lost) < 2:
             assert FAILED_STEP - 1 - resumed <= MAX_REPEATED, lost
         else:
             assert resumed == 5
         assert losses(run) == losses(RunDir(undisturbed / "run")), lost
-        copied = next(event for event in run.read_events() if "memory_bytes" in event)
+        copied = next(event for event in read_json_lines(run.events) if "memory_bytes" in event)
         assert copied["memory_bytes"] == 4 * copied["sent_bytes"] > 0
         assert not list((tmp_path / "failed").glob("memory-*/*"))
 
@@ -105,7 +105,7 @@ def test_new_run_in_the_folder_of_a_deleted_one_ignores_its_copies(tmp_path):
     assert list(tmp_path.glob("memory-*/*/*.json"))
     shutil.rmtree(run.path)
     run_on_ranks(train, tmp_path, "zero1", 0)
-    assert not [event for event in run.read_events() if event["kind"] == "resumed"]
+    assert not [event for event in read_json_lines(run.events) if event["kind"] == "resumed"]
     assert min(losses(run)) == 1
 
 
@@ -115,7 +115,7 @@ def test_remaining_node_copies_all_parts_to_the_run_folder(tmp_path):
     run_on_ranks(fail, tmp_path, "zero1")
     shutil.rmtree(tmp_path / "memory-1")
     run_on_ranks(train, tmp_path, "zero1", 1, world_size=1)
-    (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
+    (resumed,) = (event["step"] for event in read_json_lines(run.events) if event["kind"] == "resumed")
     assert FAILED_STEP - 1 - resumed <= MAX_REPEATED
     assert (run.checkpoint(resumed)).is_dir()
 
@@ -133,7 +133,7 @@ def test_run_resumes_from_a_checkpoint_if_the_copy_does_not_fit_on_the_disk(tmp_
     run = RunDir(tmp_path / "run")
     run_on_ranks(fail, tmp_path, "zero1")
     run_on_ranks(resume_on_full_disk, tmp_path)
-    (resumed,) = (event for event in run.read_events() if event["kind"] == "resumed")
+    (resumed,) = (event for event in read_json_lines(run.events) if event["kind"] == "resumed")
     assert resumed["step"] == 5
     assert "No space left on device. The newest checkpoint is used instead." in resumed["broken"][0]
 
@@ -142,7 +142,7 @@ def test_run_resumes_from_a_checkpoint_if_the_copy_does_not_fit_on_the_disk(tmp_
 def test_replicas_that_differ_are_not_copied(tmp_path):
     """A copy would synchronize the replicas, and thus change the result."""
     run_on_ranks(train, tmp_path, "ddp", 0, None, "local_sgd")
-    kinds = [event["kind"] for event in RunDir(tmp_path / "run").read_events()]
+    kinds = [event["kind"] for event in read_json_lines(RunDir(tmp_path / "run").events)]
     assert "checkpoint" in kinds
     assert "memory_copy" not in kinds
 
@@ -154,7 +154,7 @@ def test_killed_only_rank(tmp_path):
     run_on_ranks(train, undisturbed, "ddp", 0, world_size=1)
     run_on_ranks(fail, tmp_path / "failed", "ddp", world_size=1)
     run_on_ranks(train, tmp_path / "failed", "ddp", 1, world_size=1)
-    (resumed,) = (event["step"] for event in run.read_events() if event["kind"] == "resumed")
+    (resumed,) = (event["step"] for event in read_json_lines(run.events) if event["kind"] == "resumed")
     assert FAILED_STEP - 1 - resumed <= MAX_REPEATED
     assert losses(run) == losses(RunDir(undisturbed / "run"))
 

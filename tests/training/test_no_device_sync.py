@@ -24,9 +24,9 @@ ALLOWED = {
     ("metric_accumulator.py", "_double"),
     ("train_step.py", "_record_norm"),
     ("step_exchange.py", "_read_results"),
-    ("sample_order.py", "_walk"),
+    ("batch_plan.py", "_walk"),
     ("loader_config.py", "<genexpr>"),
-    ("loader_workers.py", "__init__"),
+    ("loader_config.py", "__init__"),
 }
 
 

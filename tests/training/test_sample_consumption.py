@@ -163,6 +163,3 @@ def test_rank_without_samples_joins_every_collective(dataset):
 def test_stream_without_samples_is_an_error():
     with pytest.raises(hpctrain.UserError, match="no samples in epoch 0"):
         train_steps(source_maker(lambda: ShardedDataset([0, 0]), 4, StopCondition(None, 2)), 2, 10)
-
-
-# Pure functions.

@@ -251,47 +251,6 @@ def test_dp_splits_the_batch_and_step_end_sees_all_of_it(tmp_path):
     assert printed.splitlines()[-1] == "[4, 3, 3, 4, 3, 3] [(10, [4, 3, 3]), (10, [4, 3, 3])]"
 
 
-COPIES = """
-import torch, hpctrain
-from torch import nn
-
-@torch.compiler.disable
-def note(part):
-    seen.setdefault(type(part).__name__, []).append(part)
-
-class Layer(nn.Linear):
-    def forward(self, inputs):
-        note(self)
-        return super().forward(inputs)
-
-class Net(hpctrain.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = Layer(3, 2)
-
-    def training_step(self, batch, batch_idx):
-        note(self)
-        return self.layer(batch).pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-for setting in ({"recompute": ["layer"]}, {"compile": {"backend": "eager"}}):
-    seen = {}
-    trainer = hpctrain.Trainer(max_steps=1, global_batch_size=6, strategy="dp", devices=3, **setting)
-    trainer.fit(Net(), torch.randn(6, 3))
-    print(*(len(set(map(id, parts))) for parts in seen.values()))
-"""
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_dp_compiles_and_recomputes_with_the_copy_of_each_device(tmp_path):
-    (tmp_path / "script.py").write_text(COPIES)
-    printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout
-    assert printed.splitlines().count("3 3") == 2
-
-
 def test_dp_is_refused_with_several_ranks(tmp_path):
     run_forked(
         SCRIPT,

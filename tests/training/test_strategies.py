@@ -484,7 +484,7 @@ def test_devices_are_chosen(devices, num_gpus, busy, expected):
         ([0], 0, [], "no GPU is visible"),
         (3, 4, [0, 1], "use 2 of the 4 visible GPUs"),
         (3, 2, [], "the number of visible GPUs is 2"),
-        ("auto", 2, [0, 1], "other processes use all visible GPUs"),
+        ("auto", 2, [0, 1], "other processes use 2 of the 2 visible GPUs"),
     ],
 )
 def test_unavailable_devices_are_refused(devices, num_gpus, busy, message):

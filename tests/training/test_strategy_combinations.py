@@ -31,7 +31,6 @@ FEATURES: dict[str, dict] = {
     "16-mixed": {"precision": "16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
     "micro-batches": {"micro_batch_size": 2},
-    '`micro_batch_size="auto"`': {"micro_batch_size": "auto"},
     "several optimizers": {"optimizers": 2},
     "alternating optimizers": {"optimizers": 2, "turns": True},
     "batch norm": {"norm": True},
@@ -45,9 +44,6 @@ FEATURES: dict[str, dict] = {
 SLOW = {"data workers", "`compile`"}
 #: Refused combinations. All others work.
 REFUSED = {
-    ("zero2", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
-    ("zero3", '`micro_batch_size="auto"`'): "ranks wait for each other in every forward pass",
-    ("pipeline", '`micro_batch_size="auto"`'): "ranks wait for each other in every pass",
     ("horovod", "bf16-true"): "cannot send bfloat16",
     ("pipeline", "16-mixed"): "before the loss can be scaled",
     ("pipeline", "a stream"): "needs the complete batch on every rank",

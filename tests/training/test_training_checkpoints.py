@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 import shutil
 import signal
 import threading
 import time
 
+import numpy
 import pytest
 import torch
+from helpers.run_histories import event
 from helpers.waiting import slowness, wait_for
 
 import hpctrain
-from hpctrain.buffered_writer import BufferedLineWriter
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.interval import InterruptionHistory, optimal_interval_s
+from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
 from hpctrain.checkpoint.listing import list_checkpoints, list_quarantined
 from hpctrain.checkpoint.store import CheckpointStore
-from hpctrain.checkpoint.tier.tier_copier import TierCopier
+from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
+from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
+from hpctrain.runtime.stopping.signal_recorder import read_stop_grace
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.training.saving.checkpoint_schedule import CheckpointSchedule
-from hpctrain.training.saving.training_checkpoints import FinalSavePlan, StopDeadline, plan_final_save
+from hpctrain.training.base import rng
+from hpctrain.training.saving import training_checkpoints
+from hpctrain.training.saving.checkpoint_schedule import (
+    CheckpointSchedule,
+    FinalSavePlan,
+    plan_final_save,
+    seconds_until_kill,
+)
 
 DAY = 86_400.0
 
@@ -75,23 +86,11 @@ def fit(run_dir, max_steps=6, module=None, **settings) -> Line:
 
 
 def events(run_dir, kind=None):
-    return [event for event in RunDir(run_dir).read_events() if kind in (None, event["kind"])]
+    return [event for event in read_json_lines(RunDir(run_dir).events) if kind in (None, event["kind"])]
 
 
 def steps(run_dir):
     return sorted(committed_steps(RunDir(run_dir).checkpoints))
-
-
-# --- content -------------------------------------------------------------------------------------------
-
-
-def test_extra_state_of_the_module_is_restored(tmp_path):
-    uninterrupted = fit(tmp_path / "whole", 6)
-    fit(tmp_path / "parts", 3)
-    resumed = fit(tmp_path / "parts", 6)
-    assert resumed.seen["steps"] == uninterrupted.seen["steps"] == 6
-    assert torch.equal(resumed.seen["mean"], uninterrupted.seen["mean"])
-    assert resumed.seen["words"] == ("a", None, 0.1)
 
 
 def test_unsupported_state_is_refused_with_its_path_before_training(tmp_path):
@@ -124,9 +123,6 @@ def test_unsupported_optimizer_configuration_is_refused(tmp_path, make_optimizer
     module.configure_optimizers = lambda: optimizer
     with pytest.raises(UserError, match=re.escape(message)):
         fit(tmp_path, module=module)
-
-
-# --- retention -----------------------------------------------------------------------------------------
 
 
 def test_retention_by_newest_step_and_score(tmp_path):
@@ -200,7 +196,7 @@ def test_training_starts_over_if_its_only_checkpoint_was_lost_with_a_node(tmp_pa
         raise CheckpointError("the disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(TierCopier, "_copy_shares", fail)
+        patched.setattr(LocalTier, "_copy_shares", fail)
         store = CheckpointStore(run.checkpoints, second_tier=tier)
         store.async_save(2, {"x": torch.zeros(1)}, {})
         store.close()
@@ -230,9 +226,6 @@ def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch
         assert f"hpctrain: {sentence}" in output
 
 
-# --- disk errors ---------------------------------------------------------------------------------------
-
-
 def test_records_are_buffered_until_they_can_be_written(tmp_path):
     messages: list[str] = []
     folder = tmp_path / "run"
@@ -249,9 +242,6 @@ def test_records_are_buffered_until_they_can_be_written(tmp_path):
     assert "is writable again" in messages[1]
 
 
-# --- interval ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("save_s", "mtbf_s"), [(1.0, 600.0), (60.0, DAY), (120.0, 3600.0)])
 def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
     def overhead(interval_s: float) -> float:
@@ -264,12 +254,12 @@ def test_optimal_interval_minimizes_the_expected_overhead(save_s, mtbf_s):
 
 
 def attempt(begin, end, *, nodes=2, saved=None, state=None):
-    yield {"kind": "started", "time": begin, "nodes": nodes}
+    yield event("started", time=begin, nodes=nodes)
     if saved is not None:
-        yield {"kind": "signal", "time": end, "saved": saved}
+        yield event("signal", time=end, saved=saved)
     if state is not None:
-        yield {"kind": "finished", "time": end, "state": state}
-    yield {"kind": "checkpoint", "time": end, "step": 1}
+        yield event("finished", time=end, state=state)
+    yield event("checkpoint", time=end, step=1)
 
 
 def test_interruptions_are_counted_from_events():
@@ -339,21 +329,15 @@ def test_invalid_node_mtbf_is_refused(tmp_path, monkeypatch):
         fit(tmp_path)
 
 
-# --- final save ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("left_s", "write_s", "in_flight_s", "plan"),
     [
-        (math.inf, None, None, FinalSavePlan.AFTER_PENDING_SAVE),
         (1.0, None, None, FinalSavePlan.AFTER_PENDING_SAVE),  # no estimate speaks against it
-        (30.0, 10.0, None, FinalSavePlan.AFTER_PENDING_SAVE),
         (30.0, 10.0, 9.0, FinalSavePlan.AFTER_PENDING_SAVE),
         (20.0, 10.0, 1.0, FinalSavePlan.REPLACE_PENDING_SAVE),
         (8.0, 10.0, 9.0, FinalSavePlan.PENDING_SAVE_ONLY),
         (8.0, 10.0, 1.0, FinalSavePlan.NONE),
         (13.0, 10.0, None, FinalSavePlan.NONE),
-        (-1.0, 1.0, None, FinalSavePlan.NONE),
     ],
 )
 def test_final_save_must_fit_into_the_grace_period(left_s, write_s, in_flight_s, plan):
@@ -362,19 +346,14 @@ def test_final_save_must_fit_into_the_grace_period(left_s, write_s, in_flight_s,
 
 def test_remaining_grace_counts_from_the_signal():
     flag = StopFlag()
-    grace = StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120"}, flag)
-    assert grace.left_s() == math.inf
+    grace = read_stop_grace({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120,requeue=300"})
+    assert seconds_until_kill(flag, grace) == math.inf
     flag.record(15, None)
-    assert 29 < grace.left_s() <= 30
-    assert grace.left_s(for_requeue=True) == math.inf
-    assert (
-        299
-        < StopDeadline({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,requeue=300"}, flag).left_s(for_requeue=True)
-        <= 300
-    )
-    assert StopDeadline({}, flag).left_s() == math.inf
+    assert 29 < seconds_until_kill(flag, grace) <= 30
+    assert 299 < seconds_until_kill(flag, grace, for_requeue=True) <= 300
+    assert seconds_until_kill(flag, read_stop_grace({})) == math.inf
     with pytest.raises(UserError, match="HPCTRAIN_STOP_GRACE is 'soon'"):
-        StopDeadline({"HPCTRAIN_STOP_GRACE": "soon"}, flag)
+        read_stop_grace({"HPCTRAIN_STOP_GRACE": "soon"})
 
 
 @pytest.mark.parametrize(("grace", "saved"), [("SIGTERM=60", True), ("SIGTERM=1", False)])
@@ -402,10 +381,10 @@ def test_stop_saves_if_there_is_time_and_reports_otherwise(tmp_path, monkeypatch
 
 
 def test_error_during_a_save_ends_the_training_at_once(tmp_path, monkeypatch):
-    from hpctrain.checkpoint import saver
+    from hpctrain.checkpoint import store
 
     stuck = threading.Event()
-    monkeypatch.setattr(saver, "write_and_commit", lambda *_: stuck.wait(100))
+    monkeypatch.setattr(store, "write_and_commit", lambda *_: stuck.wait(100))
 
     def crash():
         raise ZeroDivisionError
@@ -472,9 +451,89 @@ class TwoOptimizers(Line):
         ]
 
 
-def test_several_optimizers_and_schedulers_are_resumed(tmp_path):
+def test_optimizers_schedulers_and_extra_state_are_restored(tmp_path):
     uninterrupted = fit(tmp_path / "whole", 6, TwoOptimizers())
     fit(tmp_path / "parts", 3, TwoOptimizers())
     resumed = fit(tmp_path / "parts", 6, TwoOptimizers())
     assert torch.equal(resumed.layer.weight, uninterrupted.layer.weight)
     assert torch.equal(resumed.layer.bias, uninterrupted.layer.bias)
+    assert resumed.seen["steps"] == uninterrupted.seen["steps"] == 6
+    assert torch.equal(resumed.seen["mean"], uninterrupted.seen["mean"])
+    assert resumed.seen["words"] == ("a", None, 0.1)
+
+
+def test_random_state_has_a_constant_shape():
+    """Otherwise, the layout of a checkpoint would change with every save."""
+    shapes = set()
+    for seed in range(5):
+        rng.seed_all(seed * 10**5)
+        for _ in range(seed):
+            random.gauss(0, 1)
+            numpy.random.standard_normal()
+        shapes.add(str({name: (part.shape, part.dtype) for name, part in rng.capture_rng_state().items()}))
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("draws", [0, 1, 2, 1000])
+def test_random_state_is_restored_exactly(draws):
+    def draw() -> tuple[object, ...]:
+        return (
+            [random.gauss(0, 1) for _ in range(3)],
+            numpy.random.standard_normal(3).tolist(),
+            torch.randn(3).tolist(),
+            random.random(),
+        )
+
+    rng.seed_all(7)
+    for _ in range(draws):
+        random.gauss(0, 1)
+        numpy.random.standard_normal()
+    state = rng.capture_rng_state()
+    expected = draw()
+    rng.seed_all(8)
+    rng.restore_rng_state(state)
+    assert draw() == expected
+
+
+@pytest.mark.slow
+def test_hanging_disk_does_not_block_the_training(tmp_path, monkeypatch, capsys):
+    """The disk recovers only after ten more steps; if training waited, neither would continue."""
+    monkeypatch.setattr(training_checkpoints, "_MAX_WAIT_S", 0.3)
+    released, commit = threading.Event(), CheckpointDir.commit
+
+    def hang(directory, path, step, files):
+        assert step != 4 or released.wait(120)
+        return commit(directory, path, step, files)
+
+    def release():
+        released.set()
+        wait_for(lambda: 4 in steps(tmp_path), 10, "the checkpoint for which the disk hung")
+        time.sleep(0.5)  # the writer ends shortly after its checkpoint is visible
+
+    monkeypatch.setattr(CheckpointDir, "commit", hang)
+    fit(tmp_path, 20, Line(at={2: lambda: time.sleep(0.2), 14: release}), keep_last=20)
+    (failure,) = events(tmp_path, "failure")
+    assert failure["cause"].startswith("The checkpoint of step 4 is still being written after ")
+    assert failure["cause"].endswith("the state after step 6 is not saved.")
+    assert "Training continues" in capsys.readouterr().out
+    assert not {6, 8, 10, 12} & set(steps(tmp_path))
+    assert {2, 4, 16, 18, 20} <= set(steps(tmp_path))
+
+
+@pytest.mark.slow
+def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
+    """An undisturbed run validates and saves at step 4; this one was stopped there, and validates later."""
+    settings = {
+        "validate_every": 4,
+        "keep_best": 1,
+        "monitor": "val_up",
+        "keep_last": 1,
+        "checkpoint_every": 100,
+    }
+    fit(tmp_path / "whole", 12, **settings)
+    module = Line(at={3: lambda: signal.raise_signal(signal.SIGTERM)})
+    with pytest.raises(SystemExit):
+        fit(tmp_path / "parts", 12, module, **settings)
+    assert steps(tmp_path / "parts") == [4], "stopped where validation was due"
+    fit(tmp_path / "parts", 12, **settings)
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole") == [4, 12]

@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints, bit by bit, written by any number of ranks."""
+"""Compare two checkpoints, written by any number of ranks, bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single-file formats of other programs for a training state."""
+"""Parse the training state in a single file of another program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables with the location of each tensor: one for `torch.distributed.checkpoint`, one as JSON for hpctrain.
+"""Build the tables with the location of each tensor: one for `torch.distributed.checkpoint`, one as JSON.
 
 torch's own table, `.metadata`, is a pickle, which may run code when it is read. This table is only for
 readers without hpctrain; hpctrain reads `tensors.json`.
@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hpctrain.checkpoint.format.manifest import TENSORS_NAME
-from hpctrain.checkpoint.format.staged_file import StagedFile
-from hpctrain.torch_compat import CURRENT_DCP_VERSION, StorageInfo
+from hpctrain.torch_compat import DCP_VERSION, StorageInfo
 
 METADATA_NAME = ".metadata"
 
@@ -45,22 +44,6 @@ class StoredChunk:
 def rank_file_name(rank: int) -> str:
     """Return the file name that torch uses for the first file of a rank."""
     return f"__{rank}_0.distcp"
-
-
-def stored_chunks(staged_file: StagedFile, rank: int) -> list[StoredChunk]:
-    return [
-        StoredChunk(
-            item.key,
-            str(item.dtype).removeprefix("torch."),
-            item.tensor_shape,
-            item.offsets,
-            item.sizes,
-            rank_file_name(rank),
-            span.offset,
-            span.length,
-        )
-        for item, span in zip(staged_file.items, staged_file.spans, strict=True)
-    ]
 
 
 def build_tables(everything: Iterable[StoredChunk]) -> dict[str, bytes]:
@@ -85,7 +68,7 @@ def _metadata(record: dict[str, Any]) -> Metadata:
         properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
         tensors[key] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
     # torch's type also allows entries that are not tensors; these do not occur.
-    return Metadata(dict(tensors), storage_data=places, version=CURRENT_DCP_VERSION)
+    return Metadata(dict(tensors), storage_data=places, **DCP_VERSION)
 
 
 class TensorReader(FileSystemReader):

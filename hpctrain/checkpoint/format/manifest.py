@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.files import open_regular, read_regular
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
+from hpctrain.schema import decode
 
 MANIFEST_NAME = "manifest.json"
 #: Table of the tensors of a checkpoint, with their files.
@@ -22,6 +24,11 @@ _FORMAT = 1
 _BLOCK_BYTES = 8 << 20
 #: Precedes the checksum of the manifest, which covers all bytes before this field.
 _SEAL = b',\n"xxh3_128": "'
+
+
+@dataclass(frozen=True)
+class _Format:
+    format: Any
 
 
 @dataclass(frozen=True)
@@ -84,18 +91,14 @@ class Manifest:
                 f"{path} is corrupt: the last line is not the checksum of the preceding lines."
             )
         try:
-            record = json.loads(content)
-            if record["format"] != _FORMAT:
+            if (version := decode(content, _Format).format) != _FORMAT:
                 raise CheckpointError(
-                    f"{path} has format {record['format']!r}, but this version of hpctrain reads only format "
+                    f"{path} has format {version!r}, but this version of hpctrain reads only format "
                     f"{_FORMAT}. Use the version that wrote the checkpoint."
                 )
-            files = tuple(FileEntry(**entry) for entry in record["files"])
-            step, world_size, written_at = record["step"], record["world_size"], record["time"]
-            checks = record.get("finite"), record.get("verified_step"), record.get("metric")
-            return cls(step, world_size, written_at, record["score"], files, *checks)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{path} is corrupt: {type(error).__name__}: {error}.") from error
+            return decode(content, cls)
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{path} is corrupt: {error}.") from error
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

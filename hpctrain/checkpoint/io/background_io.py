@@ -1,4 +1,4 @@
-"""Disk operations that may hang: they run in threads, and all ranks wait with a time limit.
+"""Run disk operations that may hang in threads, while all ranks wait with a time limit.
 
 A call that creates, renames or syncs a file can hang in the kernel indefinitely, regardless of signals.
 Therefore, no rank makes such a call in a thread that blocks other ranks or training.
@@ -6,13 +6,20 @@ Therefore, no rank makes such a call in a thread that blocks other ranks or trai
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import xxhash
+
+from hpctrain.checkpoint.format.manifest import FileEntry
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
+from hpctrain.files import own_file
 
 T = TypeVar("T")
 
@@ -37,6 +44,9 @@ class IoTask(Generic[T]):
             self.error = self.error or describe_exception(error)
         finally:
             self.ended.set()
+
+    def start(self, name: str) -> None:
+        threading.Thread(target=self.run, name=name, daemon=True).start()
 
     def work(self) -> T | None:
         return self._work() if self._work else None
@@ -98,9 +108,11 @@ def wait_on_all_ranks(
     timeout_s: float,
     failure: str,
 ) -> bool:
-    """Wait until no rank has unfinished work; return True if any rank requested an abort (collective)."""
+    """Collective. Wait until no rank has unfinished work; return True if any rank requested an abort."""
     round_s, given_up = _MIN_ROUND_S, False
-    task = task or _completed_task()
+    if task is None:
+        task = IoTask(lambda: None)
+        task.run()
     while True:
         ended = task.ended.wait(round_s) or task.is_timed_out(timeout_s)
         unfinished, failed, giving_up = coordinator.count_flags(
@@ -115,7 +127,63 @@ def wait_on_all_ranks(
         round_s = min(_MAX_ROUND_S, round_s * 1.5)
 
 
-def _completed_task() -> IoTask[Any]:
-    task: IoTask[Any] = IoTask()
-    task.run()
-    return task
+#: Size of one write and checksum update; both release the GIL.
+_BLOCK_BYTES = 8 << 20
+#: Bytes between two syncs, to show progress on a slow disk.
+_FLUSH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class FileWrite:
+    name: str
+    blocks: Callable[[], Iterator[memoryview]]
+
+
+def bytes_file_write(name: str, content: memoryview) -> FileWrite:
+    def blocks() -> Iterator[memoryview]:
+        for begin in range(0, len(content), _BLOCK_BYTES):
+            yield content[begin : begin + _BLOCK_BYTES]
+
+    return FileWrite(name, blocks)
+
+
+def file_copy_write(path: Path) -> FileWrite:
+    def blocks() -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(_BLOCK_BYTES))
+        with open(path, "rb", buffering=0) as file:
+            while size := file.readinto(buffer):
+                yield buffer[:size]
+
+    return FileWrite(path.name, blocks)
+
+
+class FileWriter(IoTask[list[FileEntry]]):
+    """Background writer of files into a folder; the result is the list of file entries."""
+
+    def __init__(self, folder: Path, files: Sequence[FileWrite], *, durable: bool, ready: Any = None) -> None:
+        super().__init__()
+        self._folder, self._files, self._durable, self._ready = folder, files, durable, ready
+
+    def work(self) -> list[FileEntry]:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return [self._write(file) for file in self._files]
+
+    def _write(self, source: FileWrite) -> FileEntry:
+        digest, size, flushed = xxhash.xxh3_128(), 0, 0
+        with open(self._folder / source.name, "xb", buffering=0, opener=own_file) as file:
+            for block in source.blocks():
+                if self.stop.is_set():
+                    break
+                digest.update(block)
+                unwritten = block
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
+                    self.last_progress = time.monotonic()
+                size += len(block)
+                if self._durable and size - flushed >= _FLUSH_BYTES:
+                    os.fdatasync(file.fileno())
+                    self.last_progress, flushed = time.monotonic(), size
+            if self._durable:
+                os.fsync(file.fileno())
+        return FileEntry(source.name, size, digest.hexdigest())

@@ -115,9 +115,8 @@ class CheckpointDir:
         path.mkdir(0o755)
         lock = None
         try:
-            with suppress(
-                OSError
-            ):  # without locks, two parallel attempts could treat each other as abandoned
+            # Without locks, two parallel attempts could treat each other as abandoned.
+            with suppress(OSError):
                 lock = lock_folder(path)
             self._remove_stale(path)
             yield path

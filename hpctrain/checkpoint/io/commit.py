@@ -1,4 +1,4 @@
-"""Two-phase commit of a checkpoint by all ranks: all ranks write, then the folder is renamed."""
+"""Commit a checkpoint in two phases: all ranks write, then the folder is renamed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME, FileEntry, Manifest, make_entry
-from hpctrain.checkpoint.io.background_io import IoThread, wait_on_all_ranks
+from hpctrain.checkpoint.io.background_io import (
+    FileWrite,
+    FileWriter,
+    IoThread,
+    wait_on_all_ranks,
+)
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, boot_identity, new_save_token, temporary_name
-from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator
-from hpctrain.checkpoint.io.file_writer import FileWrite, FileWriter, write_on_all_ranks
+from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, SaveAborted
 from hpctrain.errors import CheckpointError
 
 RemarkT = TypeVar("RemarkT")
@@ -39,7 +43,7 @@ class CommitTarget:
     io_thread: IoThread = field(default_factory=IoThread)
 
     def run_on_leaders(self, work: Callable[[], T], failure: str, abort: threading.Event) -> T | None:
-        """Run `work` on the leading ranks; return None on others, and raise errors on all (collective)."""
+        """Collective. Run `work` on the leading ranks; return None on others, and raise errors on all."""
         task = self.io_thread.submit(work) if self.is_leader else None
         wait_on_all_ranks(self.coordinator, task, abort, timeout_s=self.io_timeout_s, failure=failure)
         self.coordinator.raise_on_all(task.error if task else None, failure)
@@ -52,7 +56,7 @@ class CommitTarget:
 @dataclass
 class RankWrite(Generic[RemarkT]):
     files: Sequence[FileWrite]
-    finalize: Callable[[list[tuple[list[FileEntry], RemarkT]]], Mapping[str, bytes]]
+    finalize: Callable[[list[FileEntry], list[RemarkT]], Mapping[str, bytes]]
     """Function for rank 0: returns all other files, including the manifest, from all entries and remarks."""
     remark: Callable[[], RemarkT]
     """Called when the files are written; sent to rank 0. See `messages.gather` for the types."""
@@ -67,7 +71,7 @@ class RankWrite(Generic[RemarkT]):
 
 
 def write_and_commit(target: CommitTarget, step: int, write: RankWrite[Any]) -> Manifest:
-    """Write a checkpoint and commit it. All ranks must call this.
+    """Collective. Write a checkpoint and commit it.
 
     Saves cannot mix. Each save has a new folder name, which rank 0 sends with the step. Every rank compares
     this step with its own step. Each rank has only one save in flight.
@@ -91,20 +95,16 @@ def write_and_commit(target: CommitTarget, step: int, write: RankWrite[Any]) -> 
         write.writer = FileWriter(
             directory.folder / name, write.files, durable=directory.durable, ready=write.ready
         )
-        entries = write_on_all_ranks(
-            coordinator, write.writer, write.abort, timeout_s=target.io_timeout_s, failure=failure
+        entries = _write_files(target, write.writer, write.abort, failure)
+        brought = coordinator.all_gather(
+            ([astuple(entry) for entry in entries], write.remark()), failure, to=0
         )
-        brought = coordinator.gather(([astuple(entry) for entry in entries], write.remark()), failure)
 
         def seal() -> Mapping[str, bytes]:
             if not coordinator.is_main:
                 return {}
-            return write.finalize(
-                [
-                    ([FileEntry(*entry) for entry in entries], contribution)
-                    for entries, contribution in brought
-                ]
-            )
+            entries = [FileEntry(*entry) for entries, _ in brought for entry in entries]
+            return write.finalize(entries, [remark for _, remark in brought])
 
         files = coordinator.run_on_all(seal, failure)
         if target.node_local:
@@ -124,15 +124,33 @@ def write_and_commit(target: CommitTarget, step: int, write: RankWrite[Any]) -> 
         except PeerLost:
             raise
         except CheckpointError:
-            if (
-                target.node_local and target.is_leader
-            ):  # some nodes have committed their part, but others have not
+            # Some nodes may have committed their part, but others have not.
+            if target.node_local and target.is_leader:
                 target.clean_up(lambda: directory.discard(step))
             raise
     finally:
         if target.is_leader:
             target.clean_up(hold.close)
     return shared_manifest(coordinator, manifest, directory.folder, failure)
+
+
+def _write_files(
+    target: CommitTarget, writer: FileWriter, abort: threading.Event, failure: str
+) -> list[FileEntry]:
+    """Write the files of all ranks; afterwards, no rank is writing, unless its disk hangs."""
+    writer.start("hpctrain-checkpoint-writing")
+    try:
+        given_up = wait_on_all_ranks(
+            target.coordinator, writer, abort, timeout_s=target.io_timeout_s, failure=failure
+        )
+    finally:
+        # The writer has already ended, unless a rank was lost or the disk hangs.
+        writer.stop.set()
+    target.coordinator.raise_on_all(writer.error, failure)
+    if given_up:
+        raise SaveAborted(f"{failure}: the save was aborted.")
+    assert writer.result is not None
+    return writer.result
 
 
 def complete_files(

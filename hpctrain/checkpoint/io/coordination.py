@@ -1,4 +1,4 @@
-"""Communication between the ranks that save together.
+"""Exchange messages between the ranks that save together.
 
 A separate process group is used: saves run in the background, and their messages must not mix with those of
 training. Every wait has a limit. After the loss of a rank, all communication fails immediately.
@@ -38,18 +38,17 @@ class RankCoordinator:
     """The ranks that save together, as seen by one rank; all methods except `rank_of` are collective."""
 
     def __init__(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
-        """Create a group; `limit_s` is the longest time that a rank may block the others (collective)."""
+        """Create a group; `limit_s` is the longest time that a rank may block the others."""
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.limit_s = limit_s
         self.lost_reason: str | None = None
         """Reason for the loss of communication; None while the ranks can communicate."""
         self._members = [0] if group is None else dist.get_process_group_ranks(group)
-        self._group = (
-            None
-            if group is None
-            else dist.new_group(self._members, timeout=timedelta(seconds=limit_s), backend="gloo")
-        )
+        self._group: dist.ProcessGroup | None = None
+        if group is not None:
+            limit = timedelta(seconds=limit_s)
+            self._group = dist.new_group(self._members, timeout=limit, backend="gloo")
 
     @property
     def is_main(self) -> bool:
@@ -67,14 +66,8 @@ class RankCoordinator:
         self._communicate(waiting_for, exchange)
         return box[0]
 
-    def all_gather(self, value: T, waiting_for: str) -> list[T]:
-        return self._gather(value, waiting_for, None)
-
-    def gather(self, value: T, waiting_for: str) -> list[T]:
-        """Return the values of all ranks on rank 0; the result on other ranks is meaningless."""
-        return self._gather(value, waiting_for, 0)
-
-    def _gather(self, value: T, waiting_for: str, to: int | None) -> list[T]:
+    def all_gather(self, value: T, waiting_for: str, *, to: int | None = None) -> list[T]:
+        """Return the values of all ranks; with `to`, the result on other ranks is meaningless."""
         values = [value] * self.world_size
 
         def exchange(group: dist.ProcessGroup) -> None:
@@ -131,10 +124,7 @@ class RankCoordinator:
         for rank, text in enumerate(self.all_gather(problem, failure)):
             if text:
                 kind = DiskFull if _FULL.search(text) else CheckpointError
-                raise kind(f"{failure}: {text}{self._rank_suffix(rank)}")
-
-    def _rank_suffix(self, rank: int) -> str:
-        return f" (rank {rank})" if self.world_size > 1 else ""
+                raise kind(f"{failure}: {text}" + f" (rank {rank})" * (self.world_size > 1))
 
     def _communicate(self, waiting_for: str, exchange: Callable[[dist.ProcessGroup], Any]) -> None:
         if self._group is None:

@@ -1,4 +1,4 @@
-"""Verification and loading of checkpoints by all ranks."""
+"""Verify and load checkpoints; all functions with a coordinator or a target are collective."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class VerifiedCheckpoint:
 
 
 def list_shared_steps(target: CommitTarget) -> Iterator[int]:
-    """Return the steps in the folder that all ranks share, newest first (collective)."""
+    """Collective. Return the steps in the folder that all ranks share, newest first."""
     coordinator, folder = target.coordinator, target.directory.folder
     failure = f"{folder} cannot be listed"
     steps = coordinator.run_on_all(
@@ -55,7 +55,7 @@ def list_shared_steps(target: CommitTarget) -> Iterator[int]:
 
 
 def check_shared(target: CommitTarget, step: int) -> VerifiedCheckpoint:
-    """Verify the files of a shared checkpoint; each rank verifies a share (collective)."""
+    """Collective. Verify the files of a shared checkpoint; each rank verifies a share."""
     coordinator, folder = target.coordinator, target.directory.folder / checkpoint_folder_name(step)
     read = check_on_all(coordinator, lambda _: Manifest.read(folder) if coordinator.is_main else None)
     manifest = shared_manifest(coordinator, read, folder, f"reading {folder}")
@@ -68,7 +68,7 @@ def check_shared(target: CommitTarget, step: int) -> VerifiedCheckpoint:
 def check_files(
     coordinator: RankCoordinator, folder: Path, share: Sequence[FileEntry], *, all_see_it: bool
 ) -> None:
-    """Verify this rank's files; rank 0 tells damage from a problem of a node (collective)."""
+    """Collective. Verify this rank's files; rank 0 tells damage from a problem of a node."""
     damaged: list[FileEntry] = []
 
     def check(on_read: Callable[[], object]) -> None:
@@ -79,15 +79,13 @@ def check_files(
                 damaged.append(entry)
                 raise
 
-    broken: CheckpointError | None = None
     try:
         check_on_all(coordinator, check)
+        return
     except CorruptCheckpoint as error:
         if not all_see_it:
             raise
         broken = error
-    if broken is None:
-        return
     of_ranks = coordinator.all_gather([astuple(entry) for entry in damaged], "checking a checkpoint")
 
     def look_again(on_read: Callable[[], object]) -> None:
@@ -116,7 +114,7 @@ def check_on_all(coordinator: RankCoordinator, check: Callable[[Callable[[], obj
 
     task = IoTask(run)
     failure = "checking a checkpoint"
-    threading.Thread(target=task.run, name="hpctrain-checkpoint-check", daemon=True).start()
+    task.start("hpctrain-checkpoint-check")
     wait_on_all_ranks(coordinator, task, threading.Event(), timeout_s=coordinator.limit_s, failure=failure)
     finding = (False, task.error) if task.error else finding
     findings = [of_rank for of_rank in coordinator.all_gather(finding, failure) if of_rank is not None]

@@ -24,7 +24,7 @@ _ARRAY_KINDS = "biufc"
 def gather(
     group: dist.ProcessGroup, value: Any, *, to: int | None = None, label: str = "a message"
 ) -> list[Any]:
-    """Return the values of all members, in order. All members must call this."""
+    """Collective. Return the values of all members, in order."""
     packed = _pack(value, label)
     texts = _gather_texts(group, packed.text, to, label)
     if to is not None:
@@ -36,7 +36,7 @@ def gather(
 
 
 def broadcast(group: dist.ProcessGroup, value: Any, *, src: int, label: str = "a message") -> Any:
-    """Return the value of the member with group rank `src`. All members must call this. See `gather`."""
+    """Collective. Return the value of the member with group rank `src`."""
     packed = _pack(value if dist.get_rank(group) == src else None, label)
     size = torch.tensor(len(packed.text))
     dist.broadcast(size, group=group, group_src=src)

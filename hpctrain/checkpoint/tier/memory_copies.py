@@ -22,15 +22,14 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name, stored_chunks
+from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name
 from hpctrain.checkpoint.format.manifest import FileEntry
-from hpctrain.checkpoint.format.staged_file import StagedFile, pin_memory
+from hpctrain.checkpoint.io.background_io import file_copy_write
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, complete_files, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, describe_exception
-from hpctrain.checkpoint.io.file_writer import file_copy_write
 from hpctrain.checkpoint.io.loading import list_shared_steps
-from hpctrain.checkpoint.staging import StateStager
+from hpctrain.checkpoint.staging import StagedFile, StateStager, pin_memory
 from hpctrain.errors import CheckpointError
 from hpctrain.files import own_file, read_json
 
@@ -69,7 +68,7 @@ class _CopyFile:
 
 
 class MemoryCopies:
-    """Copies of the state of a training run, as seen by one rank (collective)."""
+    """Copies of the state of a training run, as seen by one rank; all methods are collective."""
 
     def __init__(self, folder: Path, coordinator: RankCoordinator, attempt: int) -> None:
         self._folder, self._coordinator, self._attempt = folder, coordinator, attempt
@@ -152,7 +151,6 @@ class MemoryCopies:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _fits(self, num_bytes: int) -> bool:
-        """Collective."""
         sizes = self._coordinator.all_gather(num_bytes, "the size of the state")
         copies = 4 if self.has_neighbors else 2
         needed, free = copies * sum(sizes[rank] for rank in self._on_node), free_memory(self._folder)
@@ -169,7 +167,7 @@ class MemoryCopies:
 
     def _describe(self, step: int, image: StagedFile, plain: Any, verified_step: int | None) -> bytes:
         if self._layout[0] is not image.items:
-            chunks = stored_chunks(image, self._coordinator.rank)
+            chunks = image.chunks(self._coordinator.rank)
             self._layout = image.items, json.dumps([astuple(chunk) for chunk in chunks])
         marker = {
             "step": step,
@@ -265,20 +263,17 @@ def _free_in_cgroup(root: Path, path: str, names: tuple[str, str]) -> Iterator[i
 def commit_newest_copy(
     folder: Path, target: CommitTarget, checked: Callable[[str], bool] | None, limit: int | None = None
 ) -> str | None:
-    """Write the newest complete copy, if newer than all checkpoints, and remove all copies (collective)."""
+    """Collective. Write the newest complete copy, if newer than all checkpoints, and remove all copies."""
     coordinator = target.coordinator
     markers = _read_markers(folder)
     of_ranks = coordinator.all_gather(
-        [
-            (marker["step"], marker["attempt"], marker["world_size"], marker["rank"])
-            for marker in markers.values()
-        ],
+        [(_key(marker), marker["rank"]) for marker in markers.values()],
         f"the copies of the state in {folder}",
     )
     holders: dict[tuple[int, int, int], dict[int, list[int]]] = {}
     for holder, copies in enumerate(of_ranks):
-        for *key, source in copies:
-            holders.setdefault((key[0], key[1], key[2]), {}).setdefault(source, []).append(holder)
+        for key, source in copies:
+            holders.setdefault(key, {}).setdefault(source, []).append(holder)
     complete = [
         key
         for key, sources in holders.items()
@@ -290,7 +285,7 @@ def commit_newest_copy(
         mine = {
             path: marker
             for path, marker in markers.items()
-            if (marker["step"], marker["attempt"], marker["world_size"]) == newest
+            if _key(marker) == newest
             and _choose(holders[newest][marker["rank"]], marker["rank"]) == coordinator.rank
         }
         try:
@@ -303,6 +298,10 @@ def commit_newest_copy(
     shutil.rmtree(folder, ignore_errors=True)
     coordinator.all_gather(None, f"the removal of {folder}")
     return problem
+
+
+def _key(marker: Mapping[str, Any]) -> tuple[int, int, int]:
+    return marker["step"], marker["attempt"], marker["world_size"]
 
 
 def _choose(holders: list[int], source: int) -> int:
@@ -329,31 +328,25 @@ def _commit(
         os.truncate(path, marker["bytes"])
         writes.append(replace(file_copy_write(path), name=rank_file_name(marker["rank"])))
 
-    def seal(contributions: list[tuple[list[FileEntry], list[Any]]]) -> dict[str, bytes]:
+    def seal(entries: list[FileEntry], remarks: list[list[dict[str, Any]]]) -> dict[str, bytes]:
         markers = sorted(
-            (marker for _, of_rank in contributions for marker in of_rank), key=lambda marker: marker[0]
+            (marker for of_rank in remarks for marker in of_rank), key=lambda marker: marker["rank"]
         )
-        tables = build_tables(StoredChunk(*chunk) for _, chunks, *_ in markers for chunk in chunks)
-        _, _, plain, verified_step, world_size, _ = markers[0]
         return complete_files(
-            tables,
-            plain,
-            [entry for entries, _ in contributions for entry in entries],
+            build_tables(StoredChunk(*chunk) for marker in markers for chunk in marker["chunks"]),
+            markers[0]["plain"],
+            entries,
             step=step,
-            world_size=world_size,
+            world_size=markers[0]["world_size"],
             time=time.time(),
             score=None,
-            finite=None if checked is None else all(marker[5] for marker in markers),
-            verified_step=verified_step,
+            finite=None if checked is None else all(marker["finite"] for marker in markers),
+            verified_step=markers[0]["verified_step"],
         )
 
-    def remark() -> list[Any]:
-        fields = ("rank", "chunks", "plain", "verified_step", "world_size")
+    def remark() -> list[dict[str, Any]]:
         return [
-            [
-                *(marker[name] for name in fields),
-                checked is None or _is_finite(path, marker["chunks"], checked),
-            ]
+            {**marker, "finite": checked is None or _is_finite(path, marker["chunks"], checked)}
             for path, marker in copies.items()
         ]
 

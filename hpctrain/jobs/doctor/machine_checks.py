@@ -1,23 +1,35 @@
-"""Check this machine: shared memory, GPUs, containers, network, and the installed torch."""
+"""Check this machine: runs folder, shared memory, GPUs, containers, network, and the installed torch.
+
+`python -m hpctrain.jobs.doctor.machine_checks FOLDER` probes a runs folder and prints JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.addresses import interfaces, is_loopback, resolve_host
 from hpctrain.cluster.amd_gpus import list_amd_gpus
+from hpctrain.files import is_locked, try_lock
+from hpctrain.jobs.backends.mounts import find_mount, is_node_local
 from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, run_python_probe
 from hpctrain.slurm.site_facts import has_pyxis
-from hpctrain.text import format_memory, pluralize
+from hpctrain.text import format_memory, format_size, pluralize
 
 #: The first import of torch from a file server is slow.
 _TORCH_LIMIT_S = 120.0
-_DRIVER_LIMIT_S = 20.0
+_DRIVER_LIMIT_S = _FOLDER_LIMIT_S = 20.0
+#: With less space, a checkpoint of a medium-sized model fills the file system.
+_LITTLE_BYTES = 10 << 30
 #: Data workers pass batches in shared memory.
 _LITTLE_SHARED_BYTES = 1 << 30
 _CONTAINER_PROGRAMS = ("apptainer", "singularity", "enroot")
@@ -53,6 +65,7 @@ print(json.dumps({
 _machine = partial(Finding, "This machine")
 _network = partial(Finding, "Network")
 _containers = partial(Finding, "Containers")
+_folder = partial(Finding, "Runs folder")
 
 
 def check_machine() -> Iterator[Finding]:
@@ -160,3 +173,92 @@ def check_network() -> Iterator[Finding]:
             usable.setdefault(name, [name]).append(address)
     value = ", ".join(map(" ".join, usable.values())) or "loopback only"
     yield _network("interfaces", value, "" if usable else "Runs on several nodes will not work.")
+
+
+def check_runs_folder(folder: Path, environ: Mapping[str, str], *, other_machines: bool) -> list[Finding]:
+    """Return findings on the folder in which runs are created, which may not exist yet.
+
+    An unresponsive file server blocks the process that accesses it, so it is a process of its own.
+    """
+    try:
+        facts = run_python_probe(["-m", __name__, str(folder)], environ, _FOLDER_LIMIT_S)
+    except ProbeFailed as error:
+        remedy = "Check the file system, or use another --run-dir."
+        return [_folder("check", f"failed: {error}", remedy, "problem")]
+    return list(_folder_findings(facts, other_machines=other_machines))
+
+
+def _folder_findings(facts: Mapping[str, Any], *, other_machines: bool) -> Iterator[Finding]:
+    place = f"{facts['folder']}: {facts['mount']}"
+    if not other_machines or facts["is_shared"]:
+        yield _folder("file system", place)
+    elif facts["per_node"]:
+        remedy = (
+            "This folder is local to each node. Submit from a folder that all nodes share, or use --run-dir."
+        )
+        yield _folder("file system", place, remedy, "problem")
+    else:
+        yield _folder(
+            "file system",
+            place,
+            "This folder appears to be on a local disk. Unless the nodes mount this disk under the same "
+            "path, set --run-dir to a folder that all nodes share.",
+        )
+    remedy = "Checkpoints usually need more space. Delete files, or choose another --run-dir."
+    free = facts["free_bytes"]
+    yield _folder("free space", format_size(free), remedy if free < _LITTLE_BYTES else "")
+    if trouble := facts.get("write"):
+        remedy = "Submit from a folder that you can write to, or use --run-dir."
+        yield _folder("writing", f"not possible: {trouble}", remedy, "problem")
+    elif trouble := facts["locking"]:
+        remedy = (
+            "Use another file system for runs (--run-dir). On this file system, two submissions could use "
+            "the same run folder at the same time."
+        )
+        yield _folder("locking", trouble, remedy, "problem")
+    else:
+        yield _folder("locking", "works")
+
+
+def probe_folder(folder: Path) -> dict[str, object]:
+    """Return facts about the file system of `folder`, or of its nearest existing parent."""
+    while not folder.exists():
+        folder = folder.parent
+    mount, stat = find_mount(folder), os.statvfs(folder)
+    facts: dict[str, object] = {
+        "folder": str(folder),
+        "mount": f"{mount.type} ({mount.source} on {mount.point})" if mount else "unknown",
+        "is_shared": mount is not None and mount.is_shared,
+        "per_node": is_node_local(folder),
+        "free_bytes": stat.f_bavail * stat.f_frsize,
+    }
+    try:
+        with tempfile.TemporaryDirectory(prefix=".hpctrain-doctor-", dir=folder) as temporary:
+            facts["locking"] = _probe_lock(Path(temporary, "lock"))
+    except OSError as error:
+        facts["write"] = error.strerror or str(error)
+    return facts
+
+
+def _probe_lock(path: Path) -> str:
+    """Return the problem with locks; empty if there is none."""
+    try:
+        if (lock := try_lock(path)) is None:
+            return "a new lock file is already locked"
+        is_held = is_locked(path) and try_lock(path) is None
+        os.close(lock)
+        if not is_held:
+            return "two processes can hold the same lock"
+        return "a lock remains after it is released" if is_locked(path) else ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def main() -> None:
+    # The default handler would not remove the temporary folder.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    print(json.dumps(probe_folder(Path(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

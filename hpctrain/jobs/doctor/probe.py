@@ -1,4 +1,4 @@
-"""Run external programs for checks, each with a time limit."""
+"""Run Python code for a check in a process with a time limit, and report the findings of all checks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpctrain.errors import HpctrainError
+from hpctrain.jobspec.job_spec import GpuRequestStyle
+from hpctrain.slurm.site_facts import Site
 
 #: Seconds between SIGTERM and SIGKILL.
 _KILL_AFTER_S = 2.0
@@ -32,18 +34,29 @@ class Finding:
         self.standing = self.standing or ("note" if self.mend else "ok")
 
 
+@dataclass(frozen=True)
+class DoctorReport:
+    findings: tuple[Finding, ...]
+    site: Site | None = None
+    """The Slurm site; None if there is none."""
+    gpu_request_style: GpuRequestStyle | None = None
+    """The only accepted way to request GPUs; None if there are others."""
+
+    @property
+    def problems(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.standing == "problem"]
+
+
 class ProbeFailed(HpctrainError):
     """A probe failed; the message contains the reason. Other probes continue."""
 
 
-def command_output(argv: Sequence[str], environ: Mapping[str, str], limit_s: float) -> str:
-    pipe = subprocess.PIPE
-    try:
-        process = subprocess.Popen(
-            argv, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
-        )
-    except OSError as error:
-        raise ProbeFailed(f"cannot run {argv[0]}: {error.strerror}") from error
+def run_python_probe(code: Sequence[str], environ: Mapping[str, str], limit_s: float) -> dict[str, Any]:
+    """Run this interpreter with the arguments `code`, and return the JSON object that it prints last."""
+    pipe, argv = subprocess.PIPE, [sys.executable, *code]
+    process = subprocess.Popen(
+        argv, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
+    )
     try:
         out, err = process.communicate(timeout=limit_s)
     except BaseException as error:
@@ -58,14 +71,8 @@ def command_output(argv: Sequence[str], environ: Mapping[str, str], limit_s: flo
         raise ProbeFailed(f"no response within {limit_s:g} s") from None
     if process.returncode:
         raise ProbeFailed((err.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
-    return out
-
-
-def run_python_probe(code: Sequence[str], environ: Mapping[str, str], limit_s: float) -> dict[str, Any]:
-    """Run this interpreter with the arguments `code`, and return the JSON object that it prints last."""
-    lines = command_output([sys.executable, *code], environ, limit_s).strip().splitlines()
     try:
-        facts = json.loads(lines[-1])
+        facts = json.loads(out.strip().splitlines()[-1])
     except (IndexError, ValueError, RecursionError):
         facts = None
     if not isinstance(facts, dict):

@@ -1,55 +1,200 @@
-"""Run all checks concurrently, each with a time limit, and write their findings to a site profile."""
+"""Check the Slurm site, this machine and the runs folder concurrently, and write a site profile.
+
+A site may reject or require options in a plugin, of which Slurm's configuration shows only the name.
+Therefore, `sbatch --test-only`, which submits nothing, tests some jobs.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import HpctrainError, UserError
+from hpctrain.errors import SchedulerError, UserError
 from hpctrain.files import write_atomic
 from hpctrain.jobs.backends.slurm import SlurmBackend
-from hpctrain.jobs.doctor.folder_checks import check_runs_folder
 from hpctrain.jobs.doctor.machine_checks import (
     check_containers,
     check_gpus,
     check_machine,
     check_network,
+    check_runs_folder,
     query_torch,
     torch_findings,
 )
-from hpctrain.jobs.doctor.probe import Finding
-from hpctrain.jobs.doctor.slurm_checks import (
-    check_accounting,
-    config_findings,
-    partition_findings,
-    probe_options,
-)
+from hpctrain.jobs.doctor.probe import DoctorReport, Finding
 from hpctrain.jobs.options.option_parser import SITE_KEY
 from hpctrain.jobspec.job_spec import GpuRequestStyle
-from hpctrain.slurm.command import is_transient, run_slurm
+from hpctrain.slurm.command import is_transient, run_slurm, run_slurm_parallel
+from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site, nodes_are_this_machine
+from hpctrain.slurm.site_facts import (
+    Partition,
+    Site,
+    SiteConventions,
+    discover_site,
+    nodes_are_this_machine,
+)
 
-_SLURM_LIMIT_S = 20.0
+_LIMIT_S = 20.0
+#: A shorter grace time may be insufficient to write a checkpoint.
+_LITTLE_GRACE_S = 10.0
+_TIME, _MEMORY = "--time=5", "--mem=100M"
+#: Ways to request a GPU; the first is preferred if both work.
+_GPU: Mapping[GpuRequestStyle, str] = {"gres": "--gres=gpu:1", "gpus-per-node": "--gpus-per-node=1"}
+_finding = partial(Finding, "Slurm")
+_job_finding = partial(Finding, "Jobs")
 
 
-@dataclass(frozen=True)
-class DoctorReport:
-    """All findings of the diagnosis."""
+def config_findings(slurm: SlurmConfig) -> Iterator[Finding]:
+    yield _finding("version", f"{slurm.version}, cluster {slurm.cluster}")
+    if slurm.job_requeue:
+        delay = " and start without a delay (enable_expedited_requeue)" if slurm.expedites_requeues else ""
+        yield _finding("requeue", f"jobs are requeued (JobRequeue=1){delay}")
+    else:
+        yield _finding(
+            "requeue",
+            "only jobs with --requeue are requeued (JobRequeue=0)",
+            "By default, an interrupted run continues in a successor job. With --resume-mode requeue, the "
+            "job is requeued instead. If a plugin prevents requeues, set `requeue: false` under `habits:` "
+            "in the site profile.",
+        )
+    mode = f"by {slurm.preempt_type}, PreemptMode={slurm.preempt_mode}"
+    yield _finding("preemption", "none" if slurm.preempt_type == "none" else mode)
+    remedy = (
+        "A cancelled run may not have enough time to save. Before the time limit, runs use the time "
+        "set with --stop-before-limit."
+    )
+    yield _finding(
+        "KillWait",
+        f"{slurm.kill_wait_s:g} s from SIGTERM to SIGKILL when a job is cancelled or reaches its time limit",
+        remedy if slurm.kill_wait_s < _LITTLE_GRACE_S else "",
+    )
 
-    findings: tuple[Finding, ...]
-    site: Site | None = None
-    """The Slurm site; None if there is none."""
-    gpu_request_style: GpuRequestStyle | None = None
-    """The only accepted way to request GPUs; None if there are others."""
 
-    @property
-    def problems(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.standing == "problem"]
+def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
+    value = "disabled, so sacct is not available"
+    if slurm.accounting:
+        command = ["sacct", "--allocations", "--noheader", "--starttime=now"]
+        try:
+            run_slurm(command, environ, timeout_s=_LIMIT_S)
+            return _finding("accounting", "slurmdbd responds")
+        except SchedulerError as error:
+            value = f"slurmdbd does not respond: {error}"
+    return _finding(
+        "accounting",
+        value,
+        "Slurm deletes records of finished jobs after a few minutes. hpctrain keeps its own record in the "
+        "run folder.",
+    )
+
+
+def partition_findings(site: Site) -> Iterator[Finding]:
+    if site.default_partition is None:
+        remedy = "Use --partition, or set `partition` in hpctrain.yaml."
+        yield Finding("Partitions", "default", "none", remedy)
+    for partition in site.partitions:
+        value = f"{partition.describe_nodes()}; {partition.describe_limits()}"
+        if site.is_preemptible(partition):
+            value += f"; preemption: {partition.preempt_mode}, grace time {partition.grace_time_s:g} s"
+        name = f"{partition.name}{' (default)' if partition.default else ''}"
+        yield Finding("Partitions", name, value, " ".join(_obstacles(partition, site)))
+
+
+def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
+    if partition.state != "UP":
+        yield f"The partition accepts or starts no new jobs now (State={partition.state})."
+    if not site.is_preemptible(partition):
+        return
+    grace_s = partition.grace_time_s + (site.slurm or SlurmConfig()).kill_wait_s
+    if "SUSPEND" in partition.preempt_mode:
+        yield "A preempted run is suspended, and continues to occupy GPU memory."
+    elif grace_s < _LITTLE_GRACE_S:
+        yield f"A preempted run has {grace_s:g} s to save (GraceTime + KillWait)."
+
+
+def probe_options(site: Site, environ: Mapping[str, str]) -> DoctorReport:
+    """Test short jobs with and without individual options, and complete the rules of the site."""
+    with_gpus = [
+        partition
+        for partition in sorted(site.partitions, key=lambda partition: not partition.default)
+        if partition.state == "UP" and any(group.num_gpus for group in partition.groups)
+    ]
+    place = [f"--partition={with_gpus[0].name}"] if with_gpus and not with_gpus[0].default else []
+    probes = {
+        "plain": [_TIME, _MEMORY],
+        "no memory": [_TIME],
+        "no time": [_MEMORY],
+        "neither": [],
+        **{style: [*place, _TIME, option] for style, option in _GPU.items()},
+        **{f"{style} with memory": [*place, _TIME, _MEMORY, option] for style, option in _GPU.items()},
+    }
+    commands = [("sbatch", "--test-only", *options, "--wrap=true") for options in probes.values()]
+    answers = dict(zip(probes, run_slurm_parallel(commands, environ, timeout_s=_LIMIT_S), strict=True))
+    refusals = {name: _reason(reply) for name, reply in answers.items() if isinstance(reply, SchedulerError)}
+    if {"plain", "no memory", "no time", "neither"} <= refusals.keys():
+        remedy = "Set the options that this site requires, such as --account, in hpctrain.yaml."
+        finding = _job_finding("a plain job", f"refused: {refusals['no memory']}", remedy, "problem")
+        return DoctorReport((finding,), site)
+    needs_memory = "no memory" in refusals and "plain" not in refusals
+    refuses_memory = "plain" in refusals and "no memory" not in refusals
+    # If one option is always rejected, test the other option without it.
+    needs_time = refusals.get("neither" if refuses_memory else "no time")
+    shares_memory = site.slurm is None or site.slurm.hands_out_memory
+    habits = replace(
+        site.habits,
+        memory_option="refused" if refuses_memory else "accepted" if shares_memory else "ignored",
+        needs_time=needs_time is not None,
+        needs_memory=needs_memory,
+    )
+    suffix = " with memory" if needs_memory else ""
+    styles = [style for style in _GPU if f"{style}{suffix}" not in refusals] if with_gpus else []
+    findings = [
+        _job_finding("a plain job", "accepted"),
+        _memory(refusals, habits, site),
+        _job_finding("time limit", f"required: {needs_time}", "Always set --time.")
+        if needs_time is not None
+        else _job_finding("time limit", "optional"),
+        _gpus(styles, refusals, suffix) if with_gpus else _job_finding("GPUs", "none in any partition"),
+    ]
+    return DoctorReport(
+        tuple(findings), replace(site, habits=habits), styles[0] if len(styles) == 1 else None
+    )
+
+
+def _reason(error: SchedulerError) -> str:
+    """Return the reason for a rejection; only the plugin's message if there is one."""
+    messages = str(error).removeprefix("sbatch failed: ").split("; ")
+    return "; ".join([message for message in messages if "Unspecified error" not in message] or messages)
+
+
+def _memory(refusals: Mapping[str, str], habits: SiteConventions, site: Site) -> Finding:
+    value, remedy = "--mem is accepted", ""
+    if habits.memory_option == "refused":
+        value, remedy = f"--mem is rejected: {refusals['plain']}", "Do not use --mem."
+    elif habits.needs_memory:
+        value, remedy = f"required: {refusals['no memory']}", "Always set --mem."
+    elif habits.memory_option == "ignored":
+        value = "--mem only selects nodes with enough memory; usage is not limited"
+    elif site.slurm is not None and site.slurm.default_memory_mib is None:
+        value = "a job without --mem requests all memory on its nodes"
+        remedy = "If jobs share nodes, always set --mem. Otherwise, each job waits for empty nodes."
+    return _job_finding("memory", value, remedy)
+
+
+def _gpus(styles: list[GpuRequestStyle], refusals: Mapping[str, str], suffix: str) -> Finding:
+    rejected = {style: refusals[f"{style}{suffix}"] for style in _GPU if style not in styles}
+    if not styles:
+        remedy = "Set the options that GPU jobs require at this site, such as --account or --partition."
+        return _job_finding("GPUs", f"refused: {rejected['gres']}", remedy)
+    value = f"can be requested with {' or '.join(f'--{style}' for style in styles)}"
+    value += "".join(f"; --{style} is rejected: {reason}" for style, reason in rejected.items())
+    remedy = "Set `gpu_request_style: gpus-per-node` in hpctrain.yaml or in the site profile."
+    return _job_finding("GPUs", value, "" if "gres" in styles else remedy)
 
 
 def run_checks(environ: Mapping[str, str], runs: Path, habits: SiteConventions) -> DoctorReport:
@@ -57,7 +202,7 @@ def run_checks(environ: Mapping[str, str], runs: Path, habits: SiteConventions) 
     outer = strip_job_env(environ)
 
     def ask(command: Sequence[str]) -> str:
-        return run_slurm(command, outer, timeout_s=_SLURM_LIMIT_S)
+        return run_slurm(command, outer, timeout_s=_LIMIT_S)
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         torch = pool.submit(query_torch, outer)
@@ -66,7 +211,7 @@ def run_checks(environ: Mapping[str, str], runs: Path, habits: SiteConventions) 
         is_one_machine = pool.submit(nodes_are_this_machine, ask)
         slurm = _check_slurm(environ, outer, habits, pool)
         other_machines = slurm.site is not None and not is_one_machine.result()
-        folder = pool.submit(_check_folder, runs, outer, other_machines=other_machines)
+        folder = pool.submit(check_runs_folder, runs, outer, other_machines=other_machines)
         container_findings, runtimes = containers.result()
         gpu_findings, gpus_here = gpus.result()
         gpus_of_site = 0
@@ -102,17 +247,8 @@ def _check_slurm(
     if site.slurm is not None:
         findings += [*config_findings(site.slurm), check_accounting(site.slurm, outer)]
     findings += partition_findings(site)
-    results = probes.result()
-    site = replace(site, habits=results.habits)
-    return DoctorReport((*findings, *results.findings), site, results.gpu_request_style)
-
-
-def _check_folder(runs: Path, environ: Mapping[str, str], *, other_machines: bool) -> list[Finding]:
-    try:
-        return list(check_runs_folder(runs, environ, other_machines=other_machines))
-    except HpctrainError as error:
-        remedy = "Check the file system, or use another --run-dir."
-        return [Finding("Runs folder", "check", f"failed: {error}", remedy, "problem")]
+    report = probes.result()
+    return replace(report, findings=(*findings, *report.findings))
 
 
 def profile_options(report: DoctorReport) -> dict[str, Any]:

@@ -170,10 +170,11 @@ class Executor(submitit.Executor):
                 "one result per rank, so the number of nodes must be fixed. Request a single number, "
                 "such as 4."
             )
+        advice = f"--array {array.partition('%')[0]}%2"
         for note in submission.notes:
             if note not in self._shown_notes:
                 self._shown_notes.add(note)
-                log.warning(note)
+                log.warning(note.replace(advice, "slurm_array_parallelism=2"))
         run = submit_prepared(submission, payloads)
         for prospect in submission.forecast:
             log.info(prospect)

@@ -18,11 +18,12 @@ from submitit.core.core import InfoWatcher
 from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, UncompletedJobError
 
 from hpctrain.errors import HpctrainError, RunFailed, UserError
-from hpctrain.files import read_json, read_regular
+from hpctrain.files import read_regular
 from hpctrain.jobs.runs.run import Run
 from hpctrain.records.run_record import read_run_record
 from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
+from hpctrain.schema import FailureRecord, read_record
 from hpctrain.slurm.states import RunState
 from hpctrain.text import format_ranks
 
@@ -107,21 +108,21 @@ class JobFailed(RunFailed, FailedJobError):
     @classmethod
     def from_status(cls, status: RunStatus) -> JobFailed:
         run = RunDir(Path(status.run_dir))
-        failure = read_run_record(run).failure or {}
-        if failure.get("cause") != status.cause:
-            failure = {}  # That attempt was not the last attempt.
-        rank = None if failure.get("rank", -1) < 0 else int(failure["rank"])
+        failure = read_run_record(run).failure
+        if failure is not None and failure.cause != status.cause:
+            failure = None  # That attempt was not the last attempt.
+        rank = failure.rank if failure is not None and failure.rank != -1 else None
         message = f"Run {status.run_id} failed: {str(status.cause).rstrip('.')}. Log: {status.log}"
         cause = None
-        if rank is not None:
-            with suppress(OSError, ValueError, KeyError):
-                record = read_json(run.failure(failure["attempt"], rank))
-                message += f"\n\n{record['traceback']}".rstrip()
+        if failure is not None and rank is not None:
+            with suppress(OSError, ValueError):
+                record = read_record(run.failure(failure.attempt, rank), FailureRecord)
+                message += f"\n\n{record.traceback}".rstrip()
             # Unpickling runs code of the exception's class, which may not exist on this machine.
             with suppress(Exception):
-                cause = pickle.loads(read_regular(run.exception_pickle(failure["attempt"], rank)))
+                cause = pickle.loads(read_regular(run.exception_pickle(failure.attempt, rank)))
         error = cls(message)
-        error.rank, error.host, error.log = rank, failure.get("host"), status.log
+        error.rank, error.host, error.log = rank, failure.host if failure else None, status.log
         error.__cause__ = cause
         return error
 
@@ -242,7 +243,8 @@ class Job(submitit.Job[R]):
         """
         if (error := self.exception()) is not None:
             raise error
-        attempt = int((read_run_record(self.run.dir).finished or {}).get("attempt", 0))
+        finished = read_run_record(self.run.dir).finished
+        attempt = finished.attempt if finished is not None else 0
         return [_read_result(self.run.dir, attempt, rank) for rank in self._tasks]
 
     def exception(self) -> UncompletedJobError | None:

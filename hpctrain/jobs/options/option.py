@@ -42,7 +42,7 @@ class OptionType(NamedTuple):
         if origin is Mapping:
             return cls(pairs=True, grouped=get_origin(arguments[1]) is Mapping)
         if origin is Sequence:
-            return cls(many=True)
+            return cls(choices=get_args(arguments[0]), many=True)
         if origin is os.PathLike:
             return cls(path=True)
         return {bool: cls(flag=True), int: cls(number=True), str: cls(text=True)}[hint]
@@ -50,7 +50,10 @@ class OptionType(NamedTuple):
     def parse(self, value: object) -> Any:
         """Convert a value, or raise ValueError. Strings are parsed; numbers are accepted for strings."""
         if self.many:
-            return [_nonempty(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
+            entries = [_nonempty(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
+            if self.choices and not {*",".join(entries).split(",")} <= {*self.choices, ""}:
+                raise ValueError(value)
+            return entries
         if isinstance(value, str):
             return self._parse_text(value)
         if isinstance(value, bool):
@@ -96,7 +99,7 @@ class OptionType(NamedTuple):
             *self.choices,
             *(["a string"] if self.text else []),
             *(["a mapping of names to strings"] if self.pairs else []),
-            *(["a string, or a list of strings"] if self.many else []),
+            *(["a string, or a list of strings"] if self.many and not self.choices else []),
         ]
         return join_or(names)
 

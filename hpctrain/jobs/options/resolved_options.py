@@ -34,7 +34,8 @@ _SET = OptionSource("--set")
 PREVIOUS_SOURCE = OptionSource("previous submission")
 
 _MEMORY = ("sbatch.mem", "sbatch.mem-per-cpu", "sbatch.mem-per-gpu")
-_FLAG = re.compile(r"--[a-z][a-z-]*[a-z]")
+#: Options have a flag, or a name with an underscore.
+_FLAG = re.compile(r"--[a-z][a-z-]*[a-z]|\b[a-z]+(?:_[a-z]+)+\b")
 
 #: Name of the project's configuration file.
 PROJECT_FILE = "hpctrain.yaml"
@@ -98,7 +99,7 @@ def resolve_options(
 ) -> ResolvedOptions:
     """Merge the options of all files with those of this submission."""
     overriding = [
-        *_from_caller(options_given, source),
+        *_from_caller(cast(Mapping[str, Any], options_given), source),
         *chain.from_iterable(map(_from_assignment, assignments)),
     ]
     chosen = {setting.key: setting.value for setting in overriding if setting.key in ("config", "profile")}
@@ -127,8 +128,8 @@ def resolve_options(
     return ResolvedOptions(defaults | settled, (*standing, *named))
 
 
-def previous_values(options: SubmitOptions, assignments: Sequence[str]) -> list[OptionValue]:
-    return [*_from_caller(options, PREVIOUS_SOURCE), *chain.from_iterable(map(_from_assignment, assignments))]
+def previous_values(options: Mapping[str, Any]) -> list[OptionValue]:
+    return list(_from_caller(options, PREVIOUS_SOURCE))
 
 
 def _config_search_path(cwd: Path, environ: Mapping[str, str]) -> list[Path]:
@@ -192,8 +193,8 @@ def _from_files(
             yield from file.profiles.get(profile or "", ())
 
 
-def _from_caller(options: SubmitOptions, source: OptionSource) -> Iterator[OptionValue]:
-    for name, value in cast(Mapping[str, Any], options).items():
+def _from_caller(options: Mapping[str, Any], source: OptionSource) -> Iterator[OptionValue]:
+    for name, value in options.items():
         if name not in option_names():
             hint = find_replacement(name)
             raise SpecError(

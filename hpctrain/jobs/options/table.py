@@ -23,7 +23,7 @@ from hpctrain.jobspec.job_spec import (
     ResumeMode,
 )
 from hpctrain.jobspec.launcher import LauncherName, RendezvousBackend, TorchrunConfig
-from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS
+from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotificationKind
 from hpctrain.jobspec.shell_setup import is_conda_prefix
 from hpctrain.slurm.sbatch_options import SHORT_NAMES
 
@@ -112,7 +112,7 @@ class SubmitOptions(SbatchOptions, total=False):
     time: int | str
     stop_before_limit: int
     notify: Sequence[str]
-    notify_on: Sequence[str]
+    notify_on: Sequence[NotificationKind]
     notify_stall_after: int
     sbatch: Mapping[str, str]
     config: _Path

@@ -7,10 +7,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from hpctrain.cluster.signal_processes import signal_ranks
 from hpctrain.errors import SchedulerError, SpecError
@@ -18,6 +17,7 @@ from hpctrain.jobs.runs import control
 from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.records.run_record import read_run_record
+from hpctrain.schema import Event
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_requests import requeue_job, run_on_host
 from hpctrain.slurm.states import RunState
@@ -69,11 +69,9 @@ def faults_for(backend: str | None, requested: Collection[Fault]) -> tuple[Fault
     return tuple(sorted(requested)) or tuple(fault for fault in possible if fault is not Fault.STOP_RANK)
 
 
-def choose_fault(
-    faults: Sequence[Fault], started: Mapping[str, Any], chance: random.Random
-) -> FaultInjection:
-    fault, attempt = chance.choice(faults), int(started["attempt"])
-    world_size, hosts = int(started["world_size"]), [str(host) for host in started["hosts"]]
+def choose_fault(faults: Sequence[Fault], started: Event, chance: random.Random) -> FaultInjection:
+    fault, attempt = chance.choice(faults), started.attempt
+    world_size, hosts = started.world_size or 1, started.hosts or [""]
     rank, per_node = chance.randrange(world_size), world_size // len(hosts)
     node = rank // per_node
     match fault:
@@ -105,7 +103,7 @@ class ChaosRunner:
                 continue
             chance, injection = random.Random(f"{self.seed}/{done}"), None
             started = read_run_record(self.run.dir).started
-            if status.state is RunState.RUNNING and started and started["attempt"] == status.attempt:
+            if status.state is RunState.RUNNING and started and started.attempt == status.attempt:
                 injection = choose_fault(self.faults, started, chance)
             if injection is not None and (dry_run or self._inject(injection, status)):
                 self.report(f"would inject {injection}" if dry_run else str(injection))

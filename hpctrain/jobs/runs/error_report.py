@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from hpctrain.files import read_json
 from hpctrain.records.crash_output import fold, useful_lines
 from hpctrain.records.log_tail import read_last_lines
-from hpctrain.rundir import RunDir, is_new_submission
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event, FailureRecord, read_record
 from hpctrain.text import format_ranks
 
 #: Lines of the log to show if a rank exited without a traceback.
@@ -19,41 +19,38 @@ _LAST_LINES = 20
 _SEARCHED_LINES = 500
 
 
-def failures_since_submission(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def failures_since_submission(events: Iterable[Event]) -> list[Event]:
     """Return the failures in these events since the user's last submission, oldest first."""
-    failures: list[dict[str, Any]] = []
+    failures: list[Event] = []
     for event in events:
-        if is_new_submission(event):
+        if event.is_new_submission:
             failures.clear()
-        elif event.get("kind") == "failure":
+        elif event.kind == "failure":
             failures.append(event)
     return failures
 
 
-def failures_of_attempt(events: Iterable[dict[str, Any]], attempt: int) -> list[dict[str, Any]]:
+def failures_of_attempt(events: Iterable[Event], attempt: int) -> list[Event]:
     """Return the failures of an attempt of any submission, oldest first."""
-    return [
-        event for event in events if event.get("kind") == "failure" and event.get("attempt", 0) == attempt
-    ]
+    return [event for event in events if event.kind == "failure" and event.attempt == attempt]
 
 
-def report_failure(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -> Iterator[str]:
-    yield f"attempt {failure.get('attempt', 0)}: {failure.get('cause')}"
+def report_failure(run: RunDir, failure: Event, ranks: Collection[int] = ()) -> Iterator[str]:
+    yield f"attempt {failure.attempt}: {failure.cause}"
     yield from details(run, failure, ranks)
 
 
-def details(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -> Iterator[str]:
+def details(run: RunDir, failure: Event, ranks: Collection[int] = ()) -> Iterator[str]:
     """Yield the traceback of the rank that failed first, and one line per error that followed."""
-    attempt = int(failure.get("attempt", 0))
-    records = _records(run, attempt)
-    in_full = [rank for rank in sorted(records) if rank in (ranks or (failure.get("rank"),))]
+    records = _records(run, failure.attempt)
+    in_full = [rank for rank in sorted(records) if rank in (ranks or (failure.rank,))]
     for rank in in_full:
         if ranks:
-            node = records[rank].get("node") or records[rank].get("host")
-            yield f"rank {rank} on {node}: {_summary(records[rank])}"
+            record = records[rank]
+            yield f"rank {rank} on {record.node or record.host}: {_summary(record)}"
         yield from _details(records[rank])
-    if not in_full and not ranks and failure.get("log"):
-        yield from _end_of(str(failure["log"]))
+    if not in_full and not ranks and failure.log:
+        yield from _end_of(failure.log)
     if not ranks:
         summaries = {rank: _summary(record) for rank, record in records.items() if rank not in in_full}
         for summary, group in groupby(
@@ -62,10 +59,10 @@ def details(run: RunDir, failure: dict[str, Any], ranks: Collection[int] = ()) -
             yield f"also {format_ranks(list(group))}: {summary}"
 
 
-def rank_traceback(run: RunDir, failure: dict[str, Any]) -> list[str]:
+def rank_traceback(run: RunDir, failure: Event) -> list[str]:
     """Return the traceback of the rank that failed first, as lines; empty if there is none."""
-    record = _records(run, int(failure.get("attempt", 0))).get(int(failure.get("rank", -1)), {})
-    return fold(str(record.get("traceback") or "")).rstrip().splitlines()
+    record = _records(run, failure.attempt).get(-1 if failure.rank is None else failure.rank)
+    return fold(record.traceback).rstrip().splitlines() if record is not None else []
 
 
 def job_log_tail(log: str | None) -> list[str]:
@@ -84,12 +81,12 @@ def crashed_log_tail(run: RunDir, attempt: int) -> list[str]:
     return []
 
 
-def _details(record: dict[str, Any]) -> Iterator[str]:
-    if traceback := str(record.get("traceback") or ""):
-        yield from fold(traceback).rstrip().split("\n")
-        yield f"log: {record.get('log')}"
+def _details(record: FailureRecord) -> Iterator[str]:
+    if record.traceback:
+        yield from fold(record.traceback).rstrip().split("\n")
+        yield f"log: {record.log}"
     else:
-        yield from _end_of(str(record.get("log")))
+        yield from _end_of(record.log)
 
 
 def _end_of(log: str) -> Iterator[str]:
@@ -98,17 +95,15 @@ def _end_of(log: str) -> Iterator[str]:
     yield from (f"  {line}" for line in lines)
 
 
-def _records(run: RunDir, attempt: int) -> dict[int, dict[str, Any]]:
+def _records(run: RunDir, attempt: int) -> dict[int, FailureRecord]:
     records = {}
     for path in run.failure_files(attempt):
-        try:
-            record = read_json(path)
-            records[int(record["rank"])] = record
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
-            continue  # still being written
+        with suppress(OSError, ValueError):
+            record = read_record(path, FailureRecord)
+            records[record.rank] = record
     return records
 
 
-def _summary(record: dict[str, Any]) -> str:
-    message = str(record.get("message") or "").split("\n", 1)[0]
-    return f"{record.get('error')}: {message}" if message else str(record.get("error"))
+def _summary(record: FailureRecord) -> str:
+    message = record.message.split("\n", 1)[0]
+    return f"{record.error}: {message}" if message else record.error

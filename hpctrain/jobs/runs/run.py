@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.errors import RunFailed, RunNotFound, SpecError, WaitTimeout
 from hpctrain.files import is_locked
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
+from hpctrain.schema import Event
 from hpctrain.text import format_ranks, pluralize, suggest
 
 # Submitting a run does not require the status modules, so they are imported on use.
@@ -182,16 +183,16 @@ def require_running(run: Run, *, done: str) -> RunStatus:
 
 def require_running_ranks(
     run: Run, ranks: Sequence[int], *, option: str, done: str
-) -> tuple[RunStatus, dict[str, Any]]:
+) -> tuple[RunStatus, Event]:
     """Return the status of a running run with these `ranks`, and the newest start of its ranks."""
     status = require_running(run, done=done)
-    started = [event for event in run.dir.read_events() if event["kind"] == "started"]
+    started = [event for event in run.dir.read_events() if event.kind == "started"]
     if not started:
         raise SpecError(
             f"The ranks of run {run.run_id} have not started yet, so they cannot be {done}. Try again in a "
             "few seconds."
         )
-    world_size = int(started[-1]["world_size"])
+    world_size = started[-1].world_size or 0
     if missing := [rank for rank in ranks if rank >= world_size]:
         raise SpecError(
             f"Run {run.run_id} has no {format_ranks(missing)} ({option}). It has "

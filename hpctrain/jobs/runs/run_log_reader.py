@@ -6,7 +6,6 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +15,11 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller, UnknownStateTracker
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records
-from hpctrain.rundir import RunDir, is_event, is_new_submission
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event, LogLength
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.states import RunState
-from hpctrain.telemetry.startup_parts import StartupDurations, describe_staging
+from hpctrain.telemetry.startup_parts import describe_staging, describe_startup
 
 _POLL_S = 0.2
 #: Tasks of a job array per poll: reading thousands at once would overload the file system.
@@ -128,15 +128,14 @@ def _last_state(line: str) -> str:
 
 
 def _notes(path: Path) -> Iterator[tuple[float, int, int]]:
-    for note in RecordTail(path).read_in_parts():
-        with suppress(KeyError, TypeError, ValueError, OverflowError):
-            yield float(note["time"]), int(note["rank"]), int(note["bytes"])
+    for note in RecordTail(path, LogLength).read_in_parts():
+        yield note.time, note.rank, note.num_bytes
 
 
 def _world_size(run: RunDir, attempt: int) -> int:
-    for event in read_last_records(run.events, is_event, whole=True):
-        if event.get("kind") == "started" and event.get("attempt") == attempt:
-            return int(event.get("world_size", 0))
+    for event in read_last_records(run.events, Event, whole=True):
+        if event.kind == "started" and event.attempt == attempt:
+            return event.world_size or 0
     return 0
 
 
@@ -218,12 +217,12 @@ class RunLogReader:
         """Prepare the reader, which continues at `position`; nothing is read yet."""
         self._run, self._shown, self._whole, self._label = run, shown, whole, label
         self._position, self._num_events = position, 0
-        self._events = RecordTail(run.events, is_event)
+        self._events = RecordTail(run.events, Event)
         self._first_attempt: int | None = None
         self._attempt: int | None = None
         self._rank_logs: RankLogReader | None = None
-        self._new_events: list[dict[str, Any]] = []
-        self._announced_events: list[dict[str, Any]] = []
+        self._new_events: list[Event] = []
+        self._announced_events: list[Event] = []
 
     @property
     def has_new_events(self) -> bool:
@@ -251,10 +250,10 @@ class RunLogReader:
     def _start(self) -> int:
         """Read the existing events, and return the first attempt to show."""
         past = list(self._events.read_in_parts())
-        start = max((i for i, event in enumerate(past) if is_new_submission(event)), default=-1) + 1
+        start = max((i for i, event in enumerate(past) if event.is_new_submission), default=-1) + 1
         if self._shown.attempt is not None:
             start = 0  # The attempt may belong to an earlier submission.
-        attempt = past[start - 1].get("attempt", 0) if self._whole and start else None
+        attempt = past[start - 1].attempt if self._whole and start else None
         announces = self._whole
         if self._position is not None:
             start, attempt, announces = self._position.events, self._position.attempt, True
@@ -263,7 +262,7 @@ class RunLogReader:
         self._num_events = start if announces else len(past)
         if self._shown.attempt is not None:
             return self._shown.attempt
-        return max(self._run.attempts(), default=0) if attempt is None else int(attempt)
+        return max(self._run.attempts(), default=0) if attempt is None else attempt
 
     def _read_logs(self, first_attempt: int) -> Iterator[LogText]:
         """Yield new output; the rest of an older attempt precedes the next attempt."""
@@ -284,16 +283,16 @@ class RunLogReader:
             mark = self._rank_logs and self._rank_logs.mark
             yield LogText(text, LogMark(self._label, self._attempt, *mark) if mark else None)
 
-    def _details(self, event: dict[str, Any]) -> tuple[str, ...]:
-        if event.get("kind") != "failure" or self._shown.errors:
+    def _details(self, event: Event) -> tuple[str, ...]:
+        if event.kind != "failure" or self._shown.errors:
             return ()
         lines = details(self._run, event)
-        is_shown = not self._shown.ranks or event.get("rank") in self._shown.ranks
+        is_shown = not self._shown.ranks or event.rank in self._shown.ranks
         return tuple(line for line in lines if not is_shown or line.startswith("also "))
 
     def _reports(self) -> Iterator[LogText]:
         for event in self._new_events:
-            if event.get("kind") == "failure" and self._shown.attempt in (None, event.get("attempt")):
+            if event.kind == "failure" and self._shown.attempt in (None, event.attempt):
                 lines = report_failure(self._run, event, self._shown.ranks)
                 yield LogText("".join(f"{self._label}{line}\n" for line in lines))
 
@@ -358,46 +357,45 @@ def _notices(
         yield EventLine(f"job is {status.state}" + (f" ({status.words})" if status.words else ""))
 
 
-def describe_event(event: dict[str, Any]) -> str | None:
+def describe_event(event: Event) -> str | None:
     """Describe the event in one line; None if it is not shown."""
-    attempt = event.get("attempt")
-    match event.get("kind"):
+    text = _describe_kind(event)
+    return None if text is None else f"attempt {event.attempt}{text}"
+
+
+def _describe_kind(event: Event) -> str | None:
+    match event.kind:
         case "started":
-            size = f"world size {event.get('world_size')}, nodes {event.get('nodes')}"
-            over = "; no checkpoint to resume from" if event.get("starts_over") else ""
-            return f"attempt {attempt}: starting, {size}{over}"
+            over = "; no checkpoint to resume from" if event.starts_over else ""
+            return f": starting, world size {event.world_size}, nodes {event.nodes}{over}"
         case "staged":
-            description = describe_staging(event)
-            return None if description is None else f"attempt {attempt}: {description}"
+            return f": {describe_staging(event)}"
         case "startup":
-            durations = StartupDurations.from_event(event)
-            return None if durations is None else f"attempt {attempt}: {durations.describe()}"
+            return f": {describe_startup(event.duration_s, event.parts)}"
         case "resumed":
-            damaged = "".join(f"; {sentence}" for sentence in event.get("broken") or ())
-            return f"attempt {attempt}: resumed after step {event.get('step')}{damaged}"
+            damaged = "".join(f"; {sentence}" for sentence in event.broken or ())
+            return f": resumed after step {event.step}{damaged}"
         case "bad_loss":
-            return f"attempt {attempt}: {event.get('cause')}; action: {event.get('action')}"
+            return f": {event.cause}; action: {event.action}"
         case "signal":
-            saved = "checkpoint saved" if event.get("saved") else "no new checkpoint was saved"
-            stop = f"stopped by {event.get('signal')} after step {event.get('step')}"
-            return f"attempt {attempt}: {stop}; {saved}"
+            saved = "checkpoint saved" if event.saved else "no new checkpoint was saved"
+            return f": stopped by {event.signal} after step {event.step}; {saved}"
         case "failure":
-            log = f" (log: {event['log']})" if event.get("log") else ""
-            return f"attempt {attempt}: failure: {event.get('cause')}{log}"
+            log = f" (log: {event.log})" if event.log else ""
+            return f": failure: {event.cause}{log}"
         case "restart":
-            note = f"; {event['note']}" if event.get("note") else ""
-            return f"attempt {attempt} failed; restarting{note}"
+            note = f"; {event.note}" if event.note else ""
+            return f" failed; restarting{note}"
         case "shrink":
-            number = f"{event.get('nodes')} of {event.get('nodes_before')} nodes"
-            return f"attempt {attempt}: continuing on {number} ({event.get('cause')})"
-        case "requeue" if event.get("by") == "successor":
-            return f"attempt {attempt}: a successor job will continue the run"
-        case "submitted" if "after" in event:
-            return f"attempt {attempt}: job {event['job_id']} continues the run after job {event['after']}"
+            return f": continuing on {event.nodes} of {event.nodes_before} nodes ({event.cause})"
+        case "requeue" if event.by == "successor":
+            return ": a successor job will continue the run"
+        case "submitted" if event.after is not None:
+            return f": job {event.job_id} continues the run after job {event.after}"
         case "requeue":
-            memory = f" with --{event['memory']}" if event.get("memory") else ""
-            return f"attempt {attempt}: requeueing the job{memory}"
-        case "finished" if event.get("note"):
-            gives_up = "giving up: " if event.get("state") == "FAILED" else ""
-            return f"attempt {attempt}: {gives_up}{event['note']}"
+            memory = f" with --{event.memory}" if event.memory else ""
+            return f": requeueing the job{memory}"
+        case "finished" if event.note:
+            gives_up = "giving up: " if event.state == "FAILED" else ""
+            return f": {gives_up}{event.note}"
     return None

@@ -8,23 +8,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
+from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.errors import SchedulerError
 from hpctrain.files import warn_once
 from hpctrain.jobs.backends import open_backend
 from hpctrain.jobspec.job_spec import BackendName
-from hpctrain.records.checkpoint_health import save_problem
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.records.run_record import RunRecord, read_run_record
+from hpctrain.records.run_record import RunRecord, read_run_record, save_problem
 from hpctrain.records.successor import is_continued_by_other_job
-from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event, StepRecord
 from hpctrain.slurm.pending_reasons import DEPENDENCY_NEVER_SATISFIED
 from hpctrain.slurm.states import JobStateView, RunState, combine_states, count_states, describe_counts
-from hpctrain.telemetry.accounting.metric_fields import reports_steps
+from hpctrain.telemetry.report.metric_curves import reports_steps
 from hpctrain.text import pluralize
 
 #: Records of metrics.jsonl to search for a loss: validation may write records without one.
@@ -106,7 +106,7 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
     held = view is not None and view.held and state is RunState.PENDING
     if held:
         explanation += f"; use `hpctrain requeue {run.run_id}` to end the delay"
-    metrics = _last_metrics(run.metrics)
+    step, loss = _last_step_and_loss(run.metrics)
     attempt = max(run.attempts(), default=None)
     return RunStatus(
         run_id=run.run_id,
@@ -120,16 +120,16 @@ def derive_status(record: RunRecord, view: JobStateView | None, last_known: floa
         never_starts=state is RunState.PENDING and DEPENDENCY_NEVER_SATISFIED in explanation,
         unknown_s=_unknown_s(record, last_known) if state is RunState.UNKNOWN else None,
         attempt=attempt,
-        nodes=record.started.get("nodes") if record.started else None,
-        step=metrics.get("step"),
-        loss=metrics.get("loss"),
-        reports_steps=reports_steps(run, has_steps="step" in metrics, completed=state is RunState.COMPLETED),
+        nodes=record.started.nodes if record.started else None,
+        step=step,
+        loss=loss,
+        reports_steps=reports_steps(run, has_steps=step is not None, completed=state is RunState.COMPLETED),
         checkpoint=_newest_checkpoint(run),
         not_saved=save_problem(run) if state is RunState.RUNNING else None,
-        note=(record.finished or {}).get("note"),
+        note=record.finished.note if record.finished else None,
         cause=cause,
         log=log,
-        submitted=record.submitted["time"] if record.submitted else None,
+        submitted=record.submitted.time if record.submitted else None,
     )
 
 
@@ -149,7 +149,7 @@ def summarize_array(record: RunRecord, tasks: Sequence[RunStatus]) -> RunStatus:
         unknown_s=unknown_s if state is RunState.UNKNOWN else None,
         cause=f"{failed.run_id}: {failed.cause}" if failed else None,
         log=failed.log if failed else None,
-        submitted=record.submitted["time"] if record.submitted else None,
+        submitted=record.submitted.time if record.submitted else None,
         never_starts=state is RunState.PENDING
         and all(task.never_starts or task.state.ended for task in tasks),
         tasks=counts,
@@ -161,9 +161,9 @@ def _unknown_s(record: RunRecord, last_known: float) -> float | None:
     return max(0.0, time.time() - known_at) if known_at else None
 
 
-def _finished_state(finished: dict[str, Any]) -> RunState:
+def _finished_state(finished: Event) -> RunState:
     try:
-        return RunState(finished.get("state", ""))
+        return RunState(str(finished.state))
     except ValueError:
         return RunState.UNKNOWN
 
@@ -185,26 +185,23 @@ def _describe_end(record: RunRecord, view: JobStateView | None) -> str:
 
 def _cause(record: RunRecord, explanation: str) -> tuple[str, str]:
     """Return the cause of the failure from the best available source, and the log to read."""
-    finished, failure = record.finished or {}, record.failure or {}
-    cause = finished.get("cause") or failure.get("cause") or explanation or "the run recorded no cause"
-    log = failure.get("log") or str(record.run.slurm_log if not finished else record.run.supervisor_log)
-    return str(cause), str(log)
+    finished, failure = record.finished, record.failure
+    causes = [event.cause for event in (finished, failure) if event is not None]
+    cause = next(filter(None, [*causes, explanation]), "the run recorded no cause")
+    log = failure.log if failure is not None else None
+    return cause, log or str(record.run.slurm_log if finished is None else record.run.supervisor_log)
 
 
-def _last_metrics(path: Path) -> dict[str, Any]:
-    """Return the step of the last record, and the last loss."""
-    summary: dict[str, Any] = {}
+def _last_step_and_loss(path: Path) -> tuple[int | None, float | None]:
+    step = None
     try:
-        for number, record in enumerate(read_last_records(path, is_metrics)):
-            if "step" in record:
-                summary.setdefault("step", record["step"])
-            if _is_loss(record.get("loss")):
-                summary.setdefault("loss", record["loss"])
-            if len(summary) == 2 or number >= _RECORDS_SEARCHED:
-                break
+        for record in islice(read_last_records(path, StepRecord), _RECORDS_SEARCHED):
+            step = record.step if step is None else step
+            if _is_loss(loss := record.metrics.get("loss")):
+                return step, loss
     except OSError as error:
         warn_once(f"Cannot read {path}: {error.strerror}.")
-    return summary
+    return step, None
 
 
 def _is_loss(value: object) -> bool:
@@ -311,7 +308,7 @@ class StatusPoller:
     def _remember(self, record: RunRecord, view: JobStateView) -> None:
         if view.state is not RunState.UNKNOWN:
             self._last_known[record.run] = time.time()
-        job_state = record.observed_end["job_state"] if record.observed_end else None
+        job_state = record.observed_end.job_state if record.observed_end else None
         if view.state.ended and view.job_state not in (None, job_state):
             # Record the end: Slurm forgets jobs, and many clusters have no accounting. Only the owner can
             # write it.

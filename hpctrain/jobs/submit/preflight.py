@@ -19,7 +19,7 @@ from hpctrain.jobspec.directives import directives_after_start
 from hpctrain.jobspec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
 from hpctrain.jobspec.load_spec import load_spec
-from hpctrain.rundir import RunDir, is_new_submission
+from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import loaded_modules
 
@@ -74,6 +74,10 @@ def _check_options(spec: JobSpec, settings: ResolvedOptions) -> list[str]:
         reasons |= dict.fromkeys(_OF_SLURM, "the run uses the local backend")
     if not spec.notify.targets:
         reasons |= dict.fromkeys(("notify_on", "notify_stall_after"), "--notify is not given")
+    if spec.torchrun is not None:
+        reasons |= dict.fromkeys(("standby_workers", "mpi"), "torchrun starts the ranks (--launcher)")
+    elif spec.mpi != "none":
+        reasons["standby_workers"] = "the ranks use MPI (--mpi)"
     if not spec.is_elastic:
         reasons["scale_up_after"] = f"the number of nodes is fixed (--nodes {spec.nodes})"
     return [f"{flag} has no effect: {reasons[name]}." for name, flag in flags.items() if name in reasons]
@@ -226,8 +230,9 @@ def _describe_changes(
         before = load_spec(run.spec)
     except SpecError:
         return
-    submissions = [event for event in run.read_events() if is_new_submission(event)]
-    modules, earlier_modules = loaded_modules(environ), (submissions or [{}])[-1].get("modules") or []
+    submissions = [event for event in run.read_events() if event.is_new_submission]
+    modules = loaded_modules(environ)
+    earlier_modules = (submissions[-1].modules if submissions else None) or []
     if earlier_modules != modules and not set(earlier_modules) <= set(spec.shell.modules):
         yield (
             f"This shell has loaded the modules {' '.join(modules) or '(none)'}, but the run was submitted "

@@ -53,7 +53,9 @@ def template_folder() -> Path:
 
 
 def built_in_templates() -> list[str]:
-    return sorted(path.name.removesuffix(TEMPLATE_SUFFIX) for path in template_folder().glob("*.j2"))
+    """Return the names of the templates, without that of their common base."""
+    names = {path.name.removesuffix(TEMPLATE_SUFFIX) for path in template_folder().glob("*.j2")}
+    return sorted(names - {"base"})
 
 
 def render(spec: JobSpec) -> str:
@@ -139,12 +141,13 @@ def _find_template(name: str) -> Path:
                 f"{', '.join(built_in_templates())}."
             )
         return path
-    if name not in (names := built_in_templates()):
+    path = template_folder() / f"{name}{TEMPLATE_SUFFIX}"
+    if not os.path.isfile(path):
         raise SpecError(
-            f"Unknown template {name!r} (--template). {suggest(name, names)} "
+            f"Unknown template {name!r} (--template). {suggest(name, built_in_templates())} "
             "A path contains / or ends in .j2."
         )
-    return template_folder() / f"{name}{TEMPLATE_SUFFIX}"
+    return path
 
 
 def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:

@@ -79,8 +79,9 @@ class ScratchRun:
                 if self._backend.name == "slurm":
                     raise
                 raise SpecError(
-                    f"The run trained on {segment.world_size} ranks, which this machine cannot host: {error} "
-                    "Use --backend slurm, or train the steps on N ranks of this machine with --ranks N."
+                    f"The run trained on {segment.shape.world_size} ranks, which this machine cannot host: "
+                    f"{error} Use --backend slurm, or train the steps on N ranks of this machine with "
+                    "--ranks N."
                 ) from error
 
     def train(self, plan: VerificationPlan, record: TrainingRecord) -> None:
@@ -95,7 +96,7 @@ class ScratchRun:
                     shutil.copyfile(file, folder / file.name)
         for step, event in record.rollbacks.items():
             if step <= plan.last:
-                append_json_line(self.run.events, event)
+                append_json_line(self.run.events, event.fields())
         environments = (record.environments.get(attempt, {}) for attempt in plan.attempts)
         threads = next(filter(None, environments), {}).get("threads_per_rank")
         function = [self._verified.function.read_bytes()] if self._verified.function.exists() else []
@@ -115,20 +116,21 @@ class ScratchRun:
                 )
 
     def _spec_of(self, segment: ReplayedPart, folder: Path, variables: Mapping[str, str]) -> JobSpec:
-        per_node = segment.world_size // segment.nodes
+        nodes, world_size, micro_batch_size = segment.shape
+        per_node = world_size // nodes
         env = {**variables, **self._spec.env, VERIFY_STEPS_VARIABLE: ",".join(map(str, segment.saved))}
         env[VERIFY_SYNC_STEPS_VARIABLE] = ",".join(map(str, segment.synced))
         # The ranks import modules from the code snapshot of the verified run, which must not change.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
-        if segment.micro_batch_size is not None:
-            env[MICRO_BATCH_VARIABLE] = str(segment.micro_batch_size)
+        if micro_batch_size is not None:
+            env[MICRO_BATCH_VARIABLE] = str(micro_batch_size)
         return replace(
             self._spec,
             env=env,
             run_dir=str(folder),
             run_id=folder.name,
-            nodes=segment.nodes,
-            min_nodes=segment.nodes,
+            nodes=nodes,
+            min_nodes=nodes,
             ntasks_per_node=per_node,
             gpus_per_node=per_node * self._spec.gpus_per_task,
         )

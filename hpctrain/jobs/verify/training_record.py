@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.errors import SpecError
 from hpctrain.files import read_json_lines
-from hpctrain.rundir import RunDir, is_metrics
-from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Event, StepRecord, TrainedSamples, read_records
 from hpctrain.text import join_or
 
 _SAMPLES_FILE = re.compile(r"attempt-(\d+)-rank-(\d+)\.jsonl")
@@ -20,21 +20,20 @@ _SAMPLES_FILE = re.compile(r"attempt-(\d+)-rank-(\d+)\.jsonl")
 _TRAINING_EVENTS = ("resumed", "checkpoint", "bad_loss")
 
 
-@dataclass(frozen=True)
-class TrainedPart:
+class RankShape(NamedTuple):
+    nodes: int
+    world_size: int
+    micro_batch_size: int | None = None
+    """Maximum micro-batch size after a GPU ran out of memory; None for the script's own size."""
+
+
+class TrainedPart(NamedTuple):
     """Consecutive steps that the same ranks trained."""
 
     start: int
     """Step of the checkpoint that it started from; 0 if it started from the beginning."""
-    nodes: int
-    world_size: int
+    shape: RankShape
     attempts: tuple[int, ...]
-    micro_batch_size: int | None = None
-    """Maximum micro-batch size after a GPU ran out of memory; None for the script's own size."""
-
-    @property
-    def shape(self) -> tuple[int, int, int | None]:
-        return self.nodes, self.world_size, self.micro_batch_size
 
 
 class TrainingRecord:
@@ -45,15 +44,15 @@ class TrainingRecord:
         self.steps: dict[int, dict[str, Any]] = {}
         """Metrics by step; the last line of a step counts."""
         self._logged_attempts: dict[int, int] = {}
-        for line in read_json_lines(run.metrics, is_metrics):
-            values = {name: value for name, value in line.items() if name not in RESERVED_FIELDS - {"epoch"}}
+        for record in read_records(run.metrics, StepRecord):
             # Without metrics, the line shows only that a step was completed.
-            if "step" in line and values.keys() - {"epoch"}:
-                self.steps[int(line["step"])] = values
-                self._logged_attempts[int(line["step"])] = int(line.get("attempt", 0))
+            if record.metrics:
+                epoch = {} if record.epoch is None else {"epoch": record.epoch}
+                self.steps[record.step] = {**record.metrics, **epoch}
+                self._logged_attempts[record.step] = record.attempt
 
     @cached_property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         return list(self.run.read_events())
 
     @cached_property
@@ -65,10 +64,10 @@ class TrainingRecord:
         return environments
 
     @cached_property
-    def rollbacks(self) -> dict[int, dict[str, Any]]:
+    def rollbacks(self) -> dict[int, Event]:
         """The events of the steps that the loss guard excluded by a rollback, by step."""
-        bad_losses = [event for event in self.events if event["kind"] == "bad_loss" and event.get("step")]
-        return {event["step"]: event for event in bad_losses if event.get("action") == "rollback"}
+        bad_losses = [event for event in self.events if event.kind == "bad_loss"]
+        return {event.step: event for event in bad_losses if event.step and event.action == "rollback"}
 
     @cached_property
     def unscheduled_saves(self) -> list[int]:
@@ -80,10 +79,10 @@ class TrainingRecord:
         interval = newest["checkpoint_every"]
         steps: list[int] = []
         for event in self.events:
-            if event["kind"] == "resumed":
-                steps = [step for step in steps if step <= event["step"]]
-            elif event["kind"] == "checkpoint" and event.get("step") is not None:
-                steps.append(event["step"])
+            if event.kind == "resumed":
+                steps = [step for step in steps if step <= (event.step or 0)]
+            elif event.kind == "checkpoint" and event.step is not None:
+                steps.append(event.step)
         return sorted({step for step in steps if not (isinstance(interval, int) and step % interval == 0)})
 
     @cached_property
@@ -92,43 +91,45 @@ class TrainingRecord:
         steps: set[int] = set()
         is_complete = False
         for event in self.events:
-            if event["kind"] == "resumed" and is_complete:
-                steps.add(event["step"])
-            if event["kind"] in ("finished", "resumed"):
-                is_complete = event.get("state") == "COMPLETED"
+            if event.kind == "resumed" and is_complete:
+                steps.add(event.step or 0)
+            if event.kind in ("finished", "resumed"):
+                is_complete = event.state == "COMPLETED"
         return steps
 
     @cached_property
     def parts(self) -> tuple[TrainedPart, ...]:
         logged = set(self._logged_attempts.values())
-        started: dict[int, dict[str, Any]] = {}
+        started: dict[int, Event] = {}
         segments: list[TrainedPart] = []
         micro_batch_size: int | None = None
         for event in self.events:
-            attempt = int(event.get("attempt", 0))
+            attempt = event.attempt
             start: int | None = None
-            if event["kind"] == "started":
+            if event.kind == "started":
                 started[attempt] = event
                 if attempt in logged and not self._begins_with_resume(attempt):
                     start = 0
-            elif event["kind"] == "resumed" and attempt in started:
-                start = int(event["step"])
-            elif event["kind"] == "failure":
-                micro_batch_size = event.get("micro_batch_size", micro_batch_size)
+            elif event.kind == "resumed" and attempt in started:
+                start = event.step or 0
+            elif event.kind == "failure":
+                micro_batch_size = event.micro_batch_size or micro_batch_size
             if start is None:
                 continue
             # An attempt trains all steps after its start again.
             segments = [segment for segment in segments if segment.start < start]
-            nodes, world_size = (int(started[attempt].get(name, 1)) for name in ("nodes", "world_size"))
-            if segments and segments[-1].shape == (nodes, world_size, micro_batch_size):
-                segments[-1] = replace(segments[-1], attempts=(*segments[-1].attempts, attempt))
-            else:
-                segments.append(TrainedPart(start, nodes, world_size, (attempt,), micro_batch_size))
+            nodes, world_size = started[attempt].nodes or 1, started[attempt].world_size or 1
+            shape = RankShape(nodes, world_size, micro_batch_size)
+            attempts: tuple[int, ...] = (attempt,)
+            if segments and segments[-1].shape == shape:
+                start, _, earlier = segments.pop()
+                attempts = (*earlier, attempt)
+            segments.append(TrainedPart(start, shape, attempts))
         return tuple(segments)
 
     def _begins_with_resume(self, attempt: int) -> bool:
         """Return true if an attempt began by loading a checkpoint. A rollback loads one later."""
-        kinds = [event["kind"] for event in self.events if event.get("attempt") == attempt]
+        kinds = [event.kind for event in self.events if event.attempt == attempt]
         return next((kind for kind in kinds if kind in _TRAINING_EVENTS), None) == "resumed"
 
     @cached_property
@@ -138,23 +139,19 @@ class TrainingRecord:
         folder = self.run.samples(0, 0).parent
         for match in filter(None, map(_SAMPLES_FILE.fullmatch, sorted(self.run.storage.names(folder)))):
             attempt, rank = int(match[1]), int(match[2])
-            for line in read_json_lines(folder / match[0]):
-                step = int(line["step"])
-                latest_attempt, ranks = latest.get(step, (attempt, {}))
+            for trained in read_records(folder / match[0], TrainedSamples):
+                latest_attempt, ranks = latest.get(trained.step, (attempt, {}))
                 if attempt > latest_attempt:
                     ranks = {}
                 if attempt >= latest_attempt:
-                    latest[step] = attempt, {**ranks, rank: line["indices"]}
+                    latest[trained.step] = attempt, {**ranks, rank: trained.indices}
         # The samples of an excluded step were trained only before the rollback.
         return {step: ranks for step, (_, ranks) in latest.items() if step not in self.rollbacks}
 
 
-@dataclass(frozen=True)
-class ReplayedPart:
+class ReplayedPart(NamedTuple):
     last: int
-    nodes: int
-    world_size: int
-    micro_batch_size: int | None
+    shape: RankShape
     saved: tuple[int, ...]
     """Steps whose states are saved, ascending; ends with `last`."""
     synced: tuple[int, ...]
@@ -194,7 +191,7 @@ def plan_verification(
             "requires a script with the Trainer or session(), or one that calls log_metrics() and uses the "
             "Checkpointer."
         )
-    if not any(event["kind"] == "checkpoint" and event.get("step") is not None for event in record.events):
+    if not any(event.kind == "checkpoint" and event.step is not None for event in record.events):
         raise SpecError(
             f"Run {name} recorded metrics, but no hpctrain checkpoint, so its state cannot be compared. "
             "Use the Trainer, session() or the Checkpointer in the script."
@@ -229,12 +226,14 @@ def plan_verification(
         for segment, end in zip(record.parts, ends, strict=True)
         if end > start and segment.start < last_step
     ]
-    replayed = trained if num_ranks is None else [(TrainedPart(0, 1, num_ranks, ()), trained[-1][1])]
+    replayed = [(segment.shape, end) for segment, end in trained]
+    if num_ranks is not None:
+        replayed = [(RankShape(1, num_ranks), trained[-1][1])]
     segments, begin = [], 0
-    for segment, end in replayed:
+    for shape, end in replayed:
         saved = {end} | ({state} if state is not None and begin < state <= end else set())
         synced = tuple(step for step in record.unscheduled_saves if begin < step < end)
-        segments.append(ReplayedPart(end, *segment.shape, tuple(sorted(saved)), synced))
+        segments.append(ReplayedPart(end, shape, tuple(sorted(saved)), synced))
         begin = end
     return VerificationPlan(
         start,
@@ -243,6 +242,6 @@ def plan_verification(
         None if state is None else (state, checkpoints[state]),
         tuple(segments),
         tuple(attempt for segment, _ in trained for attempt in segment.attempts),
-        tuple(segment.world_size for segment, _ in trained),
+        tuple(segment.shape.world_size for segment, _ in trained),
         tuple(notes),
     )

@@ -131,7 +131,7 @@ def verify_run(
                 "Use --steps to start from another checkpoint"
             )
             return result
-        ranks = ", then ".join(pluralize(segment.world_size, "rank") for segment in plan.parts)
+        ranks = ", then ".join(pluralize(segment.shape.world_size, "rank") for segment in plan.parts)
         start = plan.start_checkpoint or "the beginning"
         report(
             f"Training steps {plan.start + 1}:{plan.last} again, from {start}, on {ranks}, in {scratch.run}."
@@ -147,7 +147,7 @@ def verify_run(
     if not (result.compared or result.damaged):
         raise nothing_compared
     if result.identical:
-        result.notes += [f"No effect on the result: {fact}" for fact in facts]
+        result.notes += (f"No effect on the result: {fact}" for fact in facts)
     else:
         result.causes = facts
     return result
@@ -309,7 +309,7 @@ def result_record(result: VerificationResult) -> dict[str, Any]:
         "first_step": plan.start + 1,
         "last_step": plan.last,
         "start_checkpoint": plan.start_checkpoint and str(plan.start_checkpoint),
-        "ranks": [segment.world_size for segment in plan.parts],
+        "ranks": [segment.shape.world_size for segment in plan.parts],
         "recorded_ranks": list(plan.recorded_ranks),
         "steps_compared": len(result.steps),
         "steps_with_samples_compared": len(result.sample_steps),

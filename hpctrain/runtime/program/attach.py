@@ -23,7 +23,7 @@ from hpctrain.errors import RunFailed
 from hpctrain.files import is_locked
 from hpctrain.rundir import RunDir
 
-#: Prefixes of variables that connect a process to the run. A program beside the rank must not join the run.
+#: Prefixes of variables that connect a process to the run, which a program beside the rank must not join.
 _OF_THE_RUN = ("HPCTRAIN_", "MASTER_", "TORCHELASTIC_", "PMI_", "PMIX_")
 #: Variables of the user's terminal.
 _TERMINAL = ("TERM", "COLORTERM", "LANG", "LC_ALL", "DISPLAY")
@@ -77,7 +77,7 @@ def environment_beside(process: ProcessInfo, terminal: Mapping[str, str]) -> dic
 
 
 def _wait(child: subprocess.Popen[bytes], lock: Path | None) -> int:
-    """Wait for a program, and pass signals to it. End it when the supervisor no longer holds the lock."""
+    """Wait for a program, pass signals to it, and end it when the supervisor no longer holds the lock."""
     # The terminal sends these signals to both processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -16,32 +16,35 @@ from typing import Any
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.device_plan import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir
-from hpctrain.runtime.program.process_group_check import has_process_group
 from hpctrain.runtime.program.script_monitor import find_rendezvous, outer_frames, waits_for_ranks
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.runtime.standby import changed_variables, select_slow_modules
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.stop_signals import handles_stop_signals
 from hpctrain.runtime.supervisor_connection import Connection, Message
+from hpctrain.schema import RankPhase
 from hpctrain.telemetry.sampling.nvml import GpuReader
 from hpctrain.telemetry.startup_parts import startup_times
 
+#: Modules with slow imports.
+_SLOW_MODULES = (
+    *("numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer"),
+    *("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers", "torchvision"),
+)
+#: Variables that PyTorch and hpctrain set themselves.
+_SET_BY_IMPORTS = frozenset(
+    {"GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING"}
+    | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+)
 #: Modules whose frames between the user's code and a wait are skipped in the reported position.
 _LIBRARIES = ("torch.", "hpctrain.", "lightning.", "pytorch_lightning.", "accelerate.")
-#: Limit of the wait for a heartbeat; more than the interval of heartbeats of a small run.
-_REPORT_LIMIT_S = 3.0
-
-_has_reported, _has_reported_group = threading.Event(), threading.Event()
 
 
 def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     startup = startup_times.report()
     return {
         **({"stop": True} if agreed_stop.signal else {}),
-        **({"group": True} if has_process_group() else {}),
         **({} if startup is None else {"startup": startup}),
         "phase": RankPhase.JOIN if _rendezvous() else activity.phase,
         "step": activity.step,
@@ -58,16 +61,14 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
     }
 
 
-def on_heartbeat_sent(message: Message) -> None:
-    _has_reported.set()
-    if "group" in message:
-        _has_reported_group.set()
+def changed_variables(before: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    names = before.keys() | environ.keys()
+    return sorted({name for name in names if before.get(name) != environ.get(name)} - _SET_BY_IMPORTS)
 
 
-def wait_until_group_is_reported() -> None:
-    """Wait for the heartbeat that reports the process group of this rank, which may exit soon after."""
-    if _has_reported.is_set() and has_process_group():
-        _has_reported_group.wait(_REPORT_LIMIT_S)
+def select_slow_modules(loaded: Iterable[str]) -> list[str]:
+    names = set(loaded)
+    return [name for name in _SLOW_MODULES if name in names]
 
 
 def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, message: Message) -> None:

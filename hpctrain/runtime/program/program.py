@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from hpctrain.cluster.parent_death import die_with_parent
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS, ProgramKind
-from hpctrain.runtime.program.child_relay import ChildRelay
+from hpctrain.runtime.program.process_observer import ChildRelay
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.snapshot_imports import copied_path
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, pending_stop_signal, read_stop_grace
@@ -74,7 +74,7 @@ class Program:
 
 
 class CommandFailed(SystemExit):
-    """A command exited with a code other than 0. Its output contains the reason."""
+    """A command exited with a code other than 0."""
 
 
 def _parse_python_command(program: Program) -> Program:

@@ -1,8 +1,8 @@
 """Observe the progress of a script without the Trainer from outside its code.
 
 A rank makes progress if it completes optimizer steps, prints, or is busy: its main thread changes position or
-computes in native code. A rank that sleeps, or waits at one position for other ranks, makes no progress. On
-GPUs, a wait for other ranks is detected only in Python code; a waiting kernel appears as computation.
+computes in native code. A rank that sleeps, or waits at one position for other ranks, makes no progress. A
+kernel on a GPU that waits for other ranks appears as computation.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class ScriptMonitor:
     """Samples the main thread, or the command with this pid, and updates `activity`."""
 
     def __init__(self, pid: int | None = None, step_log: StepLog | None = None) -> None:
-        self._step_log = step_log
-        self._pid = pid
+        self._pid, self._step_log = pid, step_log
         self._main = threading.main_thread()
         self._stack: tuple[int, ...] = ()
         self._has_moved = self._is_joining = False

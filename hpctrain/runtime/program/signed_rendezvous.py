@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
@@ -61,12 +61,9 @@ def register(backend: str, secret: bytes) -> str:
         return backend
 
     def create(params: RendezvousParameters) -> RendezvousHandler:
-        create_backend: Any
-        if backend == "c10d":
-            from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-        else:
-            from torch.distributed.elastic.rendezvous.etcd_rendezvous_backend import create_backend
-        unsigned, store = create_backend(params)
+        name = f"{backend.partition('-')[0]}_rendezvous_backend"
+        module = import_module(f"torch.distributed.elastic.rendezvous.{name}")
+        unsigned, store = module.create_backend(params)
         return create_handler(store, SignedBackend(unsigned, secret), params)
 
     rendezvous_handler_registry.register(f"hpctrain-{backend}", create)

@@ -1,27 +1,18 @@
-"""Count the steps of a script without the Trainer with torch's global optimizer hooks.
-
-The hooks are installed when the script imports torch, so there is no cost for ranks without torch.
-"""
+"""Count the steps of a script without the Trainer with torch's global optimizer hooks."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
-
-#: The module that holds the global hooks.
-_OPTIMIZER_MODULE = "torch.optim.optimizer"
+from hpctrain.schema import RankPhase
 
 
 def install_step_hook(after_step: Callable[[], None] = lambda: None, *, is_restart: bool = False) -> None:
@@ -31,12 +22,30 @@ def install_step_hook(after_step: Callable[[], None] = lambda: None, *, is_resta
     """
     if os.environ.get("HPCTRAIN_STEP_HOOK") == "0":
         return
-    hook = _StepHook(after_step, is_restart)
     step_profiler.counts_steps = True
-    if _OPTIMIZER_MODULE in sys.modules:
-        hook.register(sys.modules[_OPTIMIZER_MODULE])
-    else:
-        sys.meta_path.insert(0, _ImportWatcher(hook))
+    watcher = _ImportWatcher(_StepHook(after_step, is_restart))
+    sys.meta_path.insert(0, watcher)
+    watcher.find_spec()
+
+
+class _ImportWatcher:
+    """Registers the hook at the first import after that of the optimizer module.
+
+    torch imports the optimizers themselves after this module. Without torch, there is no cost.
+    """
+
+    def __init__(self, hook: _StepHook) -> None:
+        self._pending = [hook]
+
+    def find_spec(self, *_: object) -> None:
+        module = sys.modules.get("torch.optim.optimizer")
+        if module is None or getattr(module.__spec__, "_initializing", False):
+            return
+        try:
+            hook = self._pending.pop()
+        except IndexError:  # registered, maybe by another thread
+            return
+        hook.register(module)
 
 
 class _StepHook:
@@ -54,24 +63,13 @@ class _StepHook:
     def register(self, module: ModuleType) -> None:
         self._first_step_handle = module.register_optimizer_step_pre_hook(self._before_first_step)
         module.register_optimizer_step_post_hook(self)
-        load = module.Optimizer.load_state_dict
-
-        @functools.wraps(load)
-        def load_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            load(optimizer, *args, **kwargs)
-            self._loaded.add(optimizer)
-
-        module.Optimizer.load_state_dict = load_state_dict
+        _observe_loads(module.Optimizer, self._loaded.add)
         # Plain SGD has no state to load, so the load of weights counts.
         if self._is_restart and (modules := sys.modules.get("torch.nn.modules.module")) is not None:
-            load_weights = modules.Module.load_state_dict
+            _observe_loads(modules.Module, self._on_weights_loaded)
 
-            @functools.wraps(load_weights)
-            def load_module(module: Any, *args: Any, **kwargs: Any) -> Any:
-                self._has_loaded_weights = True
-                return load_weights(module, *args, **kwargs)
-
-            modules.Module.load_state_dict = load_module
+    def _on_weights_loaded(self, _module: object) -> None:
+        self._has_loaded_weights = True
 
     def _before_first_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         unknown = None if optimizer in self._loaded or self._has_loaded_weights else 0
@@ -95,46 +93,22 @@ class _StepHook:
             self._after_step()
 
 
+def _observe_loads(owner: Any, on_load: Callable[[Any], object]) -> None:
+    """Call a function with each object of a class that has loaded a state."""
+    load = owner.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(loaded: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(loaded, *args, **kwargs)
+        on_load(loaded)
+        return result
+
+    owner.load_state_dict = load_state_dict
+
+
 def restored_steps(optimizer: Any) -> int | None:
     """Return the number of steps in the state of an optimizer, as stored by Adam and most others."""
     if not optimizer.state:
         return 0
     steps = [state["step"] for state in optimizer.state.values() if "step" in state]
     return int(max(steps)) if steps else None
-
-
-class _ImportWatcher(MetaPathFinder):
-    """Finds the optimizer module once, and registers the hooks after its import."""
-
-    def __init__(self, hook: _StepHook) -> None:
-        self._hook = hook
-
-    def find_spec(
-        self,
-        name: str,
-        path: Sequence[str] | None,  # noqa: ARG002 (the protocol of finders)
-        target: ModuleType | None = None,  # noqa: ARG002
-    ) -> ModuleSpec | None:
-        if name != _OPTIMIZER_MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader, self._hook)
-        return spec
-
-
-class _RegisteringLoader(Loader):
-    def __init__(self, loader: Loader, hook: _StepHook) -> None:
-        self._loader, self._hook = loader, hook
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._hook.register(module)
-
-    def __getattr__(self, name: str) -> Any:
-        # Readers of source and resources, such as inspect, use the loader of the module.
-        return getattr(self._loader, name)

@@ -9,11 +9,12 @@ import threading
 import time
 from typing import NoReturn
 
-from hpctrain.buffered_writer import BufferedLineWriter
+from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir, event_record, is_metrics
+from hpctrain.rundir import RunDir, event_record
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import has_started
+from hpctrain.schema import StepRecord
 
 #: Maximum wait for a write of another thread, which must not delay the exit of the rank.
 _WRITE_LIMIT_S = 1.0
@@ -22,8 +23,8 @@ _WRITE_LIMIT_S = 1.0
 class StepLog:
     """Writes a line for the steps since the last line. Only rank 0 of an attempt has a log.
 
-    The number of the first step is based on the state that the optimizer has loaded. If the state has no
-    number of steps, such as for SGD, the attempt is assumed to continue after the last recorded step.
+    Steps are counted from the state that the optimizer has loaded. If the state has no number of steps, such
+    as for SGD, the attempt is assumed to continue after the last recorded step.
     """
 
     def __init__(self, run: RunDir, attempt: int) -> None:
@@ -35,8 +36,9 @@ class StepLog:
         self._since = 0.0
         self._data_s = self._exchange_s = 0.0
         self._writing = threading.Lock()
+        self._write_at_exit()
 
-    def write_at_exit(self) -> None:
+    def _write_at_exit(self) -> None:
         """Write the last line at the end of this process, also if the script calls `os._exit`."""
         atexit.register(self.write)
         pid, exit_process = os.getpid(), os._exit
@@ -50,7 +52,7 @@ class StepLog:
         os._exit = write_and_exit
 
     def write(self) -> None:
-        """Write a line, unless a write of another thread hangs, or a signal handler interrupted the write."""
+        """Write a line, unless another write hangs, or was interrupted by the handler that calls this."""
         if self._writing.acquire(timeout=_WRITE_LIMIT_S):
             try:
                 self._write()
@@ -61,7 +63,7 @@ class StepLog:
         step, now = activity.optimizer_steps, time.perf_counter()
         if activity.logs_metrics or has_started() or step == self._written:
             return
-        first_fields: dict[str, int] = {}
+        first_step: int | None = None
         if self._first_step is None:
             try:
                 # The time of the steps in the first line is unknown.
@@ -69,20 +71,14 @@ class StepLog:
             except OSError:
                 return  # another attempt follows
             self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
-            first_fields = {"first_step": self._first_step + 1}
+            first_step = self._first_step + 1
         spent = {"all": now - self._since, "data": activity.data_s - self._data_s}
         # DDP communicates in the backward pass, in which the wait cannot be observed.
         if (exchange_s := activity.exchange_s - self._exchange_s) > 0:
             spent["communication"] = exchange_s
-        self._metrics.append(
-            {
-                "step": self._first_step + step,
-                "time": time.time(),
-                "attempt": self._attempt,
-                **first_fields,
-                "spent": {name: round(seconds, 6) for name, seconds in spent.items()},
-            }
-        )
+        spent = {name: round(seconds, 6) for name, seconds in spent.items()}
+        place = self._first_step + step, time.time(), self._attempt
+        self._metrics.append(StepRecord(*place, spent=spent, first_step=first_step).line())
         self._written, self._since = step, now
         self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
 
@@ -90,11 +86,11 @@ class StepLog:
         """Return the number of steps before this attempt, and record this number if a state was loaded."""
         restored = activity.restored_steps
         for event in self._run.read_events():
-            if event["kind"] == "resumed" and event["attempt"] == self._attempt:
-                return restored or int(event["step"])  # recorded by a plugin
+            if event.kind == "resumed" and event.attempt == self._attempt:
+                return restored or event.step or 0  # recorded by a plugin
         if restored is None:
-            newest = next(iter(read_last_records(self._run.metrics, is_metrics)), {})
-            restored = int(newest.get("step", 0))
+            newest = next(read_last_records(self._run.metrics, StepRecord), None)
+            restored = newest.step if newest is not None else 0
         if restored:
             BufferedLineWriter(self._run.events, _print).append(
                 event_record("resumed", self._attempt, step=restored)

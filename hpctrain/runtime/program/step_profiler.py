@@ -1,7 +1,7 @@
 """Profile a few optimizer steps of this rank, on request while it trains.
 
-The step hook starts and stops torch's profiler between two steps, in the thread that trains. A background
-thread writes the files. An error ends the profile, never the training.
+The step hook starts and stops torch's profiler in the thread that trains. A background thread writes the
+files. An error ends the profile, never the training.
 """
 
 from __future__ import annotations
@@ -33,35 +33,31 @@ class _Request:
     num_steps: int
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write the result, which `hpctrain profile` waits for. Never raises an exception."""
+        """Write the result, which `hpctrain profile` waits for."""
         try:
             make_folder(self.run.profile(self.number))
             path = self.run.profile_result(self.number, self.rank)
             write_atomic(path, json.dumps({"rank": self.rank, **result}, indent=1) + "\n", durable=False)
         except OSError as error:
-            _print(f"cannot write the result of the profile: {error}")
+            print(f"hpctrain: cannot write the result of the profile: {error}", file=sys.stderr)
 
     def write_error(self, error: object) -> None:
-        _print(f"the requested profile failed: {error}")
+        print(f"hpctrain: the requested profile failed: {error}", file=sys.stderr)
         self.write_result({"error": str(error)})
 
 
 class StepProfiler:
-    """Profiler of this rank.
-
-    Attributes:
-        is_active: True from a request until the last step of its profile.
-        counts_steps: True if the step hook calls `after_step`.
-    """
-
     def __init__(self) -> None:
-        self.is_active = self.counts_steps = False
+        self.is_active = False
+        """True from a request until the last step of its profile."""
+        self.counts_steps = False
+        """True if the step hook calls `after_step`."""
         self._request: _Request | None = None
         self._profile: Any = None
         self._first_step, self._started_at = 0, 0.0
 
     def request(self, run: RunDir, rank: int, message: Mapping[str, Any]) -> None:
-        """Start a profile after the current optimizer step. Called by the heartbeat thread."""
+        """Start a profile after the current optimizer step."""
         if rank not in message["ranks"]:
             return
         request = _Request(run, message["number"], rank, message["steps"])
@@ -76,7 +72,7 @@ class StepProfiler:
             self._request, self.is_active = request, True
 
     def after_step(self) -> None:
-        """Start or stop the profiler after an optimizer step. Never raises an exception."""
+        """Start or stop the profiler after an optimizer step."""
         request = self._request
         assert request is not None
         try:
@@ -105,7 +101,6 @@ class StepProfiler:
         self._started_at = time.perf_counter()
 
     def _end(self) -> None:
-        """Stop the profiler at the end of the process."""
         stopped, self._profile = self._profile, None
         if stopped is not None and self._request is not None:
             with suppress(Exception):
@@ -152,10 +147,6 @@ def _operators(profile: Any) -> list[dict[str, Any]]:
     ]
     operators.sort(key=lambda operator: (operator["gpu_s"], operator["cpu_s"]), reverse=True)
     return operators[:_NUM_OPERATORS]
-
-
-def _print(message: str) -> None:
-    print(f"hpctrain: {message}", file=sys.stderr)
 
 
 #: The profiler of this process.

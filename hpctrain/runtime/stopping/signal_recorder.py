@@ -2,11 +2,9 @@
 
 A script without hpctrain may handle signals itself, and exit with code 0 during its training. The interpreter
 therefore records each signal (`signal.set_wakeup_fd`), which determines the meaning of the rank's exit code.
-Only asyncio's handlers replace this mechanism.
 
 A script's handler may also hang: Lightning's handler communicates with the other ranks, which may be in
-another collective. This module ends a rank that is stuck in such a handler
-(docs/adr/0014-exit-from-deadlocked-signal-handlers.md).
+another collective. This module ends such a rank (docs/adr/0014-exit-from-deadlocked-signal-handlers.md).
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import CodeType
-from typing import NoReturn
 
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.rundir import STOP_GRACE_VARIABLE
@@ -38,11 +34,7 @@ HANDLER_POLL_S = 5.0
 
 
 def read_stop_grace(environ: Mapping[str, str]) -> dict[str, float]:
-    """Return the seconds after each signal; the variable is, for example, `SIGTERM=30,SIGUSR2=120`.
-
-    Raises:
-        UserError: the variable is malformed.
-    """
+    """Return the seconds after each signal; the variable is, for example, `SIGTERM=30,SIGUSR2=120`."""
     text = environ.get(STOP_GRACE_VARIABLE, "")
     try:
         pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
@@ -56,9 +48,9 @@ def read_stop_grace(environ: Mapping[str, str]) -> dict[str, float]:
 
 class _SignalRecord:
     def __init__(self) -> None:
-        """Start to record signals. Only the main thread may call this."""
-        self._reading, writing = os.pipe()
-        for end in (self._reading, writing):
+        """Start to record signals, in the main thread."""
+        self.pipe, writing = os.pipe()
+        for end in (self.pipe, writing):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         # A signal to a child, such as the SIGTERM of a process pool, does not affect this rank.
@@ -72,7 +64,7 @@ class _SignalRecord:
     def first_stop_signal(self) -> signal.Signals | None:
         with self._lock:
             with contextlib.suppress(BlockingIOError):
-                numbers = os.read(self._reading, 4096)
+                numbers = os.read(self.pipe, 4096)
                 if new := [signal.Signals(number) for number in numbers if number in STOP_SIGNALS]:
                     self._stop_signals += new
                     self.received_at = time.monotonic()
@@ -82,9 +74,6 @@ class _SignalRecord:
         self.first_stop_signal()
         with self._lock:
             self._stop_signals.clear()
-
-    def wait(self) -> None:
-        select.select([self._reading], [], [])
 
 
 _record: _SignalRecord | None = None
@@ -98,7 +87,7 @@ def start_signal_recorder() -> None:
 
 
 def pending_stop_signal() -> signal.Signals | None:
-    """Return the first stop signal since the start of recording or the last `clear_stop_signals`, if any."""
+    """Return the first stop signal since the last `clear_stop_signals`, if any."""
     return _record.first_stop_signal() if _record else None
 
 
@@ -136,7 +125,7 @@ def _watch(record: _SignalRecord) -> None:
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     while True:
-        record.wait()
+        select.select([record.pipe], [], [])
         number = record.first_stop_signal()
         if number is not None and record.report is not None:
             with contextlib.suppress(OSError):  # The supervisor has exited.
@@ -148,7 +137,14 @@ def _watch(record: _SignalRecord) -> None:
             if instruction is None or instruction != previous:
                 num_polls = 0
             elif num_polls * HANDLER_POLL_S >= STUCK_HANDLER_TIMEOUT_S:
-                _exit_stuck_handler(number)
+                print(
+                    f"hpctrain: the script's {number.name} handler has been waiting for other ranks "
+                    f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s, so this rank exits. Stacks of all threads:",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(EXIT_CONTINUE)
             time.sleep(HANDLER_POLL_S)
             num_polls += 1  # a pause of this process counts as one
 
@@ -158,25 +154,11 @@ def _handler_instruction(thread: int, number: signal.Signals) -> tuple[int, int]
     innermost = frame = sys._current_frames().get(thread)
     if innermost is None or not str(innermost.f_globals.get("__name__")).startswith("torch.distributed"):
         return None
-    code = _code_of(signal.getsignal(number))
+    handler = signal.getsignal(number)
+    call = handler if hasattr(handler, "__code__") else getattr(type(handler), "__call__", None)  # noqa: B004
+    code = getattr(call, "__code__", None)
+    if code is None:
+        return None
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return (id(innermost), innermost.f_lasti) if frame is not None else None
-
-
-def _code_of(handler: object) -> CodeType | None:
-    """Return the code of `handler` if it is a Python function, method or callable object."""
-    call = handler if hasattr(handler, "__code__") else getattr(handler, "__call__")  # noqa: B004, B009
-    code = getattr(call, "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
-def _exit_stuck_handler(number: signal.Signals) -> NoReturn:
-    print(
-        f"hpctrain: the script's {number.name} handler has been waiting for other ranks "
-        f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s, so this rank exits. Stacks of all threads:",
-        file=sys.stderr,
-        flush=True,
-    )
-    faulthandler.dump_traceback(all_threads=True)
-    os._exit(EXIT_CONTINUE)

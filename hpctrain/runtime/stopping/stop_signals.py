@@ -1,8 +1,8 @@
 """React to stop signals in a rank.
 
 A handler only records the signal: saving in a handler would interrupt arbitrary code, at different points on
-different ranks. While no code captures signals (start-up, imports, a script of plain PyTorch), there is
-nothing to save. The rank then exits immediately with a request for continuation.
+different ranks. While no code captures signals (start-up, imports, a script of plain PyTorch), the rank exits
+immediately with a request for continuation.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hpctrain.checkpoint.script_checkpoints import newest_script_checkpoint
+from hpctrain.checkpoint.listing import newest_script_checkpoint
+from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals
 from hpctrain.runtime.unfinished_training import has_started
+from hpctrain.schema import RankPhase
 from hpctrain.text import format_duration
 
 #: Time limit for the clean-up of a process that exits on a signal.
@@ -103,31 +105,27 @@ def capture_stop_signals(*, repeats_late: bool = False) -> Iterator[StopFlag]:
 
 
 def exit_on_stop_signal() -> None:
-    """Exit this process with code 75 on a stop signal, until other code captures signals."""
+    """Exit with code 75 on a stop signal, until other code captures signals."""
     _install_fork_hooks()
     for number in STOP_SIGNALS:
         signal.signal(number, _exit_for_signal)
 
 
 def handles_stop_signals() -> bool:
-    """Return true if a stop signal ends this process because no code captures signals."""
+    """True if a stop signal ends this process because no code captures signals."""
     return all(signal.getsignal(number) is _exit_for_signal for number in STOP_SIGNALS)
 
 
 def ignore_signals_at_exit() -> None:
     """Ignore stop signals when the interpreter shuts down, after the script's own exit handlers."""
-
-    def ignore() -> None:
-        # The interpreter removes handlers: a signal would end a finished rank, which would then be continued.
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-
-    # The first registered function is called last.
-    atexit.register(ignore)
+    # The interpreter removes handlers: a signal would end a finished rank, which would then be continued. The
+    # functions that are registered first are called last.
+    for number in STOP_SIGNALS:
+        atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 def is_exiting() -> bool:
-    """Return true if a signal caused the exit of this process, so that later errors are consequences."""
+    """True if a signal caused the exit of this process, so that later errors are consequences."""
     return _exit_signal is not None and signal.getsignal(_exit_signal) is _exit_for_signal
 
 
@@ -150,8 +148,8 @@ def _exit(number: signal.Signals, step: int | None = None) -> NoReturn:
             # print is not used, because the signal may have interrupted it.
             with contextlib.suppress(OSError):
                 os.write(2, f"hpctrain: {exit_message(number, os.environ, step)}\n".encode())
+    # C++ code that initializes torch does not pass an exception on, but aborts the process.
     if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
-        # C++ code that initializes torch does not pass an exception on, but aborts the process.
         os._exit(EXIT_CONTINUE)
     raise StoppedBeforeTraining(EXIT_CONTINUE)
 
@@ -222,13 +220,10 @@ def _install_fork_hooks() -> None:
 
 
 def _is_forked_by_loader() -> bool:
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("multiprocessing."):
         frame = frame.f_back
-        module = str(frame.f_globals.get("__name__"))
-        if not module.startswith("multiprocessing."):
-            return module.startswith(_LOADER_MODULES)
-    return False
+    return str(frame.f_globals.get("__name__")).startswith(_LOADER_MODULES)
 
 
 def _exit_on_signal_of(rank: int) -> None:
@@ -278,3 +273,46 @@ def _lost(run: RunDir | None) -> str:
     path, saved_at = checkpoint
     age = format_duration(max(0.0, time.time() - saved_at))
     return f"{unused} The script's last checkpoint is {path} ({age} old). Work since then is lost."
+
+
+def should_stop() -> bool:
+    """Collective. Return true if the job received a stop signal, with the same result on all ranks.
+
+    Call this at points where the state can be saved, at least every few seconds. If the result is true, save
+    and exit with `sys.exit(75)`, which requests a continuation. After the first call, a signal no longer ends
+    the rank. Each call performs a small all-reduce on the CPU.
+    """
+    is_stopping = _consensus().any_rank_signalled()
+    # Each call counts as a step, instead of those of optimizers.
+    activity.is_managed = True
+    activity.set_phase(RankPhase.SCRIPT)
+    activity.step_done()
+    return is_stopping
+
+
+class _StopConsensus:
+    def __init__(self) -> None:
+        """Collective. Start to record signals, and join the other ranks."""
+        # Never exited, because the script is expected to call this again.
+        self._listening = capture_stop_signals()
+        self._flag = self._listening.__enter__()
+        ranks = detect(os.environ)
+        self._announces, self._context = ranks.is_main, None
+        if ranks.world_size > 1:  # a single rank needs no torch
+            from hpctrain.runtime.distributed_context import init_distributed
+
+            self._context = init_distributed(ranks, os.environ)
+
+    def any_rank_signalled(self) -> bool:
+        stop = self._flag.is_set
+        if self._context is not None:
+            stop = self._context.all_reduce_min(-float(stop)) < 0
+        if stop and self._announces:
+            self._announces = False
+            print(f"hpctrain: stop requested by {self._flag.signal_name or 'a signal to another rank'}")
+        return stop
+
+
+@functools.cache
+def _consensus() -> _StopConsensus:
+    return _StopConsensus()

@@ -8,18 +8,16 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.files import read_json
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.crash_output import describe_unfinished
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir, is_event, is_metrics, is_new_submission
+from hpctrain.rundir import RunDir
+from hpctrain.schema import Corruption, Event, StepRecord, UnfinishedCall, read_record
 from hpctrain.supervisor.failures.failure_files import (
-    Corruption,
     RankFailure,
     classify,
     collect_failures,
@@ -85,11 +83,11 @@ class FailureAnalyzer:
 
     def recorded_stop(self, attempt: int) -> EndKind | None:
         """Return the kind of stop recorded by the attempt's requeue event; None without one."""
-        for event in read_last_records(self.run.events, is_event):
-            if event.get("attempt") != attempt or event.get("kind") == "started":
+        for event in read_last_records(self.run.events, Event):
+            if event.attempt != attempt or event.kind == "started":
                 break
-            if event.get("kind") == "requeue" and event.get("class") in set(EndKind):
-                kind = EndKind(event["class"])
+            if event.kind == "requeue" and event.end_kind in set(EndKind):
+                kind = EndKind(event.end_kind)
                 return kind if kind.is_stop else None
         return None
 
@@ -104,10 +102,10 @@ class FailureAnalyzer:
         """Return the request that stopped the ranks; without `Trainer`, ranks report no signal."""
         if self.run.is_asked_to_requeue(attempt):
             return EndKind.REQUESTED
-        for event in read_last_records(self.run.events, is_event):
-            if event.get("kind") == "signal" and event.get("attempt") == attempt:
-                return EndKind.TIME_LIMIT if event.get("signal") == signal.SIGUSR2.name else EndKind.PREEMPTED
-            if event.get("kind") == "started":
+        for event in read_last_records(self.run.events, Event):
+            if event.kind == "signal" and event.attempt == attempt:
+                return EndKind.TIME_LIMIT if event.signal == signal.SIGUSR2.name else EndKind.PREEMPTED
+            if event.kind == "started":
                 break
         left_s = known_seconds_left(self.job_control)
         near = left_s is not None and left_s <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
@@ -123,26 +121,24 @@ class FailureAnalyzer:
         per_task = self.spec.ntasks_per_node // self.spec.processes_per_node
         done = {task.rank for task in result.monitor.exits if task.result is TaskResult.DONE}
         newest = self._newest_metrics()
-        trained = newest.get("step") if newest.get("attempt") == result.attempt else None
+        trained = newest.step if newest is not None and newest.attempt == result.attempt else None
         early_exits = {}
         for path in self.run.unfinished_files(result.attempt):
             rank = int(path.name.split("-")[3])
             if rank < world_size and (result.outcome is AttemptOutcome.DONE or rank // per_task in done):
-                try:
-                    record = read_json(path)
-                except (OSError, ValueError):  # The file was written to a full disk.
-                    record = {}
-                training = record.get("what", "training")
-                early_exits[rank] = describe_unfinished(training, trained, record.get("last_step"))
+                unfinished = UnfinishedCall()
+                with suppress(OSError, ValueError):  # The file was written to a full disk.
+                    unfinished = read_record(path, UnfinishedCall)
+                early_exits[rank] = describe_unfinished(unfinished.call, trained, unfinished.last_step)
             with suppress(OSError):
                 path.unlink()
         return early_exits
 
-    def _newest_metrics(self) -> dict[str, Any]:
+    def _newest_metrics(self) -> StepRecord | None:
         try:
-            return next(read_last_records(self.run.metrics, is_metrics), {})
+            return next(read_last_records(self.run.metrics, StepRecord), None)
         except OSError:
-            return {}
+            return None
 
     def _describe_missing_steps(self, attempt: int) -> str | None:
         """Return the cause if the steps of a failed attempt are lost, but this attempt trained none.
@@ -151,26 +147,26 @@ class FailureAnalyzer:
         script may be complete, but it may also have refused to start again.
         """
         newest = self._newest_metrics()
-        trained, step = newest.get("attempt", attempt), newest.get("step")
-        if trained == attempt or not step:
+        if newest is None or newest.attempt == attempt or not newest.step:
             return None
+        trained, step = newest.attempt, newest.step
         failure = None
         for event in self.run.read_events():
-            kind, by = event.get("kind"), event.get("attempt", -1)
+            kind, by = event.kind, event.attempt
             # Ranks without a step log, such as those of a command, only report their first step.
             has_trained = kind in ("resumed", "startup") and by == attempt
-            is_saved = kind == "checkpoint" and by >= trained and (event.get("step") or step) >= step
+            is_saved = kind == "checkpoint" and by >= trained and (event.step or step) >= step
             if has_trained or is_saved:
                 return None
-            if is_new_submission(event):
+            if event.is_new_submission:
                 failure = None
-            elif kind == "failure" and by == trained and event.get("rank") is not None:
+            elif kind == "failure" and by == trained and event.rank is not None:
                 failure = event
         if failure is None:
             return None
         command = f"hpctrain resume {shlex.quote(self.spec.run_dir)}"
         return (
-            f"attempt {trained} failed after step {step} ({failure.get('cause')}), attempt {attempt} trained "
+            f"attempt {trained} failed after step {step} ({failure.cause}), attempt {attempt} trained "
             "no step and exited with code 0, and no checkpoint of the run contains the steps. If the script "
             "had finished and saved its result elsewhere, nothing is lost. Otherwise, change the script to "
             f"continue from its earlier output, or to overwrite it, then resume the run: {command}"
@@ -232,7 +228,7 @@ class FailureAnalyzer:
         self, attempt: int, failure: RankFailure, corruption: Corruption, hosts: list[str]
     ) -> AttemptEnd:
         """Record wrong results as a failure of the suspected rank; without a majority, of no node."""
-        suspects, per_node = corruption.suspects, self.spec.ntasks_per_node
+        suspects, per_node = dict(corruption.suspects), self.spec.ntasks_per_node
         nodes = {hosts[rank // per_node] for rank in suspects if rank in range(len(hosts) * per_node)}
         return self._record(
             attempt,
@@ -255,8 +251,9 @@ class FailureAnalyzer:
             return failure.final
         if not is_deterministic(failure) or system.time() - result.started_at > SHORT_ATTEMPT_S:
             return False
-        saved = any(event["kind"] in ("checkpoint", "resumed") for event in self.run.read_events())
-        return not saved and int(self._newest_metrics().get("step", 0)) <= 1
+        saved = any(event.kind in ("checkpoint", "resumed") for event in self.run.read_events())
+        newest = self._newest_metrics()
+        return not saved and (newest is None or newest.step <= 1)
 
     def _find_lost(self, hosts: list[str]) -> dict[str, str]:
         if len(hosts) == 1 or self.job_control.nodes is None:

@@ -7,12 +7,12 @@ import logging
 import re
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain, islice
+
+from msgspec.structs import asdict, replace
 
 from hpctrain import system
 from hpctrain.errors import DataWorkerKilled, DiskFull, RendezvousError
-from hpctrain.files import read_json
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.crash_output import (
@@ -23,7 +23,8 @@ from hpctrain.records.crash_output import (
     is_peer_lost,
 )
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.rundir import RunDir, is_metrics
+from hpctrain.rundir import RunDir
+from hpctrain.schema import FailureRecord, NodeSample, read_record
 from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
 from hpctrain.text import signal_name
 
@@ -52,8 +53,6 @@ HARDWARE_XIDS = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
 #: Number of newest lines of a node's file to search after an attempt.
 _LINES = 200
 
-_NUMBER = re.compile(r"\d{1,18}")
-
 #: Exception classes of failed communication.
 _COMMUNICATION = frozenset(
     {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", RendezvousError.__name__}
@@ -64,38 +63,7 @@ _MAY_PASS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Corruption:
-    """Report of a rank that detected wrong results."""
-
-    suspects: Mapping[int, str]
-    """Ranks that may be faulty, with the names of their devices."""
-    verified_step: int
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    rank: int
-    host: str
-    kind: str
-    """`exception`, `signal`, `exit` or `unfinished`."""
-    error: str
-    """Class of the exception, name of the signal, the exit code, or the unfinished training's location."""
-    message: str
-    log: str
-    order: int | None
-    """Order among the failures of the attempt, assigned by the store."""
-    time: float
-    final: bool = False
-    """True if the rank reports that the next attempt would fail in the same way."""
-    classes: tuple[str, ...] = ()
-    out_of_memory: bool = False
-    """True if the kernel killed the rank for exceeding the memory of the job."""
-    micro_batch_size: int | None = None
-    """Size of micro-batches that may fit into GPU memory, as suggested by the rank that ran out of memory."""
-
-    corruption: Corruption | None = None
-
+class RankFailure(FailureRecord, frozen=True):
     @property
     def is_peer_lost(self) -> bool:
         """True if this rank only detected that another rank was gone."""
@@ -163,53 +131,10 @@ def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
 def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
     for path in run.failure_files(attempt):
         try:
-            record = read_json(path)
-            _check_types(record)
-            yield RankFailure(
-                rank=record["rank"],
-                host=record.get("node") or record["host"],
-                kind=record["kind"],
-                error=record["error"],
-                message=record["message"],
-                log=record["log"],
-                order=record["order"],
-                time=record["time"],
-                final=record.get("final", False),
-                classes=tuple(record.get("classes", ())),
-                micro_batch_size=record.get("micro_batch_size"),
-                corruption=_parse_corruption(record.get("corruption")),
-            )
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            failure = read_record(path, RankFailure)
+            yield replace(failure, host=failure.node or failure.host)
+        except (OSError, ValueError) as error:
             log.warning("cannot read %s: %s", path, error)
-
-
-#: Types of the fields that the diagnosis requires.
-_TYPES = {
-    "rank": int,
-    **dict.fromkeys(("kind", "error", "message", "log"), str),
-    "order": int | None,
-    "time": int | float,
-    "classes": list | tuple,
-    "micro_batch_size": int | None,
-    **dict.fromkeys(("node", "host"), str | None),
-}
-
-
-def _check_types(record: Mapping[str, Any]) -> None:
-    for name, kind in _TYPES.items():
-        if name in record and not isinstance(record[name], kind):
-            raise TypeError(f"{name} is {record[name]!r}")
-    if not all(isinstance(name, str) for name in record.get("classes", ())):
-        raise TypeError(f"classes is {record['classes']!r}")
-
-
-def _parse_corruption(record: Mapping[str, Any] | None) -> Corruption | None:
-    if record is None:
-        return None
-    suspects = {int(rank): str(device) for rank, device in record["suspects"]}
-    if not suspects:
-        raise ValueError("corruption without a suspect")
-    return Corruption(suspects, int(record["verified_step"]))
 
 
 def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFailure:
@@ -224,8 +149,8 @@ def _of_task(rank: int, host: str, task: TaskExit, crash: CrashOutput) -> RankFa
 
 
 def _write(run: RunDir, attempt: int, failure: RankFailure, traceback: str = "") -> RankFailure:
-    record = {**failure.__dict__, "node": failure.host, "traceback": traceback}
-    run.write(run.failure(attempt, failure.rank), json.dumps(record, indent=1) + "\n")
+    record = replace(failure, node=failure.host, traceback=traceback)
+    run.write(run.failure(attempt, failure.rank), json.dumps(asdict(record), indent=1) + "\n")
     return failure
 
 
@@ -268,11 +193,11 @@ def gpu_faults(run: RunDir, hosts: Iterable[str], since: float) -> dict[str, lis
     names = {_short(host): host for host in hosts}
     faults: dict[str, list[int]] = {}
     for path in run.all_telemetry():
-        for _, line in zip(range(_LINES), read_last_records(path, is_metrics), strict=False):
-            host = names.get(_short(str(line.get("host"))))
-            if host is None or float(line.get("time", 0.0)) < since:
+        for sample in islice(read_last_records(path, NodeSample), _LINES):
+            host = names.get(_short(sample.host))
+            if host is None or sample.time < since:
                 break
-            if xids := HARDWARE_XIDS.intersection(_numbers(line.get("gpu_xids"))):
+            if xids := HARDWARE_XIDS.intersection(chain.from_iterable(sample.gpu_xids)):
                 faults.setdefault(host, []).extend(xids)
     return faults
 
@@ -280,7 +205,3 @@ def gpu_faults(run: RunDir, hosts: Iterable[str], since: float) -> dict[str, lis
 def _short(host: str) -> str:
     """Return a host's name without its domain, which Slurm's node name may lack."""
     return host.partition(".")[0]
-
-
-def _numbers(value: object) -> list[int]:
-    return [int(number) for number in _NUMBER.findall(str(value or ""))]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 from hpctrain.jobspec.restart_policy import EndKind
-from hpctrain.rundir import is_new_submission
+from hpctrain.schema import Event
 
 #: Longer attempts may have made progress: scripts may save without a record.
 SHORT_ATTEMPT_S = 300.0
@@ -52,7 +51,7 @@ class History:
     """Last verified step, until the run has resumed after wrong results; None otherwise."""
 
     @classmethod
-    def from_events(cls, events: Iterable[Mapping[str, Any]]) -> History:
+    def from_events(cls, events: Iterable[Event]) -> History:
         """Compute the history from the run's events, oldest first.
 
         A successor job continues the counts; only a submission by the user resets them. A step saved twice is
@@ -70,9 +69,9 @@ class History:
         faulty: list[str | None] = []
         limit: int | None = None
         for event in events:
-            kind, step = event.get("kind"), event.get("step")
+            kind, step = event.kind, event.step
             # Copies of the state in memory are recorded only when a run resumes from one.
-            is_loaded = kind == "resumed" and "checkpoint" in event
+            is_loaded = kind == "resumed" and event.checkpoint is not None
             is_saved = kind == "checkpoint" or is_loaded
             is_new = is_saved and (step or 0) > newest
             if is_new or (kind == "checkpoint" and step is None):
@@ -80,10 +79,10 @@ class History:
                 failures.clear()
                 stops.clear()
             if is_new:
-                newest = int(step or 0)
+                newest = step or 0
                 crashes.clear()
             match kind:
-                case "submitted" if is_new_submission(event):
+                case "submitted" if event.is_new_submission:
                     for count in (failures, crashes, stops, slow, excluded, faulty):
                         count.clear()
                     memory = micro_batch_size = None
@@ -96,23 +95,22 @@ class History:
                 case "checkpoint":
                     limit = None
                     saved = saved or is_new
-                case "failure" if event.get("rank") is not None:
+                case "failure" if event.rank is not None:
                     past = _parse_failure(event)
                     failures.append(past)
                     crashes.append(past.kind)
-                    micro_batch_size = event.get("micro_batch_size", micro_batch_size)
+                    micro_batch_size = event.micro_batch_size or micro_batch_size
                     if past.kind is EndKind.CORRUPTION:
-                        limit = event.get("verified_step")
-                        device = event.get("device")
-                        faulty.append(None if device is None else f"{device} on {past.host}")
-                case "straggler" if event.get("lasting", True):
-                    slow.append(str(event.get("host")))
+                        limit = event.verified_step
+                        faulty.append(None if event.device is None else f"{event.device} on {past.host}")
+                case "straggler" if event.lasting:
+                    slow.append(str(event.host))
                 case "excluded":
-                    excluded.update(event["hosts"])
+                    excluded.update(event.hosts or ())
                 case "requeue":
-                    memory = event.get("memory", memory)
-                    end = _kind(event.get("class"), EndKind.PREEMPTED)
-                    if not shows_no_progress(end, event.get("seconds", 0.0), agreed=agreed):
+                    memory = event.memory or memory
+                    end = _kind(event.end_kind, EndKind.PREEMPTED)
+                    if not shows_no_progress(end, event.duration_s or 0.0, agreed=agreed):
                         stops.clear()
                     elif end.is_stop and not progressed:
                         stops.append(end)
@@ -138,10 +136,10 @@ def shows_no_progress(kind: EndKind, seconds: float, *, agreed: bool) -> bool:
     return seconds < SHORT_ATTEMPT_S or (agreed and kind is EndKind.TIME_LIMIT)
 
 
-def _parse_failure(event: Mapping[str, Any]) -> PastFailure:
+def _parse_failure(event: Event) -> PastFailure:
     # Events of older versions have no class.
-    kind = _kind(event.get("class"), EndKind.NOT_STARTED if event["rank"] == -1 else EndKind.KILLED)
-    return PastFailure(kind, event.get("host"), normalize_cause(str(event.get("cause"))))
+    kind = _kind(event.end_kind, EndKind.NOT_STARTED if event.rank == -1 else EndKind.KILLED)
+    return PastFailure(kind, event.host, normalize_cause(str(event.cause)))
 
 
 def normalize_cause(cause: str) -> str:

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 from hpctrain import system
 from hpctrain.checkpoint.interval import longest_save_s
-from hpctrain.checkpoint.script_checkpoints import ScriptCheckpointWatcher
+from hpctrain.checkpoint.listing import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.files import file_size
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.log_tail import read_last_records
+from hpctrain.records.run_record import starts_over
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
@@ -30,9 +29,8 @@ from hpctrain.rundir import (
     RUN_DIR_VARIABLE,
     VERIFIED_STEP_VARIABLE,
     RunDir,
-    is_event,
-    is_metrics,
 )
+from hpctrain.schema import Event, StepRecord
 from hpctrain.supervisor.job_control import (
     EARLY_SIGNAL_TOLERANCE_S,
     JobControl,
@@ -137,7 +135,7 @@ class AttemptRunner:
         """True if a plugin has already recorded the checkpoint in this attempt."""
         recorded = ("checkpoint", attempt, str(checkpoint))
         events = self.run.read_events()
-        return any((event["kind"], event["attempt"], event.get("path")) == recorded for event in events)
+        return any((event.kind, event.attempt, event.path) == recorded for event in events)
 
     def _ends_at(self, lead: float) -> float | None:
         """Return the end of the job's time, on the monotonic clock, if the supervisor must signal the ranks.
@@ -154,7 +152,7 @@ class AttemptRunner:
         return system.monotonic() + left_s
 
     def _is_restart(self) -> bool:
-        kinds = (event["kind"] for event in reversed(list(self.run.read_events())))
+        kinds = (event.kind for event in reversed(list(self.run.read_events())))
         return next((kind for kind in kinds if kind in (*_RESTARTS, "started")), None) in _RESTARTS
 
     def _variables(self, attempt: int, lead: float) -> dict[str, str]:
@@ -194,22 +192,21 @@ def minimum_lead_s(step_s: float, save_s: float) -> float:
 def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -> float:
     """Return the lead before the time limit: the user's value, or more if the ranks need it to save."""
     saves = [
-        float(event["seconds"])
-        for event in islice(read_last_records(run.events, is_event), _EVENTS_SEEN)
-        if event.get("kind") == "checkpoint" and isinstance(event.get("seconds"), int | float)
+        event.duration_s
+        for event in islice(read_last_records(run.events, Event), _EVENTS_SEEN)
+        if event.kind == "checkpoint" and event.duration_s is not None
     ]
     if not saves:
         return asked_s
-    newest = list(islice(read_last_records(run.metrics, is_metrics), _STEPS_SEEN))[::-1]
+    newest = list(islice(read_last_records(run.metrics, StepRecord), _STEPS_SEEN))[::-1]
     needed = minimum_lead_s(longest_step_s(newest), max(saves))
     return max(asked_s, needed if limit_s is None else min(needed, limit_s / 2))
 
 
-def longest_step_s(records: Iterable[Mapping[str, Any]]) -> float:
+def longest_step_s(records: Iterable[StepRecord]) -> float:
     """Return the longest step between consecutive records of an attempt; 0 without records."""
     longest = 0.0
-    for before, after in pairwise(record for record in records if "time" in record):
-        steps = int(after.get("step", 0)) - int(before.get("step", 0))
-        if steps > 0 and before.get("attempt") == after.get("attempt"):
-            longest = max(longest, (float(after["time"]) - float(before["time"])) / steps)
+    for before, after in pairwise(records):
+        if after.step > before.step and before.attempt == after.attempt:
+            longest = max(longest, (after.time - before.time) / (after.step - before.step))
     return longest

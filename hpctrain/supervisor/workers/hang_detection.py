@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.records.rank_phase import RankPhase
+from hpctrain.schema import RankPhase, RankSnapshot
 
 #: Limit of a phase, as a multiple of its longest duration in this run.
 _DURATION_FACTOR = 10.0
@@ -154,19 +154,6 @@ class HangDetector:
             seconds = now - max(state.last_step_at for state in states)
             limit_s = self.limits.limit_s(_STEP_GAP)
         return HangInfo(seconds, limit_s) if seconds > limit_s else None
-
-
-@dataclass(frozen=True)
-class RankSnapshot:
-    """Report of a rank on its position in a hung attempt."""
-
-    phase: str
-    step: int
-    place: str
-    """The innermost line of user code, as `training_step (train.py:12)`."""
-    waits: bool
-    rendezvous: str | None = None
-    """Address at which the rank is waiting for the process group."""
 
 
 def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:

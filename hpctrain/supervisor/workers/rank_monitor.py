@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import UNSET
+
 from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.rundir import RunDir
+from hpctrain.schema import RankMessage, RankSnapshot
 from hpctrain.supervisor.launch.job_step import (
     EmitEvent,
     HangDetected,
@@ -23,7 +26,6 @@ from hpctrain.supervisor.workers.hang_detection import (
     HangDetector,
     HangInfo,
     PhaseLimits,
-    RankSnapshot,
     blocking_ranks,
 )
 from hpctrain.supervisor.workers.straggler_detection import (
@@ -88,28 +90,26 @@ class RankMonitor:
         #: True if a rank has formed a process group.
         self.has_process_group = False
 
-    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
+    def on_message(self, rank: int, message: RankMessage) -> None:
         self._check_for_pause(system.monotonic())
-        if "paused" in message:
-            self._on_rank_pause(rank, *map(float, message["paused"]))
+        if message.paused is not None:
+            self._on_rank_pause(rank, *message.paused)
         self._hang_detector.on_message(rank, system.monotonic())
         self._stop_agreement.on_message(rank, message)
-        if "beats" in message:
+        if message.beats is not None:
             self._empty_since = None
-            phase, step = str(message["phase"]), int(message["step"])
-            self._hang_detector.on_heartbeat(rank, phase, step, int(message["beats"]), system.monotonic())
-            data_s, compute_s, exchange_s = map(float, message["spent"])
-            timed, measured = map(int, message["timed"])
-            times = StepTimes(step, data_s, compute_s, exchange_s, timed, measured)
+            now = system.monotonic()
+            self._hang_detector.on_heartbeat(rank, message.phase, message.step, message.beats, now)
+            times = StepTimes(message.step, *message.spent, *message.timed)
             self._straggler_detector.on_heartbeat(rank, times)
-            self._modules[rank] = [str(name) for name in message["modules"]]
-            self._changed.update(map(str, message["changed"]))
-            self.has_process_group |= "group" in message
-        elif "stop_signal" in message:
-            self._emit(RankSignalled(rank, str(message["stop_signal"])))
-        elif self._probe is not None and "told" in message:
-            self._probe.snapshots[rank] = RankSnapshot(**message["told"])
-        elif self._probe is not None and "written" in message:
+            self._modules[rank] = message.modules
+            self._changed.update(message.changed)
+            self.has_process_group |= message.group
+        elif message.stop_signal is not None:
+            self._emit(RankSignalled(rank, message.stop_signal))
+        elif self._probe is not None and message.told is not None:
+            self._probe.snapshots[rank] = message.told
+        elif self._probe is not None and message.written:
             self._probe.written.add(rank)
 
     def on_disconnect(self, rank: int) -> None:
@@ -304,13 +304,12 @@ class StopAgreement:
         self._steps: dict[int, int | None] = {}
         """Earliest step after which each rank can stop; None for a rank without counted steps."""
 
-    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        if message.get("stop") and not self._is_requested:
+    def on_message(self, rank: int, message: RankMessage) -> None:
+        if message.stop and not self._is_requested:
             self._is_requested = True
             self._send({"prepare_stop": True})
-        elif "can_stop_after" in message:
-            step = message["can_stop_after"]
-            self._steps[rank] = None if step is None else int(step)
+        elif message.can_stop_after is not UNSET:
+            self._steps[rank] = message.can_stop_after
             if len(self._steps) == self._world_size:
                 self._send({"stop_after": self._common_step()})
 

@@ -27,7 +27,9 @@ from hpctrain.rundir import (
     STAGED_CODE,
     STAGED_ENVIRONMENT,
     RunDir,
+    event_record,
 )
+from hpctrain.schema import Event, to_record
 from hpctrain.supervisor.launch.job_step import HangDetected, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import module_command
 from hpctrain.supervisor.node_steps import clean_nodes
@@ -164,5 +166,6 @@ class Stager:
             "saved_s": round(max(saved_s, default=0.0), 3),
             "digests": {name: copy["source"] for name, copy in expected.items()},
         }
-        self.run.log_event("staged", attempt, **summary)
-        log.info("attempt %d: %s", attempt, describe_staging(summary))
+        record = event_record("staged", attempt, **summary)
+        self.run.storage.append(self.run.events, record)
+        log.info("attempt %d: %s", attempt, describe_staging(to_record(record, Event)))

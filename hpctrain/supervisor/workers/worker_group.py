@@ -10,18 +10,22 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
+from msgspec import convert
+from msgspec.structs import asdict
+
 from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.errors import HpctrainError
 from hpctrain.files import read_json, write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
+from hpctrain.schema import PartDuration, RankMessage, read_record
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
-from hpctrain.telemetry.startup_parts import PartDuration, StartupDurations, StartupPart, durations_s
+from hpctrain.telemetry.startup_parts import StartupPart, describe_startup, durations_s
 from hpctrain.text import pluralize
 
 log = logging.getLogger(__name__)
@@ -116,14 +120,15 @@ class WorkerGroup:
             write_atomic(self._run.phase_durations, record, durable=False)
 
     def on_message(self, attempt: int, rank: int, message: Mapping[str, Any]) -> None:
+        received = convert(message, RankMessage)
         with self._lock:
             monitor, startup = (self._monitor if attempt == self._attempt else None), self._startup
             standby = self._standby if self._standby and self._standby.attempt == attempt else None
         if monitor is not None:
-            startup.on_message(rank, message)
-            monitor.on_message(rank, message)
+            startup.on_message(rank, received)
+            monitor.on_message(rank, received)
         elif standby is not None:
-            standby.on_message(rank, message)
+            standby.on_message(rank, received)
 
     def on_disconnect(self, attempt: int, rank: int) -> None:
         with self._lock:
@@ -240,15 +245,15 @@ class StandbyWorkers:
         environ = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
         self._step = launcher.start(command, environ, self._on_event, beside=True)
 
-    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        if message.get("ready"):
+    def on_message(self, rank: int, message: RankMessage) -> None:
+        if message.ready:
             self._ready.add(rank)
             if len(self._ready) == self._world_size:
                 log.info(
                     "%s ready for attempt %d", pluralize(self._world_size, "standby worker"), self.attempt
                 )
-        elif "why" in message:
-            log.warning("standby worker %d failed: %s", rank, message["why"])
+        elif message.why is not None:
+            log.warning("standby worker %d failed: %s", rank, message.why)
             self._is_broken = True
 
     def is_usable(self, attempt: int, hosts: Sequence[str]) -> bool:
@@ -286,9 +291,8 @@ class StandbyWorkers:
 
 def _read_phase_durations(run: RunDir) -> dict[str, float]:
     try:
-        record = read_json(run.phase_durations)
-        return {str(phase): float(seconds) for phase, seconds in record.items()}
-    except (OSError, ValueError, TypeError, OverflowError):
+        return read_record(run.phase_durations, dict[str, float])
+    except (OSError, ValueError):
         return {}
 
 
@@ -310,17 +314,19 @@ class StartupRecord:
         self._job_s = None if job_started_at is None else round(max(0.0, self._begun - job_started_at), 3)
         self._durations: dict[int, dict[str, float]] = {}
 
-    def on_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        if (ends := message.get("startup")) is None or rank in self._durations:
+    def on_message(self, rank: int, message: RankMessage) -> None:
+        if message.startup is None or rank in self._durations:
             return
-        part_ends = {str(name): float(end) for name, end in ends.items()}
-        self._durations[rank] = durations_s(self._begun, part_ends)
+        self._durations[rank] = durations_s(self._begun, message.startup)
         if len(self._durations) == self._world_size:
-            durations = self._summarize()
-            self._run.log_event("startup", self._attempt, **durations.fields())
-            log.info("attempt %d: %s", self._attempt, durations.describe())
+            seconds, parts, slowest_nodes = self._summarize()
+            fields = {name: asdict(part) for name, part in parts.items()}
+            self._run.log_event(
+                "startup", self._attempt, seconds=seconds, parts=fields, slowest_nodes=slowest_nodes
+            )
+            log.info("attempt %d: %s", self._attempt, describe_startup(seconds, parts))
 
-    def _summarize(self) -> StartupDurations:
+    def _summarize(self) -> tuple[float, dict[str, PartDuration], dict[str, dict[str, float]]]:
         job_s, ranks = self._job_s, self._durations
         durations = {} if job_s is None else {StartupPart.JOB.value: PartDuration(job_s, job_s)}
         for part in StartupPart:
@@ -334,4 +340,4 @@ class StartupRecord:
             node |= {name: max(seconds, node.get(name, 0.0)) for name, seconds in spent.items()}
         slowest_nodes = sorted(nodes, key=lambda host: -sum(nodes[host].values()))[:_MAX_NODES]
         total_s = max(sum(spent.values()) for spent in ranks.values())
-        return StartupDurations(round(total_s, 3), durations, {host: nodes[host] for host in slowest_nodes})
+        return round(total_s, 3), durations, {host: nodes[host] for host in slowest_nodes}

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from hpctrain.schema import Event, StepRecord
 from hpctrain.telemetry.accounting.timeline_events import (
     STATE_CHANGES,
     BlockedSpan,
@@ -141,7 +141,7 @@ class _TimeAccountant:
             self._work(event.time_us, spent, before, self._step)
 
     def _entered_at(self, step: int, first_step: int | None) -> int:
-        """Return the last step before an attempt with no recorded load, from its first logged step."""
+        """Return the last step before an attempt whose load is not recorded."""
         if first_step is not None:
             return max(0, first_step - 1)
         if self._first_logged is None:
@@ -276,28 +276,21 @@ class TimeBreakdown:
     @classmethod
     def from_records(
         cls,
-        events: Iterable[Mapping[str, Any]],
-        metrics: Iterable[Mapping[str, Any]] = (),
+        events: Iterable[Event],
+        metrics: Iterable[StepRecord] = (),
         *,
         until: float | None = None,
         waits: bool = False,
         reports_steps: bool | None = None,
     ) -> TimeBreakdown:
-        """Compute the breakdown from the lines of `events.jsonl` and `metrics.jsonl`, in file order.
+        """Compute the breakdown until the current time of an active run, or else until the last record.
 
-        Args:
-            events: the events.
-            metrics: the metrics.
-            until: the current time of an active run, in seconds since the epoch; None ends at the last
-                record.
-            waits: true if the run is in the queue, according to the scheduler.
-            reports_steps: true if the run reports its steps; None infers this from the records.
+        `waits` is true if the run is in the queue, according to the scheduler.
         """
         timeline, saves = read_timeline_events(events, metrics)
         if not timeline:
             return cls()
-        now_us = microseconds(until)
-        end_us = timeline[-1].time_us if now_us is None else now_us
+        end_us = timeline[-1].time_us if until is None else microseconds(until)
         if not reports_steps:
             reports_steps = any(event.kind in ("step", "resumed") for event in timeline)
         book = _TimeAccountant(timeline[0], end_us, saves, logs_steps=reports_steps)
@@ -367,7 +360,7 @@ class Goodput:
 
 
 def compute_goodput(
-    breakdown: TimeBreakdown, metrics: Iterable[Mapping[str, Any]] = (), first_step: int = 0
+    breakdown: TimeBreakdown, metrics: Iterable[StepRecord] = (), first_step: int = 0
 ) -> Goodput:
     """Return the goodput ratios of a run. `metrics` are the records of the steps that count.
 
@@ -386,13 +379,13 @@ def compute_goodput(
     )
 
 
-def _mfu(seconds: float, metrics: Iterable[Mapping[str, Any]], first_step: int) -> float | None:
+def _mfu(seconds: float, metrics: Iterable[StepRecord], first_step: int) -> float | None:
     total_flops, peak, num_steps, last_step = 0.0, 0.0, 0, 0
     for record in metrics:
-        flops, step_peak, step = (record.get(name) for name in ("model_flops", "peak_flops", "step"))
-        if is_finite(flops) and is_finite(step_peak) and isinstance(step, int):
+        flops, step_peak = record.metrics.get("model_flops"), record.metrics.get("peak_flops")
+        if is_finite(flops) and is_finite(step_peak):
             total_flops, peak = total_flops + flops, max(peak, step_peak)
-            num_steps, last_step = num_steps + 1, max(last_step, step)
+            num_steps, last_step = num_steps + 1, max(last_step, record.step)
     if not num_steps or not seconds or not math.isfinite(total_flops) or not 0 < peak < math.inf:
         return None
     # If only some steps are logged, their mean is used for all steps.

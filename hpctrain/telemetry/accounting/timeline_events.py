@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeGuard
+from typing import TypeVar
 
-from hpctrain.text import is_finite
+from hpctrain.schema import Event, StepRecord
+
+_Timed = TypeVar("_Timed", Event, StepRecord)
 
 #: Events after which the state of an attempt's ranks changes.
 STATE_CHANGES = frozenset(
@@ -72,12 +74,12 @@ class BlockedSpan:
 
 
 def read_timeline_events(
-    events: Iterable[Mapping[str, Any]], metrics: Iterable[Mapping[str, Any]]
+    events: Iterable[Event], metrics: Iterable[StepRecord]
 ) -> tuple[list[TimelineEvent], list[BlockedSpan]]:
     """Return timeline events in order, and the spans in which saves or pauses blocked training.
 
-    Records without a usable time are skipped. The lines of each file are in the order of writing. A time
-    before the previous line, such as from unsynchronized host clocks, is replaced with the previous time.
+    The lines of each file are in the order of writing. A time before the previous line, such as from
+    unsynchronized host clocks, is replaced with the previous time.
     """
     turns: list[TimelineEvent] = []
     steps: list[TimelineEvent] = []
@@ -85,34 +87,28 @@ def read_timeline_events(
     pauses: list[BlockedSpan] = []
     started_us: dict[int, int] = {}
     for event, time_us in _in_order(events):
-        kind, attempt, step = str(event.get("kind")), _count(event.get("attempt")), event.get("step")
-        known_step = step if _is_count(step) else None
-        seconds_us = microseconds(event.get("seconds")) or 0
-        if kind == "checkpoint" and known_step is not None:
-            steps.append(TimelineEvent(time_us - seconds_us, kind, attempt, known_step))
+        kind, seconds_us = event.kind, microseconds(event.duration_s or 0.0)
+        if kind == "checkpoint" and event.step is not None:
+            begin_us = time_us - seconds_us
+            steps.append(TimelineEvent(begin_us, kind, event.attempt, event.step))
             # A second line for a step refers to the copy, which does not block the training.
-            stall_us = microseconds(event.get("stall_s"))
             # Without a separate copy of the state, the complete write blocks the training.
-            end_us = min(time_us, time_us - seconds_us + (seconds_us if stall_us is None else stall_us))
-            saves.setdefault(known_step, BlockedSpan(time_us - seconds_us, end_us, known_step))
+            stall_us = seconds_us if event.stall_s is None else microseconds(event.stall_s)
+            span = BlockedSpan(begin_us, min(time_us, begin_us + stall_us), event.step)
+            saves.setdefault(event.step, span)
         elif kind == "paused":
             pauses.append(BlockedSpan(time_us - seconds_us, time_us, 0, TimeCategory.IDLE))
-        elif kind in STATE_CHANGES and (kind != "failure" or is_finite(event.get("rank"))):
+        elif kind in STATE_CHANGES and (kind != "failure" or event.rank is not None):
             spent = {"loading": seconds_us} if kind == "resumed" else {}
             turns.append(
-                TimelineEvent(time_us, kind, attempt, known_step, None, spent, event.get("saved") is True)
+                TimelineEvent(time_us, kind, event.attempt, event.step, None, spent, bool(event.saved))
             )
             if kind == "started":
-                started_us[attempt] = time_us
+                started_us[event.attempt] = time_us
     for record, time_us in _in_order(metrics):
-        if _is_count(step := record.get("step")):
-            attempt = _count(record.get("attempt"))
-            time_us = max(time_us, started_us.get(attempt, 0))
-            first_logged = record.get("first_step")
-            first_step = first_logged if _is_count(first_logged) else None
-            steps.append(
-                TimelineEvent(time_us, "step", attempt, step, first_step, _spent(record.get("spent")))
-            )
+        spent = {name: microseconds(seconds) for name, seconds in record.spent.items()}
+        begin_us = max(time_us, started_us.get(record.attempt, 0))
+        steps.append(TimelineEvent(begin_us, "step", record.attempt, record.step, record.first_step, spent))
     steps.sort(key=lambda mark: mark.time_us)
     return list(_merged(turns, steps)), sorted([*saves.values(), *pauses], key=lambda span: span.start_us)
 
@@ -132,31 +128,12 @@ def _merged(turns: list[TimelineEvent], steps: list[TimelineEvent]) -> Iterator[
     yield from steps[done:]
 
 
-def microseconds(seconds: object) -> int | None:
-    """Return whole microseconds; None if the value is not a valid time."""
-    # Python's calendar ends with the year 9999.
-    if not is_finite(seconds) or not 0 <= seconds < 253_402_300_800:
-        return None
+def microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _in_order(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], int]]:
+def _in_order(records: Iterable[_Timed]) -> Iterator[tuple[_Timed, int]]:
     latest = 0
     for record in records:
-        if (time_us := microseconds(record.get("time"))) is not None:
-            latest = max(latest, time_us)
-            yield record, latest
-
-
-def _spent(spent: object) -> dict[str, int]:
-    if not isinstance(spent, Mapping):
-        return {}
-    return {str(name): us for name, value in spent.items() if (us := microseconds(value)) is not None}
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 2**53
-
-
-def _count(value: object) -> int:
-    return value if _is_count(value) else 0
+        latest = max(latest, microseconds(record.time))
+        yield record, latest

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from hpctrain.telemetry.accounting.metric_fields import describe_step
+from hpctrain.schema import Event, NodeSample, StepRecord
 from hpctrain.telemetry.report.attempts import describe_straggler
-from hpctrain.telemetry.report.metric_curves import as_number, downsample, record_attempt
+from hpctrain.telemetry.report.metric_curves import describe_step, downsample
 from hpctrain.text import (
     format_clock,
     format_count,
@@ -30,7 +30,7 @@ _EVENTS = 50
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NARROWEST = 20
 #: Fields of an event that are shown as they are.
-_SHOWN_FIELDS = ("fault", "signal", "state", "job_state", "class", "cause", "reason", "by")
+_SHOWN_FIELDS = ("fault", "signal", "state", "job_state", "end_kind", "cause", "reason", "by")
 
 
 @dataclass
@@ -64,88 +64,87 @@ class TopSnapshot:
     """The rank or node that the supervisor detected as a straggler in this attempt."""
     losses: list[float] = field(default_factory=list)
     gpus: list[GpuSnapshot] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[tuple[Event, int]] = field(default_factory=list)
+    """Newest first. Consecutive checkpoints are represented by the last, with their number."""
     log: list[str] = field(default_factory=list)
     """Last lines of the log of the failed rank, or of the first rank."""
 
     def document(self) -> dict[str, Any]:
         """Return the document printed by `--json`."""
-        return {name: value for name, value in asdict(self).items() if name != "losses"}
+        events = [event.fields() | ({"count": count} if count > 1 else {}) for event, count in self.events]
+        return {name: value for name, value in asdict(self).items() if name != "losses"} | {"events": events}
 
 
 class TopView:
     """Bounded summary of a run's records, independent of the length of the run."""
 
     def __init__(self) -> None:
-        self._recent: deque[Mapping[str, Any]] = deque()
+        self._recent: deque[StepRecord] = deque()
         self._losses: OrderedDict[int, float] = OrderedDict()
-        self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self._events: deque[tuple[Event, int]] = deque(maxlen=_EVENTS)
         self._counts = {"failure": 0, "signal": 0}
         self._last_step: int | None = None
         self._attempt: int | None = None
         self._slowest: str | None = None
         self._no_number_since: int | None = None
 
-    def add_records(self, events: Iterable[dict[str, Any]], metrics: Iterable[Mapping[str, Any]]) -> None:
+    def add_records(self, events: Iterable[Event], metrics: Iterable[StepRecord]) -> None:
         """Add records written since the last call."""
         for event in events:
             self._add_event(event)
         for record in metrics:
-            if is_finite(record.get("step")) and is_finite(record.get("time")):
-                self._add_metrics(record)
+            self._add_metrics(record)
 
-    def _add_event(self, event: dict[str, Any]) -> None:
+    def _add_event(self, event: Event) -> None:
         """Store an event; for consecutive checkpoints, only the newest and the number."""
-        kind = str(event.get("kind"))
-        previous = self._events[-1] if self._events else {}
-        if kind == "checkpoint" == previous.get("kind"):
-            is_new = event.get("step") is None or event.get("step") != previous.get("step")
-            self._events[-1] = {**event, "count": previous.get("count", 1) + is_new}
+        kind = event.kind
+        if self._events and kind == "checkpoint" == self._events[-1][0].kind:
+            previous, count = self._events[-1]
+            self._events[-1] = event, count + (event.step is None or event.step != previous.step)
         else:
-            self._events.append(event)
+            self._events.append((event, 1))
         if kind == "started":
-            self._attempt, self._slowest = record_attempt(event), None
+            self._attempt, self._slowest = event.attempt, None
         if kind == "straggler":
             self._slowest = describe_straggler(event)
-        if kind in self._counts and (kind != "failure" or event.get("rank") is not None):
+        if kind in self._counts and (kind != "failure" or event.rank is not None):
             self._counts[kind] += 1
 
-    def _add_metrics(self, record: Mapping[str, Any]) -> None:
-        if self._recent and record_attempt(self._recent[-1]) != record_attempt(record):
+    def _add_metrics(self, record: StepRecord) -> None:
+        if self._recent and self._recent[-1].attempt != record.attempt:
             self._recent.clear()
         self._recent.append(record)
-        while record["time"] - self._recent[0]["time"] > _SPEED_S:
+        while record.time - self._recent[0].time > _SPEED_S:
             self._recent.popleft()
-        if is_finite(last_step := record.get("last_step")):
-            self._last_step = int(last_step)
-        if is_finite(loss := record.get("loss")):
-            while self._losses and next(reversed(self._losses)) >= record["step"]:
+        self._last_step = self._last_step if record.last_step is None else record.last_step
+        if is_finite(loss := record.metrics.get("loss")):
+            while self._losses and next(reversed(self._losses)) >= record.step:
                 self._losses.popitem()  # of a lost step, which is trained again
-            self._losses[int(record["step"])] = float(loss)
+            self._losses[record.step] = float(loss)
             if len(self._losses) > _LOSSES:
                 self._losses.popitem(last=False)
             self._no_number_since = None
         elif type(loss) is float and self._no_number_since is None:
-            self._no_number_since = int(record["step"])
+            self._no_number_since = record.step
 
     def snapshot(
         self,
         run_id: str,
         state: str,
         words: str,
-        lines: Iterable[Mapping[str, Any]],
+        samples: Iterable[NodeSample],
         *,
         reports_steps: bool | None = None,
         log: Iterable[str] = (),
     ) -> TopSnapshot:
-        """Return the current state of the run. `lines` are the last telemetry lines of the nodes."""
+        """Return the current state of the run. `samples` are the last measurements of the nodes."""
         step = speed = left_s = None
         if self._recent:
             oldest, newest = self._recent[0], self._recent[-1]
-            step = int(newest["step"])
-            seconds, steps = newest["time"] - oldest["time"], newest["step"] - oldest["step"]
+            step = newest.step
+            seconds, steps = newest.time - oldest.time, newest.step - oldest.step
             if state == "RUNNING" and seconds > 0 and steps > 0:
-                speed = float(steps / seconds)
+                speed = steps / seconds
         if speed and step is not None and self._last_step is not None:
             left_s = max(0, self._last_step - step) / speed
         return TopSnapshot(
@@ -166,25 +165,19 @@ class TopView:
             slowest=self._slowest,
             losses=list(self._losses.values()),
             gpus=[
-                GpuSnapshot(
-                    str(line.get("host") or "?"), _numbers(line["gpu_util"]), _numbers(line.get("gpu_memory"))
-                )
-                for line in lines
-                if isinstance(line.get("gpu_util"), list)
+                GpuSnapshot(sample.host or "?", sample.gpu_util, sample.gpu_memory or [])
+                for sample in samples
+                if sample.gpu_util is not None
             ],
             events=list(self._events)[::-1],
             log=list(log),
         )
 
     def _waiting_for_data(self) -> float | None:
-        spent = [record["spent"] for record in self._recent if isinstance(record.get("spent"), Mapping)]
-        total_s = sum(seconds["all"] for seconds in spent if is_finite(seconds.get("all")))
-        data_s = sum(seconds["data"] for seconds in spent if is_finite(seconds.get("data")))
+        total_s, data_s = (
+            sum(record.spent.get(name, 0.0) for record in self._recent) for name in ("all", "data")
+        )
         return data_s / total_s if total_s else None
-
-
-def _numbers(values: object) -> list[float | None]:
-    return list(map(as_number, values)) if isinstance(values, list) else []
 
 
 def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[str, str]]:
@@ -201,8 +194,8 @@ def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[st
     log = snapshot.log[-max(0, (height - len(lines)) // 3) :]
     room = max(3, height - len(lines) - len(log) - 3)
     events = [
-        ("bad" if event.get("kind") == "failure" else "", _describe_event(event))
-        for event in snapshot.events[:room]
+        ("bad" if event.kind == "failure" else "", _describe_event(event, count))
+        for event, count in snapshot.events[:room]
     ]
     lines += [("soft", "events"), *events] if events else [("soft", "no events yet")]
     lines += [("soft", "log"), *(("", line) for line in log)] if log else []
@@ -255,27 +248,24 @@ def _gpu_lines(nodes: Sequence[GpuSnapshot], width: int, limit: int) -> Iterator
         yield f"gpus   {pluralize(len(nodes) - limit, 'more node')}"
 
 
-def _describe_event(event: Mapping[str, Any]) -> str:
-    time, kind = event.get("time"), event.get("kind")
-    clock = format_clock(float(time)) if is_finite(time) and 0 <= time < 1e11 else "?"
+def _describe_event(event: Event, count: int) -> str:
+    clock, kind = format_clock(event.time), event.kind
     if kind == "straggler":
         return f"{clock}  straggler  {describe_straggler(event)}"
-    details = []
-    if event.get("job_id"):
-        details.append(f"job {event['job_id']}")
-    if is_finite(event.get("step")):
-        details.append(f"step {event['step']}")
-    if is_finite(count := event.get("count")) and count > 1:
+    details = [f"job {event.job_id}"] if event.job_id else []
+    if event.step is not None:
+        details.append(f"step {event.step}")
+    if count > 1:
         details.append(f"latest of {count}")
-    if is_finite(nodes := event.get("nodes")):
-        details.append(pluralize(int(nodes), "node"))
+    if event.nodes is not None:
+        details.append(pluralize(event.nodes, "node"))
     if kind == "signal":
-        details.append("saved" if event.get("saved") is True else "no new checkpoint saved")
-    if isinstance(ranks := event.get("ranks"), list) and ranks:
-        details.append(f"ranks {', '.join(map(str, ranks))} on {event.get('host')}")
-    if kind == "excluded" and isinstance(hosts := event.get("hosts"), list):
-        details += map(str, hosts)
-    details += [str(event[name]) for name in _SHOWN_FIELDS if event.get(name) not in (None, "", kind)]
+        details.append("saved" if event.saved else "no new checkpoint saved")
+    if event.ranks:
+        details.append(f"ranks {', '.join(map(str, event.ranks))} on {event.host}")
+    if kind == "excluded":
+        details += event.hosts or []
+    details += [value for name in _SHOWN_FIELDS if (value := getattr(event, name)) not in (None, "", kind)]
     return f"{clock}  {kind}  {', '.join(details)}".rstrip()
 
 

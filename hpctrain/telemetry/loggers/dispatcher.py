@@ -1,20 +1,34 @@
-"""Deliver the metrics of a run and of its GPUs to a logger: each step once, over all attempts."""
+"""Deliver the metrics of a run and of its GPUs to loggers: each step once, over all attempts.
+
+    python -m hpctrain.telemetry.loggers.dispatcher
+
+runs the loggers separate from rank 0, so that a slow tracker cannot block training. It reads its
+settings from standard input, which remains open during training. The last line reports the end of training.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, cast, get_args
 
-from hpctrain.files import file_size, make_folder, parse_json_line, read_json, read_new_lines, write_atomic
+from msgspec.structs import asdict
+
+from hpctrain.files import file_size, make_folder, read_new_lines, write_atomic
 from hpctrain.rundir import RunDir
-from hpctrain.telemetry.accounting.metric_fields import metric_values
+from hpctrain.schema import LoggerState, NodeSample, StepRecord, decode, read_record
 from hpctrain.telemetry.loggers.logger import LoggedRun, Logger, MetricRecord, TrainingEnd
-from hpctrain.text import is_finite
+from hpctrain.telemetry.report.metric_curves import metric_values
 
 #: Seconds between two deliveries: short at first, when the user may be watching, longer after a minute.
 _FIRST_S, _LATER_S, _FIRST_FOR_S = 1.0, 5.0, 60.0
@@ -37,47 +51,24 @@ _TOLERANCE_S = 30.0
 _RECENT_S = 120.0
 
 
-@dataclass
-class LoggerState:
-    """Persistent delivery state, from which the logger of the next attempt resumes."""
-
-    path: Path
-    known: str | None = None
-    """Name of the run in the tracker."""
-    offset: int = 0
-    """Offset of the delivered lines in `metrics.jsonl`, in bytes."""
-    attempt: int = -1
-    """The newest attempt with delivered lines."""
-    steps: dict[str, int] = field(default_factory=dict)
-    """The last delivered step of each metric."""
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Load the saved state; return an empty one if the file is damaged or missing."""
-        try:
-            record = read_json(path)
-            offset, attempt = int(record["offset"]), int(record["attempt"])
-            # Lines in flight at the end of the process may have been delivered: they are not sent again.
-            steps = {str(name): int(step) for name, step in (record["sending"] or record["steps"]).items()}
-            tracker_run = None if record["known"] is None else str(record["known"])
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            return cls(path)
-        return cls(path, tracker_run, offset, attempt, steps)
-
-    def save(self, sending: dict[str, int] | None = None) -> None:
-        """Write the state. `sending` is the value of `steps` after the next delivery."""
-        record = {name: value for name, value in vars(self).items() if name != "path"} | {"sending": sending}
-        make_folder(self.path.parent)
-        write_atomic(self.path, json.dumps(record) + "\n", durable=False)
+def load_state(path: Path) -> LoggerState:
+    """Return the saved state of a logger; an empty one if the file is damaged or missing."""
+    try:
+        state = read_record(path, LoggerState)
+    except (OSError, ValueError):
+        return LoggerState()
+    # Lines in flight at the end of the process may have been delivered: they are not sent again.
+    state.steps, state.sending = state.sending or state.steps, None
+    return state
 
 
 class LoggerDispatcher:
-    def __init__(
-        self, logger: Logger, run: LoggedRun, metrics: Path, state: LoggerState, say: Callable[[str], None]
-    ) -> None:
-        self._logger, self._run, self._metrics, self._state = logger, run, metrics, state
-        self._report, self._error_reported, self._is_started = say, False, False
-        self._gpus = GpuMetrics(RunDir(run.folder))
+    def __init__(self, logger: Logger, run: LoggedRun, report: Callable[[str], None]) -> None:
+        folder = RunDir(run.folder)
+        self._logger, self._run, self._report = logger, run, report
+        self._metrics, self._state_path = folder.metrics, folder.logger_state(logger.name)
+        self._state, self._gpus = load_state(self._state_path), GpuMetrics(folder)
+        self._error_reported = self._is_started = False
 
     def run(self, ended: threading.Event, ending: Callable[[], TrainingEnd]) -> None:
         begun, pause_s = time.monotonic(), 0.0
@@ -96,7 +87,7 @@ class LoggerDispatcher:
         try:
             if not self._is_started:
                 self._state.known = self._logger.start(replace(self._run, known=self._state.known))
-                self._state.save()
+                self._save_state()
                 self._is_started = True
             self._gpus.read()
             while self._deliver_part():
@@ -114,7 +105,10 @@ class LoggerDispatcher:
     def _deliver_part(self) -> bool:
         """Deliver the next lines, at most 1 MiB; return True if there were lines."""
         state = self._state
-        text, end = self._read()
+        try:
+            text, end = read_new_lines(self._metrics, state.offset)
+        except FileNotFoundError:
+            return False
         batch: list[MetricRecord] = []
         steps = dict(state.steps)
         begin, done = end - len(text), 0
@@ -138,8 +132,14 @@ class LoggerDispatcher:
         is_new = end != state.offset
         if is_new:
             state.offset = end
-            state.save()
+            self._save_state()
         return is_new
+
+    def _save_state(self, sending: dict[str, int] | None = None) -> None:
+        """Write the state. `sending` is the value of `steps` after the next delivery."""
+        make_folder(self._state_path.parent)
+        record = asdict(self._state) | {"sending": sending}
+        write_atomic(self._state_path, json.dumps(record) + "\n", durable=False)
 
     def _deliver(self, batch: list[MetricRecord], steps: dict[str, int]) -> None:
         if not batch:
@@ -149,22 +149,15 @@ class LoggerDispatcher:
         gpus = {name: value for name, value in gpu_values if newest.step > steps.get(name, -1)}
         batch[-1] = replace(newest, values={**newest.values, **gpus})
         steps |= dict.fromkeys(gpus, newest.step)
-        self._state.save(sending=steps)
+        self._save_state(sending=steps)
         try:
             self._logger.log(batch)
         except BaseException:
-            self._state.save()
+            self._save_state()
             raise
         self._state.steps = dict(steps)
         if gpus:
             self._gpus.mark_sent()
-
-    def _read(self) -> tuple[bytes, int]:
-        """Return complete undelivered lines, and the offset of their end."""
-        try:
-            return read_new_lines(self._metrics, self._state.offset)
-        except FileNotFoundError:
-            return b"", self._state.offset
 
     def _report_error(self, error: Exception) -> None:
         if not self._error_reported:
@@ -182,12 +175,11 @@ def _lines(text: bytes) -> Iterator[tuple[MetricRecord, int]]:
     for row in text.splitlines(keepends=True):
         read += len(row)
         try:
-            record = json.loads(row)
-            step, time = int(record["step"]), float(record["time"])
-            attempt, epoch = int(record.get("attempt", 0)), int(record.get("epoch", 0))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            record = decode(row, StepRecord)
+        except ValueError:
             continue  # Truncated by a crash.
-        yield MetricRecord(step, time, attempt, epoch, metric_values(record)), read
+        values = metric_values(record)
+        yield MetricRecord(record.step, record.time, record.attempt, int(record.epoch or 0), values), read
 
 
 class GpuMetrics:
@@ -206,9 +198,9 @@ class GpuMetrics:
     def read(self) -> None:
         paths = self._run.all_telemetry()
         for path in paths:
-            for record in self._new_records(path):
-                if gpus := _values_by_gpu(record):
-                    self._newest[path.stem] = float(record["time"]), gpus
+            for sample in self._new_samples(path):
+                if gpus := _values_by_gpu(sample):
+                    self._newest[path.stem] = sample.time, gpus
                     self._unsent.add(path.stem)
         # Nodes that have not reported yet have as many GPUs as the others.
         self._num_gpus = len(paths) * max((len(gpus) for _, gpus in self._newest.values()), default=0)
@@ -239,28 +231,86 @@ class GpuMetrics:
         """Record that the measurements of the last call of `values` have been sent."""
         self._unsent -= self._offered
 
-    def _new_records(self, path: Path) -> Iterator[Mapping[str, Any]]:
+    def _new_samples(self, path: Path) -> Iterator[NodeSample]:
         try:
             text, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
         except OSError:
             return
         for line in text.splitlines():
-            record = parse_json_line(line.decode(errors="replace"), path)
-            if record is not None and is_finite(record.get("time")):
-                yield record
+            with suppress(ValueError):
+                yield decode(line, NodeSample)
 
 
-def _values_by_gpu(record: Mapping[str, Any]) -> list[dict[str, float]]:
-    """Return the measurements of each GPU in a line of a telemetry file."""
-    columns = {
-        name: record[field] for field, name in _GPU_FIELDS.items() if isinstance(record.get(field), list)
-    }
-    count = max(map(len, columns.values()), default=0)
+def _values_by_gpu(sample: NodeSample) -> list[dict[str, float]]:
+    """Return the measurements of each GPU."""
+    columns = {name: getattr(sample, field) or () for field, name in _GPU_FIELDS.items()}
     return [
-        {
-            name: float(values[index])
-            for name, values in columns.items()
-            if index < len(values) and is_finite(values[index])
-        }
-        for index in range(count)
+        {name: float(value) for name, value in zip(columns, values, strict=True) if value is not None}
+        for values in zip_longest(*columns.values())
     ]
+
+
+#: Seconds allowed for the last lines after training has ended.
+_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    folder: str
+    config: dict[str, Any]
+    sys_path: list[str]
+    """The module search path of the training process, whose modules may define a logger."""
+    loggers: bytes
+    """Pickled separately, because unpickling requires those modules."""
+    hparams: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        return pickle.dumps((self.folder, self.config, self.sys_path, self.loggers, self.hparams))
+
+    @classmethod
+    def read(cls, stream: BinaryIO) -> LoggerConfig:
+        return cls(*pickle.load(stream))
+
+
+def main() -> int:
+    """Deliver metrics to the loggers until training ends."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        config = LoggerConfig.read(sys.stdin.buffer)
+    except (EOFError, pickle.UnpicklingError):  # Training ended before the configuration was written.
+        return 0
+    sys.path += [path for path in config.sys_path if path not in sys.path]
+    run = RunDir(Path(config.folder))
+    logged = LoggedRun(run.run_id, run.path, config=config.config, hparams=config.hparams)
+    ended, endings = threading.Event(), list[TrainingEnd]()
+    dispatchers = [LoggerDispatcher(logger, logged, _report) for logger in pickle.loads(config.loggers)]
+    threads = [
+        threading.Thread(target=dispatcher.run, args=(ended, lambda: endings[0]), daemon=True)
+        for dispatcher in dispatchers
+    ]
+    for thread in threads:
+        thread.start()
+    endings.append(_read_ending(sys.stdin.buffer))
+    ended.set()
+    deadline = time.monotonic() + _LIMIT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Remaining threads of a tracker's client must not keep the process alive.
+    os._exit(0)
+
+
+def _read_ending(stream: BinaryIO) -> TrainingEnd:
+    """Wait for the end of the training; a killed training sends nothing and counts as failed."""
+    ending = stream.readline().decode("ascii", "replace").strip()
+    return cast(TrainingEnd, ending) if ending in get_args(TrainingEnd) else "failed"
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,10 +9,10 @@ from typing import Any
 
 from hpctrain.telemetry.accounting.time_breakdown import STEP_CATEGORIES
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
-from hpctrain.telemetry.report.artifacts import count_saves
 from hpctrain.telemetry.report.attempts import describe_straggler
 from hpctrain.telemetry.report.device_metrics import NodeSeries
 from hpctrain.telemetry.report.run_data import RunData
+from hpctrain.telemetry.report.run_results import count_saves
 from hpctrain.text import format_duration, format_share, is_finite, pluralize
 
 #: Minimum fractions of the time for a recommendation.
@@ -126,9 +126,9 @@ def _slow_nodes(run_data: RunData) -> _Findings:
     """Detect nodes that slow down every step of all other nodes."""
     # A single slow interval may be accidental; the supervisor marks lasting stragglers.
     stragglers = {
-        str(event["host"]): describe_straggler(event)
+        event.host: describe_straggler(event)
         for event in run_data.events
-        if event.get("kind") == "straggler" and event.get("host") and event.get("lasting", True)
+        if event.kind == "straggler" and event.host and event.lasting
     }
     clocks = {node.host: node.clock_mhz for node in run_data.devices.nodes if node.clock_mhz}
     for node in run_data.devices.nodes:
@@ -187,7 +187,7 @@ def _saving(run_data: RunData) -> _Findings:
 
 def _no_checkpoint(run_data: RunData) -> _Findings:
     """Detect a script that saves nothing. The Trainer saves by itself."""
-    restarts = sum(event.get("starts_over") is True for event in run_data.events)
+    restarts = sum(event.starts_over is True for event in run_data.events)
     if restarts and not _uses_trainer(run_data) and not run_data.checkpoints:
         count = pluralize(restarts, "restart")
         consequence = (

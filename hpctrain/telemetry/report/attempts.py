@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from hpctrain.rundir import is_new_submission
+from hpctrain.schema import Event
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
-from hpctrain.telemetry.accounting.timeline_events import TimeCategory, microseconds
-from hpctrain.telemetry.startup_parts import StartupDurations, describe_staging
-from hpctrain.text import format_duration, is_finite
+from hpctrain.telemetry.accounting.timeline_events import TimeCategory
+from hpctrain.telemetry.startup_parts import describe_staging
+from hpctrain.text import format_duration
 
 VANISHED_CAUSE = "the job was killed; cause unknown"
 CANCELLED = "cancelled; the job ended before its supervisor recorded the cancellation"
@@ -29,7 +29,8 @@ class Attempt:
     hosts: list[str] = field(default_factory=list)
     nodes: int | None = None
     world_size: int | None = None
-    startup: StartupDurations | None = None
+    startup: dict[str, Any] | None = None
+    """Fields of the `startup` event."""
     staged: str | None = None
     """Description of the staging."""
     resumed_step: int | None = None
@@ -59,23 +60,21 @@ class Attempt:
 
 
 def read_attempts(
-    events: Iterable[Mapping[str, Any]], breakdown: TimeBreakdown, steps: Mapping[int, tuple[int, int]]
+    events: Iterable[Event], breakdown: TimeBreakdown, steps: Mapping[int, tuple[int, int]]
 ) -> list[Attempt]:
     """Return all attempts of a run, in order. `steps` are the first and last logged step of each."""
     attempts: list[Attempt] = []
-    job_id: object = None
+    job_id: str | None = None
     for event in events:
-        kind = str(event.get("kind"))
-        if kind == "submitted":
-            job_id = event.get("job_id")
+        if event.kind == "submitted":
+            job_id = event.job_id
         # Slurm's final state of an earlier job may be recorded late.
-        is_late = kind == "seen" and event.get("job_id") != job_id
-        if (time_us := microseconds(event.get("time"))) is None or is_late:
+        if event.kind == "seen" and event.job_id != job_id:
             continue
-        if kind == "started":
-            attempts.append(_start_attempt(attempts, event, time_us / 1e6))
+        if event.kind == "started":
+            attempts.append(_start_attempt(attempts, event))
         elif attempts:
-            _add_event(attempts[-1], event, kind, time_us / 1e6)
+            _add_event(attempts[-1], event)
     for number in sorted(set(steps) - {attempt.number for attempt in attempts}):
         starts = [span.start_us for span in breakdown.spans if span.attempt == number]
         attempts.append(Attempt(number, min(starts, default=0) / 1e6))
@@ -85,65 +84,57 @@ def read_attempts(
     return attempts
 
 
-def _start_attempt(attempts: Sequence[Attempt], event: Mapping[str, Any], time: float) -> Attempt:
+def _start_attempt(attempts: Sequence[Attempt], event: Event) -> Attempt:
     if attempts and attempts[-1].end is None:
         attempts[-1].end, attempts[-1].cause = "vanished", VANISHED_CAUSE
     if attempts:
         attempts[-1].followed_by = attempts[-1].followed_by or "requeue"
-    number, hosts = _integer(event.get("attempt")), event.get("hosts")
-    return Attempt(
-        len(attempts) if number is None else number,
-        time,
-        hosts=[str(host) for host in hosts] if isinstance(hosts, list) else [],
-        nodes=_integer(event.get("nodes")),
-        world_size=_integer(event.get("world_size")),
-    )
+    return Attempt(event.attempt, event.time, event.hosts or [], event.nodes, event.world_size)
 
 
-def _add_event(attempt: Attempt, event: Mapping[str, Any], kind: str, time: float) -> None:
+def _add_event(attempt: Attempt, event: Event) -> None:
+    kind = event.kind
     reason = f" ({attempt.stopped_for})" if attempt.stopped_for else ""
     if kind == "staged":
         attempt.staged = describe_staging(event)
     elif kind == "startup":
-        attempt.startup = StartupDurations.from_event(event)
+        attempt.startup = {name: event.fields()[name] for name in ("seconds", "parts", "slowest_nodes")}
     elif kind == "resumed":
-        attempt.resumed_step = _integer(event.get("step"))
-    elif kind == "failure" and event.get("rank") is not None:
-        attempt.ended, attempt.end = time, "failure"
-        attempt.cause = f"{event.get('cause') or 'cause not recorded'}{reason}"
-        attempt.rank, attempt.host = _integer(event.get("rank")), _text(event.get("host"))
-        attempt.log = _text(event.get("log"))
+        attempt.resumed_step = event.step
+    elif kind == "failure" and event.rank is not None:
+        attempt.ended, attempt.end = event.time, "failure"
+        attempt.cause = f"{event.cause or 'cause not recorded'}{reason}"
+        attempt.rank, attempt.host, attempt.log = event.rank, event.host, event.log
     elif kind == "grow":
-        attempt.stopped_for = f"requeued to continue on {event.get('nodes')} nodes"
+        attempt.stopped_for = f"requeued to continue on {event.nodes} nodes"
     elif kind == "chaos":
-        attempt.stopped_for = f"fault injected by hpctrain chaos: {event.get('fault')}"
+        attempt.stopped_for = f"fault injected by hpctrain chaos: {event.fault}"
     elif kind == "signal":
-        saved = "" if event.get("saved") is True else "; no new checkpoint was saved"
-        signal = f" by {event['signal']}" if event.get("signal") else ""
-        attempt.ended, attempt.end = time, "stop"
-        attempt.cause = f"stopped{signal} after step {event.get('step')}{reason}{saved}"
+        saved = "" if event.saved else "; no new checkpoint was saved"
+        signal = f" by {event.signal}" if event.signal else ""
+        attempt.ended, attempt.end = event.time, "stop"
+        attempt.cause = f"stopped{signal} after step {event.step}{reason}{saved}"
     elif kind in ("restart", "shrink", "replace", "requeue"):
-        attempt.followed_by = _text(event.get("by")) or kind
-        kind_of_end = _text(event.get("class"))
+        attempt.followed_by = event.by or kind
         if attempt.end is None:
-            attempt.ended, attempt.end = time, "stop"
-            attempt.cause = _text(event.get("cause")) or kind_of_end
-        elif attempt.end == "stop" and kind_of_end == "preempted" and attempt.cause:
-            attempt.cause = attempt.cause.replace("stopped", kind_of_end, 1)
+            attempt.ended, attempt.end = event.time, "stop"
+            attempt.cause = event.cause or event.end_kind
+        elif attempt.end == "stop" and event.end_kind == "preempted" and attempt.cause:
+            attempt.cause = attempt.cause.replace("stopped", event.end_kind, 1)
     elif kind == "seen" and attempt.followed_by is None:
-        state = str(event.get("job_state") or "").partition(" ")[0].rstrip("+")
+        state = (event.job_state or "").partition(" ")[0].rstrip("+")
         if state == "CANCELLED":
             mark_cancelled(attempt)
         elif attempt.end is None:
             attempt.end, attempt.cause = "vanished", f"{VANISHED_CAUSE} (Slurm state: {state})"
     elif kind == "submitted" and attempt.end is not None:
-        follow_up = "submission" if is_new_submission(event) else "successor"
+        follow_up = "submission" if event.is_new_submission else "successor"
         attempt.followed_by = attempt.followed_by or follow_up
     elif kind == "finished":
-        state = str(event.get("state")).lower()
+        state = (event.state or "").lower()
         if attempt.end is None or state != "failed":
-            attempt.ended, attempt.end = time, state
-            attempt.cause = _text(event.get("cause")) or attempt.cause
+            attempt.ended, attempt.end = event.time, state
+            attempt.cause = event.cause or attempt.cause
 
 
 def mark_cancelled(attempt: Attempt) -> None:
@@ -176,27 +167,18 @@ def _add_costs(attempts: Sequence[Attempt], breakdown: TimeBreakdown) -> None:
             interrupted.away_us += us
 
 
-def describe_straggler(event: Mapping[str, Any]) -> str:
+def describe_straggler(event: Event) -> str:
     """Describe a straggler, as far as the event has this data."""
-    rank, host, ratio = event.get("rank"), event.get("host"), event.get("ratio")
-    text = " on ".join(filter(None, [f"rank {rank}" if is_finite(rank) else "", str(host or "")]))
-    if not is_finite(ratio):
+    rank = "" if event.rank is None else f"rank {event.rank}"
+    text = " on ".join(filter(None, [rank, event.host]))
+    if event.ratio is None:
         return text
-    text = f"{text} takes {ratio:.1f} times as long as other ranks".lstrip()
-    activity = {"data": "waiting for data", "compute": "computing"}.get(str(event.get("part")))
-    if activity is None:
+    text = f"{text} takes {event.ratio:.1f} times as long as other ranks".lstrip()
+    activity = {"data": "waiting for data", "compute": "computing"}.get(event.part or "")
+    if activity is None or event.part is None:
         return text
-    spent = [event.get("seconds"), event.get("typical")]
-    times = [durations_s.get(event["part"]) for durations_s in spent if isinstance(durations_s, Mapping)]
-    durations = [format_duration(seconds) for seconds in times if is_finite(seconds) and seconds >= 0]
-    if len(durations) < 2:
+    times = [times.get(event.part) for times in (event.seconds, event.typical) if isinstance(times, dict)]
+    if None in times or len(times) < 2:
         return f"{text} ({activity})"
-    return f"{text} ({activity}: {durations[0]} per step, other ranks {durations[1]})"
-
-
-def _integer(value: object) -> int | None:
-    return value if type(value) is int else None
-
-
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
+    own, typical = map(format_duration, times)
+    return f"{text} ({activity}: {own} per step, other ranks {typical})"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
 
-from hpctrain.telemetry.report.artifacts import read_jsonl
-from hpctrain.text import format_share, is_finite, pluralize
+from hpctrain.schema import NodeSample
+from hpctrain.telemetry.report.run_results import read_report_records
+from hpctrain.text import format_share, pluralize
 
-#: Maximum number of GPUs, and maximum time span, of a valid line.
-_MAX_GPUS, _MAX_LINE_S = 64, 3600.0
 #: GPU utilisation in per cent above which a GPU is busy.
 _BUSY = 50.0
 
@@ -38,7 +36,7 @@ NODE_QUANTITIES = {
 }
 
 #: The lines of a node by the seconds that each covers, rounded.
-_Lines = dict[int, list[dict[str, Any]]]
+_Samples = dict[int, list[NodeSample]]
 #: Mean of each quantity in its unit; None if not measured.
 Means = dict[str, float | None]
 
@@ -93,21 +91,19 @@ class DeviceMetrics:
 def read_device_metrics(files: Iterable[Path], start: float, end: float) -> DeviceMetrics:
     """Read the files of all nodes from `start` to `end`. A file may contain several hosts."""
     devices = DeviceMetrics()
-    hosts: defaultdict[str, _Lines] = defaultdict(lambda: defaultdict(list))
+    hosts: defaultdict[str, _Samples] = defaultdict(lambda: defaultdict(list))
     for file in files:
-        for line in read_jsonl(file):
-            time, seconds = line.get("time"), line.get("seconds")
-            seconds = seconds if is_finite(seconds) and 0 < seconds < _MAX_LINE_S else 1.0
-            if not is_finite(time) or time < start or time - seconds > end:
+        for sample in read_report_records(file, NodeSample):
+            begin = sample.time - sample.seconds
+            if sample.time < start or begin > end:
                 continue
-            hosts[str(line.get("host") or file.stem)][max(1, round(seconds))].append(line)
-            joules, _ = _sum(_list(line.get("gpu_energy_j")))
-            if joules:
-                devices.energy.append((time - seconds, time, joules))
-    for host, lines in hosts.items():
-        gpu_means = _means(lines, GPU_QUANTITIES)
-        devices.nodes.append(_node(host, lines))
-        devices.node_means += _means(lines, NODE_QUANTITIES)[:1] or [{}]
+            hosts[sample.host or file.stem][max(1, round(sample.seconds))].append(sample)
+            if joules := _sum(sample.gpu_energy_j or ())[0]:
+                devices.energy.append((begin, sample.time, joules))
+    for host, samples in hosts.items():
+        gpu_means = _means(samples, GPU_QUANTITIES)
+        devices.nodes.append(_node(host, samples))
+        devices.node_means += _means(samples, NODE_QUANTITIES)[:1] or [{}]
         devices.gpus += [f"{host} · GPU {index}" for index in range(len(gpu_means))]
         devices.gpu_means += gpu_means
     for rows in (devices.node_means, devices.gpu_means):
@@ -116,18 +112,14 @@ def read_device_metrics(files: Iterable[Path], start: float, end: float) -> Devi
     return devices
 
 
-def _means(lines: _Lines, quantities: Iterable[str]) -> list[Means]:
+def _means(samples: _Samples, quantities: Mapping[str, tuple[str, float]]) -> list[Means]:
     """Return the means over time of each GPU, or in one row those of the node."""
     rows: list[Means] = []
-    for name in quantities:
+    for name, (_, scale) in quantities.items():
         sums: list[tuple[float, float]] = []
-        for seconds, group in lines.items():
-            values = [
-                value if type(value) is list else [value]
-                for line in group
-                if (value := line.get(name)) is not None
-            ]
-            gpus = zip_longest(*(value for value in values if len(value) <= _MAX_GPUS))
+        for seconds, group in samples.items():
+            values = [value for sample in group if (value := getattr(sample, name)) is not None]
+            gpus = zip_longest(*(value if isinstance(value, list) else [value] for value in values))
             sums = [
                 (total + seconds * group_total, count + seconds * group_count)
                 for (total, count), (group_total, group_count) in zip_longest(
@@ -135,66 +127,47 @@ def _means(lines: _Lines, quantities: Iterable[str]) -> list[Means]:
                 )
             ]
         rows += [{} for _ in range(len(sums) - len(rows))]
-        scale = (GPU_QUANTITIES | NODE_QUANTITIES)[name][1]
         for row, (total, count) in zip(rows, sums, strict=False):
             if count:
                 row[name] = total / count * scale
     return rows
 
 
-def _node(host: str, lines: _Lines) -> NodeSeries:
+def _node(host: str, samples: _Samples) -> NodeSeries:
     node = NodeSeries(host)
     reasons: defaultdict[str, float] = defaultdict(float)
     clocks = num_clocks = measured_s = 0.0
-    for line, seconds in ((line, seconds) for seconds, group in lines.items() for line in group):
-        if "cpus" in line:
-            node.cpus = _highest([line["cpus"]])
-            node.memory_bytes = _highest([line.get("memory_total")])
-            node.gpu_names = [str(name) for name in _list(line.get("gpu_names"))]
-            node.gpu_memory_bytes = _highest(_list(line.get("gpu_memory_total")))
+    xids: set[int] = set()
+    for sample, seconds in ((sample, seconds) for seconds, group in samples.items() for sample in group):
+        if sample.cpus is not None:
+            node.cpus, node.memory_bytes, node.gpu_names = sample.cpus, sample.memory_total, sample.gpu_names
+            node.gpu_memory_bytes = _highest(sample.gpu_memory_total)
             continue
         measured_s += seconds
-        if "gpu_throttled" in line:
-            for reason in {str(reason) for gpu in _list(line["gpu_throttled"]) for reason in _list(gpu)}:
-                reasons[reason] += seconds
-        if "gpu_xids" in line:
-            node.xids += [xid for gpu in _list(line["gpu_xids"]) for xid in _list(gpu) if type(xid) is int]
-        if "gpu_ecc_errors" in line:
-            node.ecc_errors = max(node.ecc_errors, int(_sum(_list(line["gpu_ecc_errors"]))[0]))
-        if "memory" in line:
-            node.highest_memory = _highest([node.highest_memory, line["memory"]])
-        if "gpu_memory" in line:
-            node.highest_gpu_memory = _highest([node.highest_gpu_memory, *_list(line["gpu_memory"])])
-        if "gpu_clock_mhz" in line:
-            pairs = zip(_list(line["gpu_clock_mhz"]), _list(line.get("gpu_util")), strict=False)
-            busy = [clock for clock, util in pairs if is_finite(clock) and is_finite(util) and util > _BUSY]
-            clocks, num_clocks = clocks + seconds * _sum(busy)[0], num_clocks + seconds * len(busy)
-    node.xids = sorted(set(node.xids))
+        for reason in set(chain.from_iterable(sample.gpu_throttled)):
+            reasons[reason] += seconds
+        xids.update(*sample.gpu_xids)
+        node.ecc_errors = max(node.ecc_errors, int(_sum(sample.gpu_ecc_errors or ())[0]))
+        node.highest_memory = _highest([node.highest_memory, sample.memory])
+        node.highest_gpu_memory = _highest([node.highest_gpu_memory, *(sample.gpu_memory or ())])
+        pairs = zip(sample.gpu_clock_mhz or (), sample.gpu_util or (), strict=False)
+        busy = [clock for clock, util in pairs if clock is not None and util is not None and util > _BUSY]
+        clocks, num_clocks = clocks + seconds * sum(busy), num_clocks + seconds * len(busy)
+    node.xids = sorted(xids)
     by_duration = sorted(reasons.items(), key=lambda pair: -pair[1])
     node.throttled = {reason: seconds / measured_s for reason, seconds in by_duration}
     node.clock_mhz = clocks / num_clocks if num_clocks else None
     return node
 
 
-def _finite(values: Sequence[object]) -> list[float]:
-    return [value for value in values if is_finite(value)]
+def _highest(values: Iterable[float | None]) -> int | None:
+    return max((int(value) for value in values if value is not None), default=None)
 
 
-def _highest(values: Sequence[object]) -> int | None:
-    return max(map(int, _finite(values)), default=None)
-
-
-def _list(value: object) -> list[Any]:
-    return value[:_MAX_GPUS] if isinstance(value, list) else []
-
-
-def _sum(values: Sequence[object]) -> tuple[float, int]:
-    """Return the sum and number of the numeric values; the fast path assumes that all are numeric."""
+def _sum(values: Sequence[float | None]) -> tuple[float, int]:
+    """Return the sum and number of the known values; the fast path assumes that all are known."""
     try:
-        total: object = sum(values)  # type: ignore[arg-type]
-    except (TypeError, OverflowError):
-        total = None
-    if is_finite(total):
-        return float(total), len(values)
-    numbers = [float(value) for value in _finite(values)]
-    return (total, len(numbers)) if is_finite(total := sum(numbers)) else (0.0, 0)
+        return float(sum(values)), len(values)  # type: ignore[arg-type]
+    except TypeError:
+        numbers = [value for value in values if value is not None]
+        return float(sum(numbers)), len(numbers)

@@ -22,11 +22,16 @@ from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.hparams import varying_hparams
 from hpctrain.telemetry.report.advice import advise
-from hpctrain.telemetry.report.artifacts import count_saves, gc_disabled
 from hpctrain.telemetry.report.device_metrics import GPU_QUANTITIES, NODE_QUANTITIES
 from hpctrain.telemetry.report.metric_curves import CurvePoint, downsample
 from hpctrain.telemetry.report.run_data import RunData, format_setting
-from hpctrain.telemetry.report.run_results import common_ranking, find_best, rank_key
+from hpctrain.telemetry.report.run_results import (
+    common_ranking,
+    count_saves,
+    find_best,
+    gc_disabled,
+    rank_key,
+)
 from hpctrain.telemetry.report.summary import (
     describe_attempt_cost,
     describe_attempt_end,

@@ -10,38 +10,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.jobspec.redaction import redact_environment, redact_spec
-from hpctrain.rundir import STOPPED_EARLY, RunDir, is_event
-from hpctrain.telemetry.accounting.metric_fields import reports_steps
+from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.schema import Event, StepRecord
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.hparams import ignored_hparams, merge_hparams
-from hpctrain.telemetry.report.artifacts import (
+from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
+from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
+from hpctrain.telemetry.report.metric_curves import MetricCurves, reports_steps, step_rates
+from hpctrain.telemetry.report.run_results import (
+    find_best,
     gc_disabled,
     read_checkpoints,
     read_codes,
     read_environment,
-    read_jsonl,
+    read_ranking,
+    read_report_records,
     read_spec,
 )
-from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
-from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
-from hpctrain.telemetry.report.metric_curves import MetricCurves, step_rates
-from hpctrain.telemetry.report.run_results import find_best, read_ranking
 
 _J_PER_KWH = 3.6e6
 _ACTIVE_STATES = ("PENDING", "RUNNING")
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """Facts about a run that its folder does not contain."""
-
-    name: str | None = None
-    """COMPLETED, FAILED, CANCELLED, RUNNING, PENDING or UNKNOWN; None infers the state from the folder."""
-    words: str = ""
-    cause: str | None = None
-    resubmit_command: Sequence[str] = ()
-    """The command that reproduces the run."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +48,23 @@ class RunData:
     """All data of a run, which may have been started without a submission."""
 
     @gc_disabled()
-    def __init__(self, run: RunDir, context: RunContext, *, now: float) -> None:
-        self.run_id, self.folder, self.now, self.words = run.run_id, str(run.path), now, context.words
-        self.events: list[dict[str, Any]] = read_jsonl(run.events, is_event)
-        metrics = read_jsonl(run.metrics)
-        self.state = context.name or _recorded_state(run, self.events)
+    def __init__(
+        self,
+        run: RunDir,
+        state: str | None = None,
+        words: str = "",
+        cause: str | None = None,
+        *,
+        now: float,
+        resubmit_command: Sequence[str] = (),
+    ) -> None:
+        """Read a run with this state; None infers the state from the folder."""
+        self.run_id, self.folder, self.now, self.words = run.run_id, str(run.path), now, words
+        self.events = read_report_records(run.events, Event)
+        metrics = read_report_records(run.metrics, StepRecord)
+        self.state = state or _recorded_state(run, self.events)
         self.curves = MetricCurves.from_records(metrics)
-        has_steps = bool(self.curves.effective) or any(
-            event.get("kind") == "resumed" for event in self.events
-        )
+        has_steps = bool(self.curves.effective) or any(event.kind == "resumed" for event in self.events)
         #: True if the script reports its steps; None if unknown.
         self.reports_steps = reports_steps(run, has_steps=has_steps, completed=self.state == "COMPLETED")
         self.breakdown = TimeBreakdown.from_records(
@@ -82,12 +79,12 @@ class RunData:
             mark_cancelled(self.attempts[-1])
         elif self.attempts and self.attempts[-1].end is None and self.state == "FAILED":
             self.attempts[-1].end, self.attempts[-1].cause = "vanished", VANISHED_CAUSE
-        self.cause = context.cause or _recorded_cause(self.events, self.attempts, self.state)
+        self.cause = cause or _recorded_cause(self.events, self.attempts, self.state)
         self.spec: dict[str, Any] = redact_spec(read_spec(run.spec))
         environment = redact_environment(read_environment(run))
         self.hparams = merge_hparams(self.spec, environment)
         #: The command that reproduces the run, and comments on its values that did not apply.
-        self.resubmit_command = list(context.resubmit_command)
+        self.resubmit_command = list(resubmit_command)
         if self.resubmit_command:
             self.resubmit_command += [
                 f"# {name} remained {applied}, the value in the checkpoint, although the script set {asked}"
@@ -161,25 +158,23 @@ def _energy_use(
     return EnergyUse(total_kwh, lost_j / _J_PER_KWH, total_kwh / samples if samples else None)
 
 
-def _recorded_state(run: RunDir, events: Sequence[Mapping[str, Any]]) -> str:
+def _recorded_state(run: RunDir, events: Sequence[Event]) -> str:
     for event in reversed(events):
-        if event.get("kind") == "finished":
-            return str(event.get("state"))
-        if event.get("kind") == "seen" and run.cancel_request.exists():
+        if event.kind == "finished":
+            return str(event.state)
+        if event.kind == "seen" and run.cancel_request.exists():
             return "CANCELLED"
-        if event.get("kind") in ("started", "submitted"):
+        if event.kind in ("started", "submitted"):
             break
     return "UNKNOWN"
 
 
-def _recorded_cause(
-    events: Sequence[Mapping[str, Any]], attempts: Sequence[Attempt], state: str
-) -> str | None:
+def _recorded_cause(events: Sequence[Event], attempts: Sequence[Attempt], state: str) -> str | None:
     if state != "FAILED":
         return None
-    finished = [event for event in events if event.get("kind") == "finished"]
-    cause = finished[-1].get("cause") if finished else None
-    return str(cause) if cause else (attempts[-1].cause if attempts else None)
+    ends = [event for event in events if event.kind == "finished"]
+    cause = ends[-1].cause if ends else None
+    return cause or (attempts[-1].cause if attempts else None)
 
 
 def format_setting(value: object) -> str:

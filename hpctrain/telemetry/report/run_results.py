@@ -1,20 +1,123 @@
-"""Read the results of a run: hyper-parameters, last metrics, and the best value with its checkpoint."""
+"""Read the files of a run for reports, and its results. Each file may be missing, damaged or foreign."""
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from hpctrain.files import read_json
+from msgspec.structs import replace
+
+from hpctrain.files import parse_yaml, read_regular
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
+from hpctrain.schema import (
+    CodeRecord,
+    Event,
+    Record,
+    StepRecord,
+    SweepRanking,
+    decode,
+    read_record,
+    read_records,
+)
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
-from hpctrain.telemetry.report.artifacts import gc_disabled, read_environment, read_jsonl, read_spec
 from hpctrain.telemetry.report.metric_curves import MetricCurves
 from hpctrain.text import format_count, format_number
+
+#: Longer diffs are truncated, to keep the report readable.
+_MAX_DIFF = 200_000
+
+
+@contextmanager
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection: with millions of live values, it takes half of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def read_report_records(path: Path, kind: type[Record]) -> list[Record]:
+    """Return the records of a file; an unreadable file has none, so that a report can do without it."""
+    records: list[Record] = []
+    with suppress(OSError):
+        records.extend(read_records(path, kind, follow_links=False))
+    return records
+
+
+@dataclass
+class CheckpointRecord:
+    time: float
+    attempt: int
+    step: int | None
+    num_bytes: int | None
+    seconds: float | None
+    stall_s: float | None
+    tier: str | None
+    kept: bool
+
+
+def read_checkpoints(run: RunDir, events: Sequence[Event]) -> list[CheckpointRecord]:
+    kept_steps = set(list_checkpoint_steps(run.checkpoints))
+    return [
+        CheckpointRecord(
+            *(event.time, event.attempt, event.step, event.num_bytes, event.duration_s, event.stall_s),
+            tier=event.tier,
+            kept=event.step in kept_steps,
+        )
+        for event in events
+        if event.kind == "checkpoint"
+    ]
+
+
+def count_saves(checkpoints: Sequence[CheckpointRecord]) -> int:
+    """Return the number of saves; a checkpoint of the fast folder is also copied to the run folder."""
+    return len({saved.time if saved.step is None else (saved.attempt, saved.step) for saved in checkpoints})
+
+
+def read_environment(run: RunDir) -> dict[str, Any]:
+    """Return the newest recorded value of each field of the environment, over all attempts."""
+    environment: dict[str, Any] = {}
+    for line in read_report_records(run.environment, dict):
+        environment |= line
+    # Checksums, for `hpctrain verify`.
+    environment.pop("code", None)
+    return environment
+
+
+def read_codes(run: RunDir) -> list[CodeRecord]:
+    """Return the code of each submission, if it was copied; a shared report must not follow links."""
+    codes = []
+    for file in sorted(run.code.glob("submission-*.json")):
+        try:
+            record = decode(read_regular(file, follow_links=False), CodeRecord)
+        except (OSError, ValueError):
+            continue
+        diff = ""
+        with suppress(OSError):
+            diff = read_regular(file.with_suffix(".diff"), follow_links=False).decode("utf-8", "replace")
+        if len(diff) > _MAX_DIFF:
+            diff = f"{diff[:_MAX_DIFF]}\n… truncated; the run folder contains the complete diff"
+        codes.append(replace(record, diff=diff))
+    return codes
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """Return the specification; empty if the file cannot be read."""
+    try:
+        values = parse_yaml(read_regular(path, follow_links=False).decode("utf-8", "replace"))
+    except (OSError, ValueError):
+        return {}
+    return {str(name): value for name, value in values.items()} if isinstance(values, dict) else {}
+
 
 Mode = Literal["min", "max"]
 
@@ -42,16 +145,12 @@ class RunResults:
 def read_results(
     run: RunDir, metric: str | None = None, mode: Mode | None = None, *, with_metrics: bool = True
 ) -> RunResults:
-    """Read the results of a run; missing or damaged files are skipped.
+    """Read the results of a run. Metrics take seconds for millions of steps.
 
-    Args:
-        run: the run.
-        metric: the metric to optimize; None selects that of the run's sweep, then the metric of `keep_best`,
-            or else a validation metric.
-        mode: direction of the metric; None selects that of the sweep, then that of `keep_best`, or `min`.
-        with_metrics: read the metrics, which takes seconds for millions of steps.
+    Without a metric to optimize, or its direction, those of the sweep apply, then those of `keep_best`, or
+    else a validation metric.
     """
-    curves = MetricCurves.from_records(read_jsonl(run.metrics) if with_metrics else ())
+    curves = MetricCurves.from_records(read_report_records(run.metrics, StepRecord) if with_metrics else ())
     environment = read_environment(run)
     metrics = {name: value for name in curves.names if (value := curves.last(name)) is not None}
     best = find_best(run.checkpoints, curves, environment, *read_ranking(run, metric, mode))
@@ -65,19 +164,18 @@ def read_ranking(
     if run.array is None:
         return metric, mode
     try:
-        sweep_metric, sweep_mode = _sweep_ranking(run.array.sweep, run.array.sweep.stat().st_mtime_ns)
+        sweep = _read_sweep_ranking(run.array.sweep, run.array.sweep.stat().st_mtime_ns)
     except (OSError, ValueError):
         return metric, mode
-    if not isinstance(sweep_metric, str) or metric not in (None, sweep_metric):
+    if sweep.metric is None or metric not in (None, sweep.metric):
         return metric, mode
-    return sweep_metric, mode or (sweep_mode if sweep_mode in get_args(Mode) else None)
+    return sweep.metric, mode or sweep.mode
 
 
 @lru_cache(maxsize=8)
-def _sweep_ranking(path: Path, changed_ns: int) -> tuple[Any, Any]:  # noqa: ARG001 (part of the key)
-    """Read the metric and its direction once for all trials: the record contains every trial."""
-    record = read_json(path)
-    return record.get("metric"), record.get("mode")
+def _read_sweep_ranking(path: Path, changed_ns: int) -> SweepRanking:  # noqa: ARG001 (part of the key)
+    """Read the ranking once for all trials: the record contains every trial."""
+    return read_record(path, SweepRanking)
 
 
 def common_ranking(best_values: Iterable[BestValue | None]) -> tuple[str | None, Mode | None]:

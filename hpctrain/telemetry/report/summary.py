@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hpctrain.telemetry.accounting.metric_fields import describe_step, why_unknown
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.report.attempts import Attempt
+from hpctrain.telemetry.report.metric_curves import describe_step, why_unknown
 from hpctrain.telemetry.report.run_data import RunData
 from hpctrain.telemetry.report.run_results import describe_best
 from hpctrain.text import format_duration, format_number, format_share, pluralize

@@ -1,4 +1,4 @@
-"""Define the interface of the communication algorithms. All ranks call each method."""
+"""Define the interface of the communication algorithms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GradBucket = Any
 
 
 class Algorithm:
-    """Base class of the algorithms; the default is DDP's all-reduce of gradients.
+    """Base class of the algorithms; the default is DDP's all-reduce of gradients. All methods are collective.
 
     An algorithm may let the replicas differ between two steps. Before a validation or a checkpoint,
     `synchronize` makes the replicas equal. Checkpoints thus fit any number of ranks.
@@ -97,7 +97,7 @@ class Algorithm:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
             self.all_reduce(flat)
             flat /= self.context.ranks.world_size
-            _assign(flat, group)
+            assign_flat(flat, group)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over all ranks, in place, and count the bytes sent."""
@@ -110,7 +110,7 @@ class Algorithm:
 
     def load_weights(self, flat: torch.Tensor) -> None:
         """Replace the trainable parameters."""
-        _assign(flat, self.parameters)
+        assign_flat(flat, self.parameters)
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         """Return the optimizers' state tensors, such as momenta, but not counters, which never differ."""
@@ -144,7 +144,7 @@ def completed_future(tensor: torch.Tensor) -> Future[torch.Tensor]:
     return future
 
 
-def _assign(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def assign_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     with torch.no_grad():
         for tensor, values in zip(tensors, pieces, strict=True):

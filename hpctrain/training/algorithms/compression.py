@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,8 +45,7 @@ _LEVELS = 255
 _LARGEST = 3.0
 
 
-@dataclass(frozen=True)
-class QuantizedRows:
+class QuantizedRows(NamedTuple):
     codes: torch.Tensor
     """uint8, of shape [rows, n]."""
     ranges: torch.Tensor
@@ -79,12 +77,12 @@ def quantized_all_reduce_mean(flat: torch.Tensor, world_size: int) -> tuple[torc
     length = -(-len(flat) // world_size)
     padded = torch.nn.functional.pad(flat, (0, length * world_size - len(flat)))
     sent = QuantizedRows.quantize(padded.view(world_size, length))
-    received = QuantizedRows(torch.empty_like(sent.codes), torch.empty_like(sent.ranges))
-    dist.all_to_all_single(received.codes, sent.codes)
-    dist.all_to_all_single(received.ranges, sent.ranges)
+    received = QuantizedRows(*map(torch.empty_like, sent))
+    for target, source in zip(received, sent, strict=True):
+        dist.all_to_all_single(target, source)
     piece = QuantizedRows.quantize(received.dequantize().mean(0, keepdim=True))
-    all_gather_single(received.codes, piece.codes)
-    all_gather_single(received.ranges, piece.ranges)
+    for target, source in zip(received, piece, strict=True):
+        all_gather_single(target, source)
     return received.dequantize().reshape(-1)[: len(flat)], sent.nbytes + piece.nbytes
 
 
@@ -117,8 +115,7 @@ class PowerSGD(BucketAlgorithm):
         self._columns: dict[int, torch.Tensor] = {}
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        for number, parameter in enumerate(self.parameters):
-            self._number[parameter] = number
+        self._number = {parameter: number for number, parameter in enumerate(self.parameters)}
         super().attach(parallel)
 
     def synchronize(self) -> None:
@@ -142,12 +139,13 @@ class PowerSGD(BucketAlgorithm):
 
     def exchange(self, bucket: GradBucket) -> Future[torch.Tensor]:
         matrices: list[tuple[int, torch.Tensor]] = []
-        uncompressed: list[tuple[int, torch.Tensor]] = []
+        uncompressed: list[torch.Tensor] = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            fits = gradient.ndim > 1 and self._is_smaller(gradient.reshape(len(gradient), -1))
-            (matrices if fits else uncompressed).append((self._number[parameter], gradient))
-        if uncompressed:
-            self.average([gradient for _, gradient in uncompressed])
+            if gradient.ndim > 1 and self._is_smaller(gradient.reshape(len(gradient), -1)):
+                matrices.append((self._number[parameter], gradient))
+            else:
+                uncompressed.append(gradient)
+        self.average(uncompressed)
         if matrices:
             self._compress(matrices)
         return completed_future(bucket.buffer())

@@ -51,13 +51,10 @@ class LowPrecisionDecentralized(BucketAlgorithm):
         moved = self.flat_weights() - self._weights
         mean = (self._weights + self._left + self._right) / 3
         change = QuantizedRows.quantize((mean + moved - self._weights).unsqueeze(0))
-        left, right = (
-            QuantizedRows(torch.empty_like(change.codes), torch.empty_like(change.ranges)) for _ in range(2)
-        )
+        left, right = (QuantizedRows(*map(torch.empty_like, change)) for _ in range(2))
         before, after = self._neighbours
-        for name in ("codes", "ranges"):
-            sent = getattr(change, name)
-            transfers = [(before, sent, getattr(left, name)), (after, sent, getattr(right, name))]
+        for sent, of_left, of_right in zip(change, left, right, strict=True):
+            transfers = [(before, sent, of_left), (after, sent, of_right)]
             exchange_tensors(transfers[1:] if before == after else transfers)
         self.sent_bytes += change.nbytes * len({before, after})
         self._weights += change.dequantize()[0]

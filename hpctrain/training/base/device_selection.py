@@ -1,4 +1,4 @@
-"""Selection of devices by `Trainer(devices=…)` without a launcher."""
+"""Select devices by `Trainer(devices=…)` without a launcher."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FORMS = (
 
 def parse_devices(devices: Devices) -> int | list[int] | None:
     """Return the number of devices (-1: all), their indices, or None for all free devices."""
-    request: int | list[int] | None = None
+    request: int | list[int] = 0
     match devices:
         case "auto":
             return None
@@ -42,8 +42,8 @@ def parse_devices(devices: Devices) -> int | list[int] | None:
         case int():
             request = devices
         case Sequence() if all(type(index) is int and index >= 0 for index in devices):
-            request = [int(index) for index in devices]
-    if request is None or request in (0, []) or (isinstance(request, int) and request < -1):
+            request = [*devices]
+    if request in (0, []) or (isinstance(request, int) and request < -1):
         raise UserError(f"devices is {devices!r}, but must be {_FORMS}.")
     if isinstance(request, list) and len(set(request)) < len(request):
         raise UserError(
@@ -62,34 +62,23 @@ def choose_devices(devices: Devices, num_gpus: int, busy: Collection[int]) -> li
                 "of processes."
             )
         return [None] * (1 if request in (None, -1) else request or 1)
-    if isinstance(request, list):
-        if max(request) >= num_gpus:
-            raise UserError(
-                f"devices is {devices!r}, but the last visible GPU has index {num_gpus - 1}. Use indices "
-                f"from 0 to {num_gpus - 1}."
-            )
-        return list(request)
-    if request is not None and request > num_gpus:
-        raise UserError(
-            f"devices is {devices!r}, but the number of visible GPUs is {num_gpus}. Set a smaller number."
-        )
-    free = [index for index in range(num_gpus) if index not in busy]
-    if request is None:
-        if not free:
-            raise UserError(
-                f"devices is {devices!r}, but other processes use all visible GPUs ({num_gpus}). Wait for "
-                "a free GPU, or list the GPUs to share: devices=[0, …]."
-            )
-        return list(free)
     if request == -1:
         return list(range(num_gpus))
-    if request > len(free):
-        raise UserError(
-            f"devices is {devices!r}, but other processes use {num_gpus - len(free)} of the {num_gpus} "
-            "visible GPUs. Set a smaller number, wait for free GPUs, or list the GPUs to share: "
-            "devices=[0, …]."
+    free = [index for index in range(num_gpus) if index not in busy]
+    problem = None
+    if isinstance(request, list):
+        if max(request) >= num_gpus:
+            problem = f"the last visible GPU has index {num_gpus - 1}. Use indices from 0 to {num_gpus - 1}"
+    elif request is not None and request > num_gpus:
+        problem = f"the number of visible GPUs is {num_gpus}. Set a smaller number"
+    elif len(free) < (request or 1):
+        problem = (
+            f"other processes use {num_gpus - len(free)} of the {num_gpus} visible GPUs. Wait for free GPUs, "
+            "use fewer, or list the GPUs to share: devices=[0, …]"
         )
-    return list(free[:request])
+    if problem:
+        raise UserError(f"devices is {devices!r}, but {problem}.")
+    return list(request if isinstance(request, list) else free[:request])
 
 
 def find_devices(devices: Devices, environ: Mapping[str, str], *, use_gpus: bool = True) -> list[int | None]:
@@ -97,14 +86,12 @@ def find_devices(devices: Devices, environ: Mapping[str, str], *, use_gpus: bool
     busy: list[int] = []
     if num_gpus:
         with GpuReader(visible_devices(environ)) as reader:
-            busy = [index for index, pids in enumerate(reader.pids) if _others(index, pids)]
+            for index, pids in enumerate(reader.pids):
+                # In a container, the driver reports pids of the host, which differ from those inside.
+                is_own = os.getpid() in pids or torch.cuda.memory_reserved(index) > 0
+                if len(pids) > is_own:
+                    busy.append(index)
     return choose_devices(devices, num_gpus, busy)
-
-
-def _others(index: int, pids: Collection[int]) -> int:
-    # In a container, the driver reports pids of the host, which differ from those in the container.
-    is_own = os.getpid() in pids or torch.cuda.memory_reserved(index) > 0
-    return len(pids) - is_own if pids else 0
 
 
 def has_launcher(ranks: Ranks) -> bool:

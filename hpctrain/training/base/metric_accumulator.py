@@ -1,4 +1,4 @@
-"""Accumulation of metrics: the contribution of a rank to the means over the global batch."""
+"""Accumulate metrics: the contribution of a rank to the means over the global batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SKIPPED_FIELD = "update_skipped"
 
 
 class MetricAccumulator:
-    """Sums over the micro-batches of a rank: its contribution to the means over the global batch."""
+    """Sums over the micro-batches of a rank."""
 
     def __init__(self) -> None:
         # Plain numbers on the CPU, because reading them is cheaper than adding tensors. With grains, tensors
@@ -39,10 +39,9 @@ class MetricAccumulator:
         terms: dict[str, torch.Tensor | float] = {}
         for name, scalar in scalars.items():
             weight = share if tokens is None or name not in ("loss", TOKENS_FIELD) else 1.0
-            term = _part(scalar, weight if share else 0.0)
-            if tokens is not None and name == "loss":
-                term = _total(term, tokens)
-            terms[name] = term
+            terms[name] = _part(scalar, weight if share else 0.0)
+        if tokens is not None and "loss" in terms:
+            terms["loss"] = _total(terms["loss"], tokens)
         self._add(terms)
 
     def add_logged(self, scalars: Mapping[str, torch.Tensor], share: float) -> None:

@@ -1,14 +1,15 @@
-"""Random state: seeding, capture into tensors for a checkpoint, and restore."""
+"""Seed random generators, capture their state into tensors for a checkpoint, and restore it."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 
 def derive_seed(*components: object) -> int:
@@ -35,6 +36,29 @@ def seeded_rng(seed: int) -> Iterator[None]:
         yield
     finally:
         restore_rng_state(before)
+
+
+def snapshot_buffers(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the current buffers and random state."""
+    generators = capture_rng_state()
+    buffers = [(buffer, buffer.detach().to("cpu", copy=True)) for buffer in module.buffers()]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        restore_rng_state(generators)
+
+    return put_back
+
+
+@contextmanager
+def preserve_state(module: nn.Module) -> Iterator[None]:
+    put_back = snapshot_buffers(module)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def capture_rng_state() -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Detection of the kind of a data set, and its adapters for training and validation."""
+"""Adapt data sets of any kind to training and validation."""
 
 from __future__ import annotations
 

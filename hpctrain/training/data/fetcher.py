@@ -1,4 +1,4 @@
-"""Fetching and collation of batches, by the fastest method that the data set supports."""
+"""Fetch and collate batches by the fastest method that the data set supports."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from torch.utils.data import IterableDataset
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import dataloader_worker
 from hpctrain.training.data.batch_plan import DataRank
-from hpctrain.training.data.loader_config import LoaderConfig
-from hpctrain.training.data.loader_workers import LoaderWorkers
+from hpctrain.training.data.loader_config import LoaderConfig, LoaderWorkers
 from hpctrain.training.data.sample_seeds import SampleSeeds
 
 Number = TypeVar("Number", int, torch.Tensor)
@@ -203,7 +202,7 @@ class ShardReaders:
             reader = InterleavedReader(
                 stream, shards[number::num_readers], data_rank, seeds=loading.seeds(purpose), **options
             )
-            chunks = loading.workers(reader, None, stream.name, 1) if num_workers else iter(reader)
+            chunks = LoaderWorkers(reader, None, loading, stream.name, 1) if num_workers else iter(reader)
             self._readers.update(dict.fromkeys(reader.shards, chunks))
 
     def next_chunk(self, shard: int) -> ShardChunk:

@@ -1,4 +1,4 @@
-"""Batch sampler for torch's DataLoader with the data order of the `Trainer`."""
+"""Give torch's DataLoader the data order of the `Trainer`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.utils.data import Sampler
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import DataLoaderIterator
-from hpctrain.training.data.batch_plan import BatchPlan, DataRank
-from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
+from hpctrain.training.data.batch_plan import BatchPlan, DataRank, SampleOrder, SequentialOrder
 
 
 class StatefulBatchSampler(Sampler[list[int]]):

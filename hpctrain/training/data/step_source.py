@@ -1,4 +1,4 @@
-"""Input of the training loop: this rank's share of the global batch in each step."""
+"""Give the training loop this rank's share of the global batch in each step."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hpctrain.errors import UserError
-from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
+from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch, SampleOrder, SequentialOrder
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import DataLoaderParts, LoaderConfig
 from hpctrain.training.data.mixture import Mixture, MixtureOrder, contains_mixture
-from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 from hpctrain.training.data.sampler_plan import SamplerPlan
 
 
@@ -40,8 +39,8 @@ class StepData(NamedTuple):
     micro_batches: Iterable[MicroBatch]
 
 
-class StepSource:
-    """Source of steps; all ranks must call every method at the same point of the loop."""
+class StepSource(Protocol):
+    """Source of steps; all methods are collective."""
 
     micro_batch_size: int | None = None
     """Maximum number of samples per forward pass of a rank; None for all samples. Set this before `steps`."""
@@ -49,50 +48,37 @@ class StepSource:
     """Last step of training; None if this step depends on the length of the data."""
     steps_per_epoch: int | None = None
     """Number of steps of an epoch; None if it is unknown."""
-    exchanges_ends = False
+    exchanges_ends: bool = False
     """True if the ranks must exchange `local_ends` after every step."""
     loading: LoaderConfig
     remarks: Sequence[str] = ()
 
-    def identity(self) -> dict[str, Any]:
-        raise NotImplementedError
-
+    def identity(self) -> dict[str, Any]: ...
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded step: plain values and tensors, equal on all ranks."""
-        raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Restore the result of `state_dict`; return messages on state that cannot be restored."""
-        raise NotImplementedError
 
-    def begin(self, after: int) -> None:
-        raise NotImplementedError
-
-    def steps(self) -> Iterator[StepData]:
-        raise NotImplementedError
-
+    def begin(self, after: int) -> None: ...
+    def steps(self) -> Iterator[StepData]: ...
     def close(self) -> None: ...
-
-    def trial_batches(self) -> tuple[int, Any]:
-        """Return the maximum samples of a rank per step, and a function that creates a batch of n samples."""
-        raise NotImplementedError
 
     def local_ends(self) -> float:
         """Return a number to sum over the ranks, together with the result of the last yielded step."""
         return 0.0
 
-    def receive_ends(self, total: float) -> None:
+    def receive_ends(self, total: float) -> None:  # noqa: ARG002
         """Receive the sum of all ranks' `local_ends`, at most one step later."""
+        return  # Otherwise, the method would be abstract.
 
     @property
     def at_epoch_end(self) -> bool:
         """Return true if the last yielded step is the last of its epoch; valid after `receive_ends`."""
-        raise NotImplementedError
 
     @property
     def finished(self) -> bool:
         """Return true if the last yielded step is the last of training; valid after `receive_ends`."""
-        raise NotImplementedError
 
 
 class MapStepSource(StepSource):
@@ -164,19 +150,6 @@ class MapStepSource(StepSource):
     def close(self) -> None:
         if self._batches is not None:
             self._batches.close()
-
-    def trial_batches(self) -> tuple[int, Any]:
-        step = self._step if self.finished else self._step + 1
-        rank_batch = self._plan.rank_batch(step, self._data_rank)
-        # The largest share of any step: the next step may be the shorter last step of an epoch.
-        max_samples = self._data_rank.largest(self._plan.max_batch_size)
-        samples = rank_batch.indices if len(rank_batch.indices) else self._padding_sample(step)
-
-        def batch_of(count: int) -> Any:
-            indices = samples.repeat(-(-count // len(samples)))[:count]
-            return self._fetcher.fetch(rank_batch.epoch, indices)
-
-        return max_samples, batch_of
 
     def grain(self, step: int, number: int) -> MicroBatch:
         all_ranks = DataRank(0, 1, self._data_rank.grain_size)

@@ -12,7 +12,7 @@ the next. If the flag is set, the ranks also exchange the shards and the numbers
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -99,12 +99,17 @@ class StreamStepSource(StepSource):
     ) -> None:
         self._stream = ShardedStream(dataset, "train_dataset")
         self.loading, self._data_rank, self._context = loading, data_rank, context
-        self._until = until
-        self.last_step: int | None = until.steps
-        self._own = list_rank_shards(data_rank.rank, self._stream.num_shards, data_rank.world_size)
+        self._until, self.last_step = until, until.steps
+        self._rank_shards = list_rank_shards(data_rank.rank, self._stream.num_shards, data_rank.world_size)
         self._step = 0
-        self._plan = StreamPlan(self._stream.num_shards, loading.global_batch_size, until)
-        self._buffers = ShardBuffers(self._own, self._plan.lengths_in, self._open_readers)
+        self._cursor = StreamCursor()
+        #: Plan of the next steps, equal on all ranks: only shard ends received by all ranks are used.
+        self._upcoming: deque[StreamBatch] = deque()
+        #: Lengths of the shards, by epoch.
+        self._lengths: dict[int, torch.Tensor] = {}
+        self._buffers: dict[tuple[int, int], _ShardBuffer] = {}
+        self._readers: ShardReaders | None = None
+        #: Loaded positions; None for a shard that has ended.
         self._checkpoints: dict[int, ReaderCheckpoint | None] = {}
         self._padding_sample: Any = None
 
@@ -116,14 +121,18 @@ class StreamStepSource(StepSource):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Collective."""
-        cursor, coming = self._plan.cursor, self._plan.upcoming
-        if coming and coming[0].epoch > cursor.epoch:
-            cursor = StreamCursor(coming[0].epoch)
-        lengths = self._plan.lengths_in(cursor.epoch)
-        of_shards = self._buffers.checkpoints(cursor.epoch, cursor.taken(lengths).tolist())
+        cursor = self._cursor
+        if self._upcoming and self._upcoming[0].epoch > cursor.epoch:
+            cursor = StreamCursor(self._upcoming[0].epoch)
+        lengths = self._lengths_in(cursor.epoch)
+        taken = cursor.taken(lengths).tolist()
+        of_rank = {
+            shard: buffer.checkpoint_before(taken[shard])
+            for shard in self._rank_shards
+            if (buffer := self._buffers.get((cursor.epoch, shard))) is not None
+        }
         gathered = self._context.all_gather(
-            {shard: checkpoint and tuple(checkpoint) for shard, checkpoint in of_shards.items()},
+            {shard: checkpoint and tuple(checkpoint) for shard, checkpoint in of_rank.items()},
             "train_dataset",
         )
         of_ranks = {
@@ -147,19 +156,19 @@ class StreamStepSource(StepSource):
         )
         taken, checkpoints = cursor.taken(lengths), load_checkpoints(state["marks"])
         has_begun, has_ended = ((taken > 0) & (taken < lengths)).tolist(), (taken >= lengths).tolist()
+        self._upcoming.clear()
         if any(
             begun and (checkpoint is None or not checkpoint.resumable)
             for begun, checkpoint in zip(has_begun, checkpoints, strict=True)
         ):
-            self._plan.reset(StreamCursor(cursor.epoch))
-            self._checkpoints = {}
+            self._cursor, self._lengths, self._checkpoints = StreamCursor(cursor.epoch), {}, {}
             message = (
                 "train_dataset had no state_dict() or load_state_dict() when the checkpoint was saved, "
                 f"so its position is not restored. Epoch {cursor.epoch} starts over and repeats "
                 f"{pluralize(int(taken.sum()), 'sample')}."
             )
             return [message]
-        self._plan.reset(cursor, lengths)
+        self._cursor, self._lengths = cursor, {cursor.epoch: lengths}
         self._checkpoints = {
             shard: None if has_ended[shard] else checkpoint or ReaderCheckpoint()
             for shard, checkpoint in enumerate(checkpoints)
@@ -167,49 +176,56 @@ class StreamStepSource(StepSource):
         return []
 
     def begin(self, after: int) -> None:
-        """Open the shards and agree on the first steps (collective)."""
+        """Open the shards and agree on the first steps."""
         self._step = after
-        self._buffers.reset(self._plan.cursor.epoch, self._checkpoints)
-        self._plan.plan(after)
+        for shard in self._rank_shards:
+            if (checkpoint := self._checkpoints.get(shard, ReaderCheckpoint())) is not None:
+                self._buffers[self._cursor.epoch, shard] = _ShardBuffer(checkpoint)
+        self._make_plan()
         self._agree_on_ends()
-        self._find_padding_sample()
+        # A spare sample for steps without own samples, from another rank if this rank has no samples.
+        sample = next(self._samples(), None)
+        have_samples = self._context.all_gather(sample is not None)
+        if self._upcoming and not all(have_samples):
+            source = have_samples.index(True)
+            spare = self._context.broadcast(sample, source, "a sample for ranks without samples")
+            sample = spare if sample is None else sample
+        self._padding_sample = sample
 
     def steps(self) -> Iterator[StepData]:
-        while self._plan.upcoming:
-            batch = self._plan.pop_next()
+        while self._upcoming:
+            batch = self._upcoming.popleft()
+            self._cursor, epoch = batch.after, batch.epoch
+            self._lengths = {key: lengths for key, lengths in self._lengths.items() if key >= epoch}
             self._step += 1
             of_ranks = self._rank_of_samples(batch)
-            mine = batch.picks[of_ranks == self._data_rank.rank]
+            picks = batch.picks[of_ranks == self._data_rank.rank]
             rank_batch = RankBatch(
                 self._step,
-                batch.epoch,
+                epoch,
                 batch.batch_idx,
                 batch_size=len(batch.picks),
                 largest=int(of_ranks.bincount().max()),
-                indices=mine,
+                indices=picks,
             )
-            samples = [self._buffers.pop(batch.epoch, *pick) for pick in mine.tolist()]
+            samples = [self._buffers[epoch, shard].samples.pop(number) for shard, number in picks.tolist()]
             if batch.batch_idx == 0:
                 self._checkpoints = {}
-            taken = batch.after.taken(self._plan.lengths_in(batch.epoch)).tolist()
-            self._buffers.forget(batch.epoch, taken)
+            taken = batch.after.taken(self._lengths_in(epoch)).tolist()
+            self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] >= epoch}
+            for shard in self._rank_shards:  # drop checkpoints that are no longer needed
+                self._buffer(epoch, shard).checkpoint_before(taken[shard])
             ranges = rank_batch.parts(self.micro_batch_size)
             yield StepData(rank_batch, len(ranges), self._micro_batches(samples, ranges))
 
     def close(self) -> None:
-        self._buffers.close()
-
-    def trial_batches(self) -> tuple[int, Any]:
-        of_ranks = self._rank_of_samples(self._plan.upcoming[0])
-        samples = [*self._buffers.samples()] or [self._padding_sample]
-
-        def batch_of(count: int) -> Any:
-            return self.loading.collate([samples[i % len(samples)] for i in range(count)])
-
-        return int(of_ranks.bincount().max()), batch_of
+        if self._readers is not None:
+            self._readers.close()
+        self._readers = None
+        self._buffers.clear()
 
     def local_ends(self) -> float:
-        self._plan.plan(self._step)
+        self._make_plan()
         return float(bool(self._unplanned_ends()))
 
     def receive_ends(self, total: float) -> None:
@@ -218,11 +234,11 @@ class StreamStepSource(StepSource):
 
     @property
     def at_epoch_end(self) -> bool:
-        return not self._plan.upcoming or self._plan.upcoming[0].batch_idx == 0
+        return not self._upcoming or self._upcoming[0].batch_idx == 0
 
     @property
     def finished(self) -> bool:
-        return not self._plan.upcoming
+        return not self._upcoming
 
     def _rank_of_samples(self, batch: StreamBatch) -> torch.Tensor:
         shard, number = batch.picks.unbind(1)
@@ -232,40 +248,76 @@ class StreamStepSource(StepSource):
         for low, high in ranges:
             yield MicroBatch(self.loading.collate(samples[low:high] or [self._padding_sample]), high - low)
 
+    def _samples(self) -> Iterator[Any]:
+        for buffer in self._buffers.values():
+            yield from buffer.samples.values()
+
+    def _lengths_in(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._lengths:
+            self._lengths[epoch] = torch.full((self._stream.num_shards,), UNKNOWN_LENGTH)
+        return self._lengths[epoch]
+
+    def _make_plan(self) -> None:
+        while len(self._upcoming) < _AHEAD:
+            if self._until.steps is not None and self._step + len(self._upcoming) >= self._until.steps:
+                return
+            batch = self._compose(self._upcoming[-1].after if self._upcoming else self._cursor)
+            if batch is None:
+                return
+            self._upcoming.append(batch)
+
+    def _compose(self, cursor: StreamCursor) -> StreamBatch | None:
+        """Return the batch from `cursor`, based on available lengths; None if training has ended."""
+        while self._until.epochs is None or cursor.epoch < self._until.epochs:
+            batch = next_batch(self._lengths_in(cursor.epoch), cursor, self.loading.global_batch_size)
+            if batch is not None:
+                return batch
+            if cursor.batch == 0:
+                raise UserError(f"train_dataset yielded no samples in epoch {cursor.epoch}.")
+            cursor = StreamCursor(cursor.epoch + 1)
+        return None
+
     def _unplanned_ends(self) -> dict[tuple[int, int], int]:
         """Return the ends of own shards that are not yet in the plan, by (epoch, shard)."""
         ends: dict[tuple[int, int], int] = {}
-        for batch in self._plan.upcoming:
-            until = batch.after.taken(self._plan.lengths_in(batch.epoch)).tolist()
-            for shard in self._own:
-                length = self._buffers.read(batch.epoch, shard, until[shard])
+        for batch in self._upcoming:
+            until = batch.after.taken(self._lengths_in(batch.epoch)).tolist()
+            for shard in self._rank_shards:
+                length = self._read(batch.epoch, shard, until[shard])
                 if length is not None and length < until[shard]:
                     ends[batch.epoch, shard] = length
         return ends
 
     def _agree_on_ends(self) -> None:
-        """Plan until all ranks have exchanged all ends of shards (collective)."""
+        """Collective. Plan until all ranks have exchanged all ends of shards."""
         while True:
             ends: dict[tuple[int, int], int] = {}
             for ends_of_rank in self._context.all_gather(self._unplanned_ends()):
                 ends.update(ends_of_rank)
             if not ends:
                 return
-            self._plan.add_ends(ends)
-            self._plan.plan(self._step)
+            for (epoch, shard), length in ends.items():
+                self._lengths_in(epoch)[shard] = length
+            self._upcoming.clear()
+            self._make_plan()
 
-    def _find_padding_sample(self) -> None:
-        """Set a spare sample for steps without own samples, from another rank if this rank has no samples."""
-        sample = next(self._buffers.samples(), None)
-        have_samples = self._context.all_gather(sample is not None)
-        if self._plan.upcoming and not all(have_samples):
-            source = have_samples.index(True)
-            spare = self._context.broadcast(sample, source, "a sample for ranks without samples")
-            sample = spare if sample is None else sample
-        self._padding_sample = sample
+    def _read(self, epoch: int, shard: int, until: int) -> int | None:
+        """Read a shard up to sample `until`; return its length if the end was reached."""
+        buffer = self._buffer(epoch, shard)
+        while buffer.length is None and buffer.read < until:
+            self._readers = self._readers or self._open_readers()
+            chunk = self._readers.next_chunk(shard)
+            self._buffer(chunk.epoch, chunk.shard).put(chunk)
+        return buffer.length
+
+    def _buffer(self, epoch: int, shard: int) -> _ShardBuffer:
+        if (epoch, shard) not in self._buffers:
+            length = int(self._lengths_in(epoch)[shard])
+            self._buffers[epoch, shard] = _ShardBuffer(None, length if length < UNKNOWN_LENGTH else None)
+        return self._buffers[epoch, shard]
 
     def _open_readers(self) -> ShardReaders:
-        cursor, batch_size = self._plan.cursor, self.loading.global_batch_size
+        cursor, batch_size = self._cursor, self.loading.global_batch_size
         return ShardReaders(
             self._stream,
             self.loading,
@@ -274,7 +326,7 @@ class StreamStepSource(StepSource):
             chunk_size=min(-(-batch_size // self._stream.num_shards), _MAX_CHUNK),
             num_epochs=self._until.epochs,
             first_epoch=cursor.epoch,
-            trained=cursor.taken(self._plan.lengths_in(cursor.epoch)).tolist(),
+            trained=cursor.taken(self._lengths_in(cursor.epoch)).tolist(),
             checkpoints=self._checkpoints,
         )
 
@@ -299,115 +351,3 @@ class _ShardBuffer:
         while len(self._checkpoints) > 1 and self._checkpoints[1].number <= number:
             self._checkpoints.popleft()
         return self._checkpoints[0] if self._checkpoints else None
-
-
-class ShardBuffers:
-    def __init__(
-        self,
-        shards: Sequence[int],
-        lengths_in: Callable[[int], torch.Tensor],
-        open_readers: Callable[[], ShardReaders],
-    ) -> None:
-        self._shards, self._lengths_in, self._open_readers = shards, lengths_in, open_readers
-        self._buffers: dict[tuple[int, int], _ShardBuffer] = {}
-        self._readers: ShardReaders | None = None
-
-    def reset(self, epoch: int, checkpoints: Mapping[int, ReaderCheckpoint | None]) -> None:
-        """Start at these checkpoints, by default at the beginning; None skips an ended shard."""
-        for shard in self._shards:
-            if (checkpoint := checkpoints.get(shard, ReaderCheckpoint())) is not None:
-                self._buffers[epoch, shard] = _ShardBuffer(checkpoint)
-
-    def read(self, epoch: int, shard: int, until: int) -> int | None:
-        """Read a shard up to sample `until`; return its length if the end was reached."""
-        buffer = self._buffer(epoch, shard)
-        while buffer.length is None and buffer.read < until:
-            self._readers = self._readers or self._open_readers()
-            chunk = self._readers.next_chunk(shard)
-            self._buffer(chunk.epoch, chunk.shard).put(chunk)
-        return buffer.length
-
-    def pop(self, epoch: int, shard: int, number: int) -> Any:
-        return self._buffers[epoch, shard].samples.pop(number)
-
-    def samples(self) -> Iterator[Any]:
-        for buffer in self._buffers.values():
-            yield from buffer.samples.values()
-
-    def checkpoints(self, epoch: int, taken: Sequence[int]) -> dict[int, ReaderCheckpoint | None]:
-        """Return the checkpoint of each shard for a resume after `taken[shard]` trained samples."""
-        return {
-            shard: self._buffers[epoch, shard].checkpoint_before(taken[shard])
-            for shard in self._shards
-            if (epoch, shard) in self._buffers
-        }
-
-    def forget(self, epoch: int, taken: Sequence[int]) -> None:
-        """Drop earlier epochs, and checkpoints that are not needed after `taken[shard]` trained samples."""
-        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] >= epoch}
-        for shard in self._shards:
-            self._buffer(epoch, shard).checkpoint_before(taken[shard])
-
-    def close(self) -> None:
-        if self._readers is not None:
-            self._readers.close()
-        self._readers = None
-        self._buffers.clear()
-
-    def _buffer(self, epoch: int, shard: int) -> _ShardBuffer:
-        if (epoch, shard) not in self._buffers:
-            length = int(self._lengths_in(epoch)[shard])
-            self._buffers[epoch, shard] = _ShardBuffer(None, length if length < UNKNOWN_LENGTH else None)
-        return self._buffers[epoch, shard]
-
-
-class StreamPlan:
-    """Plan of the next steps, equal on all ranks: only shard ends received by all ranks are used."""
-
-    def __init__(self, num_shards: int, global_batch_size: int, until: StopCondition) -> None:
-        self._num_shards, self._global_batch_size, self._until = num_shards, global_batch_size, until
-        self._lengths: dict[int, torch.Tensor] = {}
-        self.cursor = StreamCursor()
-        self.upcoming: deque[StreamBatch] = deque()
-
-    def lengths_in(self, epoch: int) -> torch.Tensor:
-        if epoch not in self._lengths:
-            self._lengths[epoch] = torch.full((self._num_shards,), UNKNOWN_LENGTH)
-        return self._lengths[epoch]
-
-    def reset(self, cursor: StreamCursor, lengths: torch.Tensor | None = None) -> None:
-        self.cursor = cursor
-        self.upcoming.clear()
-        self._lengths = {} if lengths is None else {cursor.epoch: lengths}
-
-    def plan(self, step: int) -> None:
-        while len(self.upcoming) < _AHEAD:
-            if self._until.steps is not None and step + len(self.upcoming) >= self._until.steps:
-                return
-            batch = self._compose(self.upcoming[-1].after if self.upcoming else self.cursor)
-            if batch is None:
-                return
-            self.upcoming.append(batch)
-
-    def pop_next(self) -> StreamBatch:
-        batch = self.upcoming.popleft()
-        self.cursor = batch.after
-        self._lengths = {epoch: lengths for epoch, lengths in self._lengths.items() if epoch >= batch.epoch}
-        return batch
-
-    def add_ends(self, ends: Mapping[tuple[int, int], int]) -> None:
-        """Receive ends of shards, by (epoch, shard), and discard the plan."""
-        for (epoch, shard), length in ends.items():
-            self.lengths_in(epoch)[shard] = length
-        self.upcoming.clear()
-
-    def _compose(self, cursor: StreamCursor) -> StreamBatch | None:
-        """Return the batch from `cursor`, based on available lengths; None if training has ended."""
-        while self._until.epochs is None or cursor.epoch < self._until.epochs:
-            batch = next_batch(self.lengths_in(cursor.epoch), cursor, self._global_batch_size)
-            if batch is not None:
-                return batch
-            if cursor.batch == 0:
-                raise UserError(f"train_dataset yielded no samples in epoch {cursor.epoch}.")
-            cursor = StreamCursor(cursor.epoch + 1)
-        return None

@@ -1,4 +1,4 @@
-"""Conditions and state of training whose result does not depend on the number of ranks."""
+"""Set up training whose result does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ElasticDeterminism:
     """Facts that the bits of a training depend on, besides its settings, and the exponents of its sums."""
 
     def __init__(self, context: DistributedContext, grain_size: int) -> None:
-        """Use the same number of threads on all ranks (collective)."""
+        """Collective. Use the same number of threads on all ranks."""
         self._device = context.device
         self._facts = {
             "grain_size": grain_size,

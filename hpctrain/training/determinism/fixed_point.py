@@ -82,7 +82,7 @@ def largest_absolute(x: torch.Tensor) -> torch.Tensor:
 
 
 def start_maximum(peaks: torch.Tensor, context: DistributedContext) -> Callable[[], list[float]]:
-    """Start the maximum over all ranks, infinity for NaN; return a function that waits (collective)."""
+    """Collective. Start the maximum over all ranks, infinity for NaN; return a function that waits."""
     peaks.nan_to_num_(nan=math.inf, posinf=math.inf)
     work = dist.all_reduce(peaks, op=dist.ReduceOp.MAX, async_op=True) if context.is_distributed else None
 
@@ -95,11 +95,11 @@ def start_maximum(peaks: torch.Tensor, context: DistributedContext) -> Callable[
 
 
 def exact_norm(parameters: Iterable[torch.Tensor], context: DistributedContext) -> torch.Tensor:
-    """Return the Euclidean norm of all gradients together, with the same bits for any sharding.
+    """Collective. Return the Euclidean norm of all gradients together, with the same bits for any sharding.
 
     The squares of a tensor are summed as pairs of integers: multiples of a unit, and the remainders as
     multiples of a smaller unit. For n float32 elements, the error of the sum of squares is below n^3 · 2^-118
-    times the largest square. All ranks must call this.
+    times the largest square.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:

@@ -1,11 +1,10 @@
-"""Sum of the gradients of all grains of a step, over all ranks, as integers."""
+"""Sum the gradients of all grains of a step, over all ranks, as integers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,6 +104,8 @@ class GradientBucket:
         self._has_one_term = False
         #: True if there are at most two terms, which are added as floats, with the bits of a sum of integers.
         self.adds_floats = False
+        #: True if each rank receives a slice of all terms, and sends its sum.
+        self._exchanges_floats = False
         #: Number of peaks that the message of this bucket has room for.
         self.num_peaks = 0
         self._received = self._totals
@@ -120,6 +121,7 @@ class GradientBucket:
             and all(tensor.computed is not None and tensor.dtype is torch.float32 for tensor in self._tensors)
         )
         self.adds_floats = self._has_one_term and num_grains <= _MAX_ADDED_FLOATS
+        self._exchanges_floats = self._has_one_term and not self.adds_floats
         dtype = torch.float32 if self._has_one_term else torch.int64
         if not len(self._totals) or self._totals.dtype is not dtype:
             # Floats are divided into equal slices, one for each rank.
@@ -178,11 +180,6 @@ class GradientBucket:
                 self._pending.append((work, None))
             elif self._context.is_distributed:
                 self._pending.append((dist.all_reduce(self._totals, async_op=True), None))
-
-    @property
-    def _exchanges_floats(self) -> bool:
-        """True if each rank receives a slice of all terms, and sends its sum."""
-        return self._has_one_term and not self.adds_floats
 
     def add_peaks(self, peaks: torch.Tensor, grain: int | None) -> None:
         """Add the largest elements of a grain to the message, or nothing."""
@@ -264,17 +261,8 @@ def make_buckets(
 _LARGE = 2**14
 
 
-@dataclass(frozen=True)
-class SummedParameter:
-    """A parameter and the tensor with its gradient: the same object, except for sharded parameters."""
-
-    name: str
-    parameter: nn.Parameter
-    computed: nn.Parameter
-
-
 class GradientSum:
-    """Sums gradients and changes of buffers. All ranks must call each method.
+    """Sums gradients and changes of buffers. All methods are collective.
 
     The gradients of each backward pass are removed from the parameters, converted to integers and added. The
     last pass sends the sums in buckets, while the pass continues. Sharded parameters are reduced in every
@@ -288,23 +276,20 @@ class GradientSum:
     integers. Each rank sums one slice of a bucket as integers, and sends the result. A step of at most two
     grains adds the truncated float32 gradients: their sum is rounded once, so it has the same bits.
 
-    Attributes:
-        exponents: the exponents by name; part of a checkpoint.
+    `parameters` are those of `Strategy.summed_parameters`. The `exponents` by name are part of a checkpoint.
     """
 
     def __init__(
         self,
         context: DistributedContext,
-        parameters: Sequence[SummedParameter],
+        parameters: Mapping[str, tuple[nn.Parameter, nn.Parameter]],
         module: nn.Module,
         bucket_cap_mb: float | None,
         exponents: dict[str, int],
     ) -> None:
         self._context, self._module = context, module
         self._modules = list(module.named_modules())
-        self._tensors = [
-            SummedTensor(tensor.name, tensor.parameter, tensor.computed) for tensor in parameters
-        ]
+        self._tensors = [SummedTensor(name, *tensors) for name, tensors in parameters.items()]
         self._buffer_numbers: dict[str, int] = {}
         for name, buffer in module.named_buffers():
             if buffer.is_floating_point() or buffer.dtype in (torch.int64, torch.int32):
@@ -312,7 +297,7 @@ class GradientSum:
                 self._tensors.append(SummedTensor(f"buffer {name}", buffer, None))
         self.exponents = exponents
         self._parameters = dict(module.named_parameters())
-        summed = {tensor.parameter for tensor in parameters}
+        summed = {parameter for parameter, _ in parameters.values()}
         self._frozen = {name: tensor for name, tensor in self._parameters.items() if tensor not in summed}
         self._versions: list[int] = []
         self._buckets = make_buckets(self._tensors, context, bucket_cap_mb)

@@ -1,4 +1,4 @@
-"""Recomputation of grains on other ranks, to detect wrong gradients before they are applied."""
+"""Recompute grains on other ranks, to detect wrong gradients before they are applied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.training.data.batch_plan import DataRank, RankBatch
 
 @dataclass(frozen=True)
 class Witness:
-    """Comparison of gradients of the same grain from two ranks, on two nodes if possible (collective)."""
+    """Comparison of gradients of the same grain from two ranks, on two nodes if possible; collective."""
 
     context: DistributedContext
     every: int
@@ -36,7 +36,7 @@ class Witness:
     def compare(
         self, rank_batch: RankBatch, own_hash: int | None, recompute: Callable[[int], int], verified_step: int
     ) -> None:
-        """Raise SilentCorruption on all ranks if gradients of the same grain differ (collective)."""
+        """Raise SilentCorruption on all ranks if gradients of the same grain differ."""
         ranks = self.context.ranks
         shift = self.distance
         grains = [self.chosen_grain(rank_batch, owner) for owner in range(ranks.world_size)]
@@ -73,7 +73,7 @@ class Witness:
 
 
 def witness_distance(context: DistributedContext) -> int:
-    """Return a distance between ranks on different nodes, if there are several (collective)."""
+    """Collective. Return a distance between ranks on different nodes, if there are several."""
     max_per_node = max(context.all_gather(context.ranks.local_world_size))
     return max_per_node if max_per_node < context.ranks.world_size else 1
 

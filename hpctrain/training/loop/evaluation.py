@@ -11,14 +11,19 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UserError
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.schema import RankPhase
 from hpctrain.training.base.metric_accumulator import exact_sum
-from hpctrain.training.base.precision import cast_batch, cast_module, forward_context
-from hpctrain.training.base.rng import derive_seed, seed_all, seeded_rng
-from hpctrain.training.base.tensors import align_tensors, map_tensors
+from hpctrain.training.base.rng import derive_seed, preserve_state, seed_all, seeded_rng, snapshot_buffers
+from hpctrain.training.base.tensors import (
+    align_tensors,
+    cast_batch,
+    cast_module,
+    forward_context,
+    map_tensors,
+)
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import ValidationSet, make_validation_set
@@ -27,7 +32,6 @@ from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.loop.step_sync import MessageBatcher, start_sum
 from hpctrain.training.module import Module, as_scalars, collect_logged, find_run
 from hpctrain.training.observe.run_writer import format_scalars
-from hpctrain.training.optim.micro_batch_size import preserve_state, snapshot_buffers
 from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -53,15 +57,14 @@ class Evaluation:
             context,
             name="dataset",
         )
-        if isinstance(settings.micro_batch_size, int):
-            self._data.max_batch_size = settings.micro_batch_size
+        self._data.max_batch_size = settings.micro_batch_size
         cast_module(module, settings.precision)
         self._strategy = strategy(module, context, settings)
         self._determinism = settings.grain_size and ElasticDeterminism(context, settings.grain_size)
 
-    def means(self, method: str, lone_name: str) -> dict[str, float]:
+    def means(self, method: str) -> dict[str, float]:
         with self._exact():
-            means = run_validation(self._strategy, self._data, method=method, lone_name=lone_name)
+            means = run_validation(self._strategy, self._data, method=method)
         assert means is not None  # no stop flag was passed, so it cannot be interrupted
         return means
 
@@ -90,7 +93,7 @@ class Evaluation:
         with self._determinism.deterministic_algorithms(), seeded_rng(self._strategy.settings.seed):
             yield
 
-    def finish(self) -> None:
+    def close(self) -> None:
         self._strategy.finish()
 
 
@@ -99,27 +102,22 @@ def run_validation(
     data: ValidationSet,
     *,
     method: str = "validation_step",
-    lone_name: str = "val_loss",
     num_batches: int | None = None,
     stop: StopFlag | None = None,
 ) -> dict[str, float] | None:
-    """Return the means of a module method over all samples of `data`, equal on every rank.
-
-    Returns None if the ranks agreed to stop before the end.
-    """
+    """Collective. Return the means of a method over all samples; None if the ranks agreed to stop."""
     context = strategy.context
     means = _SampleMeans(context, f"{type(strategy.module).__name__}.{method}")
     loop = StoppableLoop(context, stop or StopFlag())
-    run = find_run(strategy.module)
+    run, kind = find_run(strategy.module), method.removesuffix("_step")
+    lone_name = "test_loss" if kind == "test" else "val_loss"
     with eval_mode(strategy.module), torch.no_grad(), closing(data.batches()) as all_batches:
         if run is not None:
-            run.begin_evaluation(method, is_sanity=num_batches is not None)
+            run.begin_evaluation(kind, is_sanity=num_batches is not None)
         limited = islice(all_batches, num_batches)
         batches = loop.iterate(_pad_to_longest(limited, context) if strategy.in_lockstep else limited)
         start = data.first_batch() if strategy.settings.elastic_determinism else None
         for output, logged, num_samples, num_held in _evaluate_batches(strategy, method, batches, start):
-            if run is not None and run.has_hooks:
-                output = {}  # only logged values are metrics
             if num_samples:
                 output = {} if output is None and logged else output
                 means.add(as_scalars(output, lone_name, means.origin), num_samples, logged, num_held)
@@ -127,7 +125,7 @@ def run_validation(
         if loop.interrupted:
             return None
         results = means.over_ranks()
-        return results if run is None else run.end_evaluation(method, results, means.count)
+        return results if run is None else run.end_evaluation(kind, results, means.count)
 
 
 def _evaluate_batches(
@@ -135,9 +133,8 @@ def _evaluate_batches(
 ) -> Iterator[tuple[Any, dict[str, torch.Tensor], float, int]]:
     """Call a method of the module on each of `batches`, pairs of number of samples and batch.
 
-    With `start`, the number of the first batch among those of all ranks, random numbers depend only on the
-    number of a batch. Yields the output, the logged scalars, the number of samples that the output
-    represents, and the number of this rank's samples.
+    With `start`, the number of the first batch of all ranks, random numbers depend only on the number of a
+    batch. Yields output, logged scalars, the samples that the output represents, and those of this rank.
     """
     device, precision = strategy.context.device, strategy.settings.precision
     origin = f"{type(strategy.module).__name__}.log"
@@ -146,9 +143,7 @@ def _evaluate_batches(
             batch = align_tensors(batch)
             seed_all(derive_seed(strategy.settings.seed, "evaluation", batch_idx))
         # As in Lightning, predictions cannot log.
-        logs: Any = nullcontext({})
-        if method != "predict_step":
-            logs = collect_logged(strategy.module, num_held)
+        logs: Any = nullcontext({}) if method == "predict_step" else collect_logged(strategy.module, num_held)
         with forward_context(precision, device), logs as logged:
             on_device = cast_batch(to_device(batch, device), precision)
             output, num_samples = strategy.evaluation_step(method, on_device, batch_idx, num_held)
@@ -158,10 +153,9 @@ def _evaluate_batches(
 def _pad_to_longest(
     batches: Iterator[tuple[int, Any]], context: DistributedContext
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (number of samples, batch) as many times as the rank with the most batches.
+    """Collective. Yield as many (number of samples, batch) as the rank with the most batches.
 
-    A rank without remaining batches yields its last batch with 0 samples, or the batch of another rank if it
-    never had a batch.
+    A rank without remaining batches yields its last batch, or that of another rank, with 0 samples.
     """
     spare: tuple[int, Any] | None = None
     batch = next(batches, None)
@@ -201,10 +195,7 @@ class _SampleMeans:
         self.count += num_samples
 
     def over_ranks(self) -> dict[str, float]:
-        """Return the means over all ranks' samples.
-
-        The sums are rounded once, so they do not depend on the assignment of batches to ranks.
-        """
+        """Collective. Return the means, whose sums are rounded once, for any assignment of batches."""
         rank_terms = {name: torch.stack(terms).tolist() for name, terms in self._terms.items()}
         gathered = self._context.all_gather((self.count, rank_terms), "the metrics of the batches")
         # A rank without samples does not have the names.
@@ -316,7 +307,7 @@ class Validator:
         state.validation, state.validated_step = results, state.step
         state.latest = {**state.latest, **state.validation}
         shared.progress.print_message(f"step {state.step}: {format_scalars(state.validation)}")
-        shared.callbacks.validation_end(state.step, state.validation)
+        shared.callbacks.call("on_validation_end", state.step, state.validation)
         shared.end_if_requested()
         return True
 

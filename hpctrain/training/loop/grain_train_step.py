@@ -1,8 +1,8 @@
-"""Optimizer steps whose result does not depend on the number of ranks."""
+"""Perform optimizer steps whose result does not depend on the number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,14 +12,15 @@ from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator, exact_sum
 from hpctrain.training.base.tensors import align_tensors
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.data.step_source import MapStepSource, MicroBatch, StepData
+from hpctrain.training.data.step_source import MapStepSource, MicroBatch, StepData, StepSource
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.determinism.fixed_point import exact_norm
 from hpctrain.training.determinism.gradient_sum import GradientSum
-from hpctrain.training.determinism.witness import Witness, hash_gradients
+from hpctrain.training.determinism.witness import Witness, hash_gradients, witness_distance
 from hpctrain.training.loop.train_step import TokenCounter, TrainStep
 from hpctrain.training.module import has_step_end, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
+from hpctrain.training.replica_check import own_suspect
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 from hpctrain.training.training_state import TrainingState
@@ -38,10 +39,10 @@ class GrainTrainStep(TrainStep):
         determinism: ElasticDeterminism,
         strategy: Strategy,
         optimization: OptimizerSetup,
-        settings: TrainerConfig,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        super().__init__(strategy, optimization, settings, scaler)
+        super().__init__(strategy, optimization, scaler)
+        settings = strategy.settings
         _check(strategy, settings, optimization)
         assert settings.grain_size is not None
         self._grain_size, self._seed = settings.grain_size, settings.seed
@@ -52,21 +53,25 @@ class GrainTrainStep(TrainStep):
         )
         self._witness: Witness | None = None
 
-    def add_witness(self, witness: Witness, source: MapStepSource, state: TrainingState) -> None:
+    def add_witness(self, every: int, source: StepSource, state: TrainingState) -> None:
         """Compare gradients with those of other ranks every few steps, and record this in `state`."""
-        self._witness, self._source, self._state = witness, source, state
+        assert isinstance(source, MapStepSource)
+        if source.loading.num_workers and source.loading.worker_init_fn is not None:
+            raise UserError(
+                "witness_every recomputes grains in the main process, without the DataLoader's "
+                "worker_init_fn. Remove witness_every or worker_init_fn, or set num_workers=0."
+            )
+        context = self._context
+        devices = own_suspect(context), witness_distance(context)
+        self._witness = Witness(context, every, self._grain_size, self._seed, *devices)
+        self._source, self._state = source, state
         if state.witnessed_step is None:
             state.witnessed_step = 0
 
-    def passes(
-        self, rank_batch: RankBatch, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
-    ) -> Iterator[tuple[MicroBatch, MetricAccumulator, bool]]:
-        """Yield each grain of this rank, for a forward and a backward pass; may yield all grains again.
-
-        With each grain, yields the receiver of its metrics, and if it is the last. Afterwards, the parameters
-        have their gradients.
-        """
-        rank_grains = list(micro_batches)
+    def _accumulate(
+        self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
+    ) -> torch.Tensor | None:
+        rank_batch, rank_grains = step.rank_batch, list(micro_batches)
         num_grains = -(-rank_batch.batch_size // self._grain_size)
         first_number = rank_batch.start // self._grain_size
         witness = self._witness
@@ -85,32 +90,26 @@ class GrainTrainStep(TrainStep):
                 hashes = chosen_hashes if is_used and number == chosen else None
                 self._seed_grain(rank_batch, number)
                 with self._gradients.grain(used_number, is_last=is_last, hashes=hashes):
-                    yield grain._replace(batch=align_tensors(grain.batch)), scalars, is_last
+                    grain = grain._replace(batch=align_tensors(grain.batch))
+                    self._run_micro_batch(rank_batch, grain, scalars, is_last)
                 self._insert(sums, scalars, used_number, is_first=number == first_number)
             if witness is not None:
                 self._compare(witness, rank_batch, chosen_hashes if chosen is not None else None)
             if self._gradients.finish():
                 break
         rng.seed_all(rng.derive_seed(self._seed, "step", rank_batch.step))
-
-    def _seed_grain(self, rank_batch: RankBatch, number: int) -> None:
-        rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
-
-    def _accumulate(
-        self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator
-    ) -> torch.Tensor | None:
-        for grain, scalars, is_last in self.passes(step.rank_batch, micro_batches, sums):
-            self._run_micro_batch(step.rank_batch, grain, scalars, is_last)
         counts = sums.values.get(TOKENS_FIELD)
         if counts is None:
             return None
         counts = torch.as_tensor(counts).to(self._context.device, copy=True)
         if self._context.is_distributed:
             dist.all_reduce(counts)
-        return torch.tensor(step.rank_batch.batch_size / max(exact_sum(counts.tolist()), 1.0))
+        return torch.tensor(rank_batch.batch_size / max(exact_sum(counts.tolist()), 1.0))
+
+    def _seed_grain(self, rank_batch: RankBatch, number: int) -> None:
+        rng.seed_all(rng.derive_seed(self._seed, "grain", rank_batch.step, number))
 
     def _compare(self, witness: Witness, rank_batch: RankBatch, chosen_hashes: dict[int, int] | None) -> None:
-
         def recompute(number: int) -> int:
             hashes: dict[int, int] = {}
             grain = self._source.grain(rank_batch.step, number)
@@ -181,7 +180,7 @@ def _check(strategy: Strategy, settings: TrainerConfig, optimization: OptimizerS
         "training_step accepts optimizer_idx. Remove this parameter, and return one loss for all "
         "optimizers": takes_optimizer_idx(module),
         "an optimizer updates a parameter that no module contains, so the gradient of this parameter would "
-        "not be summed. Assign the parameter to the module. In a session, pass the module to prepare()": (
+        "not be summed. Assign the parameter to the module": (
             strategy.has_complete_state and not trained.issubset(module.parameters())
         ),
         f"{name}, and {type(module).__name__}.training_step_end combines samples, but their number is "

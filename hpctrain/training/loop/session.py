@@ -1,13 +1,12 @@
-"""Session for a custom training loop: ranks, data order, checkpoints and the coordinated stop."""
+"""Provide ranks, data order, checkpoints and the coordinated stop to a custom training loop."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,19 +19,15 @@ from hpctrain.rundir import RunDir, output_folder
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
-from hpctrain.training.base.metric_accumulator import TOKENS_FIELD, MetricAccumulator
+from hpctrain.training.base.metric_accumulator import TOKENS_FIELD
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.data.loader_config import to_device
-from hpctrain.training.data.step_source import StepData
-from hpctrain.training.determinism.fixed_point import exact_norm
-from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.training_loop import TrainingLoop, build_training_loop
 from hpctrain.training.module import Module, check_initialized
-from hpctrain.training.optim.optimizer_setup import LRScheduler, parameters_of
+from hpctrain.training.optim.optimizer_setup import LRScheduler
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies import Strategy, resolve_strategy
-from hpctrain.training.strategies.base import broadcast_tensors
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: The options of `TrainerConfig` that a custom loop may set.
@@ -40,7 +35,7 @@ _OPTIONS = (
     *("checkpoint_every", "checkpoint_async", "keep_last", "keep_every", "local_checkpoints"),
     *("memory_copies", "on_bad_loss", "loss_spike_threshold", "log_every", "loggers", "hparams"),
     *("record_samples", "num_workers", "prefetch_factor", "dataloader_timeout_s", "seed_samples"),
-    *("collate_fn", "elastic_determinism", "grain_size"),
+    "collate_fn",
 )
 
 
@@ -73,11 +68,11 @@ def session(
     # the ranks cannot agree on a stop yet.
     context = init_distributed(ranks, os.environ)
     with capture_stop_signals(repeats_late=True) as stop:
-        own_loop = Session(context, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
+        custom_loop = Session(context, {"seed": seed, "run_dir": run_dir, **options}, run, stop)
         try:
-            yield own_loop
+            yield custom_loop
         except BaseException as error:
-            own_loop._training.record_exception(error)
+            custom_loop._training.record_exception(error)
             raise
 
 
@@ -99,17 +94,10 @@ class Session:
         self.weight = 1.0
         self.ending: str | None = None
         self._options, self._run, self._stop = options, run, stop
-        self._is_elastic = bool(options.get("elastic_determinism"))
-        self._deferred: list[Callable[[], Any]] = []
-        self._scalars: MetricAccumulator | None = None
         self._prepared = _PreparedModules()
         self._loop: TrainingLoop | None = None
-        self._training = TrainingMarker(
-            "the loop over batches()", None if run is None else run.path, os.environ
-        )
+        self._training = TrainingMarker("the loop over batches()", run and run.path, os.environ)
         self._part = 1.0
-        self._hidden: list[tuple[nn.Parameter, _HiddenGradient]] = []
-        self._has_backward = False
 
     @property
     def is_main(self) -> bool:
@@ -149,22 +137,18 @@ class Session:
         max_steps: int | None = None,
         max_epochs: int | None = None,
     ) -> Iterator[Any]:
-        """Yield this rank's share of each global batch, on its device: one per optimizer step.
-
-        With `elastic_determinism`, yield each grain of the share; the grains of a step may be repeated. The
-        `step` calls of optimizers and schedulers then take effect after the last grain of the step.
+        """Collective. Yield this rank's share of each global batch, on its device: one per optimizer step.
 
         Loads the newest checkpoint first. The loop body performs the step; a due checkpoint is saved when the
-        loop requests the next batch. All ranks must iterate to the end, once per session.
+        loop requests the next batch. Iterate to the end, once per session.
 
         Raises:
             SystemExit: with code 75, after a stop signal, when the state is saved.
             UserError: `prepare` was not called, or the data set is not usable.
         """
         with self._training as training:
-            self._loop = self._make_loop(
-                dataset, global_batch_size=global_batch_size, max_steps=max_steps, max_epochs=max_epochs
-            )
+            length = {"max_steps": max_steps, "max_epochs": max_epochs}
+            self._loop = self._make_loop(dataset, global_batch_size=global_batch_size, **length)
             yield from self._batches(training, self._loop)
 
     def end(self, reason: str = "end() was called") -> None:
@@ -177,16 +161,13 @@ class Session:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, a mean over this rank's batch, multiplied by `weight`."""
-        self._has_backward = True
-        self._reset_gradients(hidden=False)
         torch.autograd.backward(loss if self.weight == 1.0 else loss * self.weight)
-        self._reset_gradients(hidden=True)
 
     def log(self, **scalars: torch.Tensor | float) -> None:
-        """Average `scalars` over the global batch; show and log them with the step.
+        """Collective. Average `scalars` over the global batch; show and log them with the step.
 
-        Each value must be a mean over the yielded batch. Every rank must call this for every batch, with the
-        same names. If a name is logged twice, the last value is used.
+        Each value must be a mean over the yielded batch. Call this for every batch, with the same names. If a
+        name is logged twice, the last value is used.
         """
         if self._loop is None:
             raise UserError("log() was called before the loop over batches(). Call log() inside this loop.")
@@ -194,26 +175,8 @@ class Session:
             raise UserError(
                 f"log() received {TOKENS_FIELD!r}, which has a special meaning. Log it with another name."
             )
-        metrics = self._scalars or self._loop.metrics
-        metrics.put({name: torch.as_tensor(value) for name, value in scalars.items()}, self._part)
-
-    def clip_gradients(self, max_norm: float) -> None:
-        """Scale the gradients of all prepared optimizers down to a norm of at most `max_norm`.
-
-        Call this between the backward pass and the optimizer's step. With `elastic_determinism`, the norm
-        does not depend on the number of ranks.
-        """
-        parameters = [p for optimizer in self._prepared.optimizers for p in parameters_of(optimizer)]
-        if not self._is_elastic:
-            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-            return
-
-        def clip() -> None:
-            norm = exact_norm(parameters, self._context)
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-
-        self._deferred.append(clip)
+        values = {name: torch.as_tensor(value) for name, value in scalars.items()}
+        self._loop.metrics.put(values, self._part)
 
     def _make_loop(self, dataset: Any, **length: Any) -> TrainingLoop:
         if not self._prepared.optimizers:
@@ -228,19 +191,9 @@ class Session:
             )
         settings = TrainerConfig(**length, **self._options)
         resolve_strategy(settings, os.environ)
-        if self._is_elastic:
-            trained = [p for p in self._prepared.parameters() if p.requires_grad]
-            self._hidden = [(p, _HiddenGradient.like(p)) for p in trained]
+        callbacks, data = CallbackList((), self, self._prepared), (dataset, None)
         return build_training_loop(
-            settings=settings,
-            module=self._prepared,
-            context=self._context,
-            train_dataset=dataset,
-            val_dataset=None,
-            callbacks=CallbackList((), self, self._prepared),
-            run=self._run,
-            environ=os.environ,
-            stop=self._stop,
+            *(settings, self._prepared, self._context, data, callbacks, self._run, os.environ, self._stop),
             strategy=_PreparedStrategy,
         )
 
@@ -250,80 +203,28 @@ class Session:
         message = remark_on_unsaved(saved, "Pass them to prepare().")
         if message and self.is_main:
             print(f"hpctrain: {message}", flush=True)
-        try:
-            with closing(loop.steps()) as steps:
-                for step in steps:
-                    training.step = self.step
-                    if isinstance(loop.train_step, GrainTrainStep):
-                        yield from self._grains(loop, loop.train_step, step)
-                        continue
-                    self._part = len(step.rank_batch.indices) / step.rank_batch.batch_size
-                    self.weight = self._part * self.ranks.world_size
-                    for micro_batch in step.micro_batches:
-                        yield from self._yield_batch(micro_batch.batch, step)
-        finally:
-            for optimizer in self._prepared.optimizers if self._is_elastic else ():
-                for name in ("step", "zero_grad"):
-                    vars(optimizer).pop(name, None)
-
-    def _grains(self, loop: TrainingLoop, train_step: GrainTrainStep, step: StepData) -> Iterator[Any]:
-        rates: list[Any] = []
-        for grain, scalars, _ in train_step.passes(step.rank_batch, step.micro_batches, loop.metrics):
-            self._deferred.clear()
-            self._has_backward, self._scalars = False, scalars
-            self._part = self.weight = grain.num_samples / step.rank_batch.batch_size
-            try:
-                yield from self._yield_batch(grain.batch, step)
-            finally:
-                self._reset_gradients(hidden=False)
-            if not self._has_backward:
-                raise UserError(
-                    "The loop body did not call session.backward(loss), which elastic_determinism needs "
-                    "in order to weight the loss of each grain. Replace loss.backward() with "
-                    "session.backward(loss)."
-                )
-            groups = (group for optimizer in self._prepared.optimizers for group in optimizer.param_groups)
-            before, rates = rates, [group["lr"] for group in groups]
-            if before and rates != before:
-                raise UserError(
-                    "The loop body changed a learning rate between two grains of a step. Pass the scheduler "
-                    "to prepare(), and call step() on the scheduler that prepare() returns. This call takes "
-                    "effect at the end of the step."
-                )
-        self._scalars = None
-        for call in self._deferred:
-            call()
-        self._reset_gradients(hidden=False)
-
-    def _yield_batch(self, batch: Any, step: StepData) -> Iterator[Any]:
-        try:
-            yield to_device(batch, self.device)
-        except GeneratorExit:
-            if self.is_main:
-                print(
-                    f"hpctrain: The loop over batches() ended early, in step {step.rank_batch.step}. Work "
-                    "since the last checkpoint is lost. To end training early, call end() and keep "
-                    "iterating until the loop stops.",
-                    flush=True,
-                )
-            raise
-
-    def _reset_gradients(self, *, hidden: bool) -> None:
-        """With elastic_determinism, set all gradients to None, or to placeholders that raise errors."""
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient if hidden else None
-
-    def _defer(self, value: Any) -> Callable[..., None]:
-        step = value.step
-        return lambda: self._deferred.append(step)
+        with closing(loop.steps()) as steps:
+            for step in steps:
+                training.step = self.step
+                self._part = len(step.rank_batch.indices) / step.rank_batch.batch_size
+                self.weight = self._part * self.ranks.world_size
+                for micro_batch in step.micro_batches:
+                    try:
+                        yield to_device(micro_batch.batch, self.device)
+                    except GeneratorExit:
+                        if self.is_main:
+                            print(
+                                f"hpctrain: The loop over batches() ended early, in step "
+                                f"{step.rank_batch.step}. Work since the last checkpoint is lost. To end "
+                                "training early, call end() and keep iterating until the loop stops.",
+                                flush=True,
+                            )
+                        raise
 
     def _prepare(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             check_initialized(value)
             self._prepared.models.append(value.to(self.device))
-            if self._is_elastic and self._context.is_distributed:
-                broadcast_tensors([*value.parameters(), *value.buffers()])
-                return value
             # The copy in an AveragedModel is not trained.
             is_trained = any(p.requires_grad for p in value.parameters()) and type(value) is not AveragedModel
             if not self._context.is_distributed or not is_trained:
@@ -332,45 +233,14 @@ class Session:
             return DistributedDataParallel(value, device_ids=device_ids, gradient_as_bucket_view=True)
         if isinstance(value, torch.optim.Optimizer):
             self._prepared.optimizers.append(value)
-            if self._is_elastic:
-                deferred = self._defer(value)
-                # A scheduler that is created later requires a bound method.
-                value.step = MethodType(lambda _: deferred(), value)  # type: ignore[method-assign]
-                # Each pass begins without gradients.
-                value.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign] # noqa: ARG005
             return value
         if hasattr(value, "step") and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             self._prepared.schedulers.append(value)
-            return _DeferredScheduler(value, self._defer(value)) if self._is_elastic else value
+            return value
         raise UserError(
             f"prepare() received an object of type {type(value).__name__}, but accepts only modules, "
             "optimizers, learning-rate schedulers and gradient scalers."
         )
-
-
-class _HiddenGradient(torch.Tensor):
-    """Placeholder for a gradient before the last grain of a step."""
-
-    @classmethod
-    def like(cls, parameter: nn.Parameter) -> _HiddenGradient:
-        return parameter.detach().new_zeros(()).expand(parameter.shape).as_subclass(cls)
-
-    @classmethod
-    def __torch_function__(cls, *_: object, **__: object) -> NoReturn:
-        raise UserError(
-            "The loop body used a gradient before the last grain of a step, for example in clip_grad_norm_, "
-            "clip_grad_value_ or GradScaler. With elastic_determinism, gradients are not available until "
-            "then. To clip them by norm, call session.clip_gradients(max_norm). Instead of GradScaler, use "
-            "bfloat16. The Trainer also supports gradient_clip_value and precision='16-mixed'."
-        )
-
-
-class _DeferredScheduler:
-    def __init__(self, scheduler: LRScheduler, step: Callable[..., None]) -> None:
-        self._scheduler, self.step = scheduler, step
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
 
 
 class _PreparedModules(Module):
@@ -386,8 +256,6 @@ class _PreparedModules(Module):
 
 class _PreparedStrategy(Strategy):
     """Strategy for prepared modules, which are on their device and synchronize gradients themselves."""
-
-    sums_exactly = True
 
     def place(self) -> None:
         pass

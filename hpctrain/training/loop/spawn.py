@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,14 +31,8 @@ from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signal
 _NOTICE_S = 5.0
 _POLL_INTERVAL_S = 0.05
 
-
-@dataclass(frozen=True)
-class SpawnResult:
-    weights: dict[str, Any]
-    step: int
-    metrics: dict[str, float]
-    callbacks: dict[str, Any]
-    """State of the callbacks, as in a checkpoint."""
+#: Tensors, which are not pickled because that would require twice the memory, and other results.
+SpawnResult = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 def spawn_ranks(
@@ -91,10 +84,8 @@ def _variables(
 ) -> dict[str, str]:
     """Return the variables that torchrun would set for a rank, with all ranks on this machine."""
     variables = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(len(places)),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(len(places)),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(places))),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -102,8 +93,7 @@ def _variables(
         "TORCHELASTIC_RUN_ID": f"spawned-{os.getpid()}",
         "GLOO_SOCKET_IFNAME": environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    gpus = [place for place in places if place is not None]
-    if gpus:
+    if gpus := [place for place in places if place is not None]:
         names = visible_devices(environ)
         variables[VISIBLE_VARIABLE] = ",".join(str(gpu) if names is None else names[gpu] for gpu in gpus)
     return variables
@@ -119,9 +109,11 @@ def _run_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[s
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(variables["WORLD_SIZE"])))
     try:
         train, arguments = pickle.loads(Path(folder, "call").read_bytes())
-        result = train(**arguments)
+        tensors, values = train(**arguments)
         if rank == 0:
-            _write_result(Path(folder), result)
+            torch.save(tensors, Path(folder, "tensors"))
+            pickled = dumps(values, "Trainer.fit", [("its return value", values)])
+            Path(folder, "values").write_bytes(pickled)
     except Exception as error:  # noqa: BLE001 (the caller raises it)
         kind = UserError if isinstance(error, UserError) else HpctrainError
         text = str(error) if kind is UserError else traceback.format_exc()
@@ -129,23 +121,11 @@ def _run_rank(folder: str, rank: int, variables: Mapping[str, str], argv: list[s
         raise SystemExit(1) from None
 
 
-def _write_result(folder: Path, result: SpawnResult) -> None:
-    """Write tensors separately: pickling would require twice the memory."""
-    tensors = {name: value for name, value in result.weights.items() if isinstance(value, torch.Tensor)}
-    torch.save(tensors, folder / "tensors")
-    pickled = replace(result, weights={n: v for n, v in result.weights.items() if n not in tensors})
-    (folder / "result").write_bytes(dumps(pickled, "Trainer.fit", [("its return value", pickled)]))
-
-
-def _read_result(folder: Path) -> SpawnResult:
-    result: SpawnResult = pickle.loads((folder / "result").read_bytes())
-    return replace(result, weights={**torch.load(folder / "tensors", weights_only=True), **result.weights})
-
-
 def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
     codes = [process.exitcode for process in processes]
-    if all(code == 0 for code in codes):
-        return _read_result(folder)
+    if not any(codes):
+        tensors = torch.load(folder / "tensors", weights_only=True)
+        return tensors, pickle.loads((folder / "values").read_bytes())
     if all(code in (0, EXIT_CONTINUE) for code in codes):
         raise SystemExit(EXIT_CONTINUE)
     # The first failure is the cause; later failures only report the lost rank.
@@ -162,33 +142,30 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
 
 
 def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
-    is_told = False
-    while any(process.is_alive() for process in processes):
-        if stop.signal_name and not is_told:
-            is_told = True
-            for process in processes:
-                if process.is_alive():
-                    os.kill(process.pid, getattr(signal, stop.signal_name))
+    is_forwarded = False
+    while running := [process for process in processes if process.is_alive()]:
+        if stop.signal_name and not is_forwarded:
+            is_forwarded = True
+            for process in running:
+                os.kill(process.pid, getattr(signal, stop.signal_name))
         if any(process.exitcode not in (None, 0, EXIT_CONTINUE) for process in processes):
             deadline = time.monotonic() + _NOTICE_S
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
             return
-        wait([process.sentinel for process in processes if process.is_alive()], _POLL_INTERVAL_S)
+        wait([process.sentinel for process in running], _POLL_INTERVAL_S)
 
 
 @contextmanager
 def _hide_main_module() -> Iterator[None]:
     """Prevent multiprocessing from importing the script, which would start the training again."""
-    main = sys.modules["__main__"]
-    hidden: dict[str, Any] = {
-        name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
-    }
-    main.__spec__ = None
+    main = vars(sys.modules["__main__"])
+    hidden: dict[str, Any] = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
     try:
         yield
     finally:
-        vars(main).update(hidden)
+        main.update(hidden)
 
 
 @contextmanager

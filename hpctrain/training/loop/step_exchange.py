@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
 
 from hpctrain.errors import UserError
-from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
+from hpctrain.schema import RESERVED_FIELDS
 from hpctrain.text import format_ranks
 from hpctrain.training.base.metric_accumulator import (
     SKIPPED_FIELD,
@@ -34,8 +34,7 @@ from hpctrain.training.replica_check import NUMBERS_PER_MESSAGE
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 
 
-@dataclass(frozen=True)
-class StepFlags:
+class StepFlags(NamedTuple):
     """Requests of a rank, or combined requests of all ranks."""
 
     stop: bool = False
@@ -125,10 +124,9 @@ class StepExchange:
         return False
 
     def complete_step(self, rank_batch: RankBatch, metrics: MetricAccumulator) -> StepFlags | None:
-        """Exchange a trained step, and advance the state to it.
+        """Exchange a trained step; return the requests if a validation, a save or a stop follows it.
 
-        Returns the requests of the ranks if a validation, a save or a stop follows this step; the state then
-        contains the metrics of the step. Otherwise None: the metrics arrive during the next step.
+        The state then contains the metrics of the step. Otherwise, they arrive during the next step.
         """
         shared, state = self._shared, self._shared.state
         state.step, state.epoch = rank_batch.step, rank_batch.epoch
@@ -186,9 +184,7 @@ class StepExchange:
 
     def _send(self, requests: StepFlags, unfinished: MetricAccumulator | None = None) -> None:
         """Send the recorded steps, this rank's requests, and the loss of an unfinished step, if given."""
-        flags = [*map(float, (requests.stop, requests.save, requests.end))]
-        flags += [requests.stream_ends, requests.copy_every]
-        flags.append(self._batcher.seconds_per_item())
+        flags = [*map(float, requests), self._batcher.seconds_per_item()]
         self._sent, self._recorded = self._recorded, []
         if self._names is None and self._sent:
             self._names = self._agreed_names()
@@ -262,14 +258,12 @@ class StepExchange:
                 cause = self._describe(result.step, cause, self._loss_of_rank(result.step))
                 raise BadStep(result.step, cause)
             if SKIPPED_FIELD not in result.scalars:
-                self._shared.callbacks.step_end(result.step, result.scalars)
+                self._shared.callbacks.call("on_step_end", result.step, result.scalars)
 
     def _loss_of_rank(self, step: int) -> float:
-        for record in self._sent:
-            if record.step == step:
-                loss = record.sums.values.get("loss", 0.0)
-                return float(loss.sum()) if isinstance(loss, torch.Tensor) else loss
-        return 0.0
+        losses = (record.sums.values.get("loss", 0.0) for record in self._sent if record.step == step)
+        loss = next(losses, 0.0)
+        return float(loss.sum()) if isinstance(loss, torch.Tensor) else loss
 
     def _describe(self, step: int, cause: str, own_loss: torch.Tensor | float) -> str:
         finite = self._context.all_gather(math.isfinite(own_loss))

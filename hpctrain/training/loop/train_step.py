@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,25 +14,18 @@ import torch.distributed as dist
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.failure_file import suggest_micro_batch_size
+from hpctrain.text import pluralize
 from hpctrain.torch_compat import BatchNorm
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD, MetricAccumulator
-from hpctrain.training.base.precision import cast_batch, casts_batches, forward_context
-from hpctrain.training.base.tensors import local_part
+from hpctrain.training.base.tensors import cast_batch, forward_context, local_part
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.data.loader_config import needs_transfer, to_device
-from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource
+from hpctrain.training.data.step_source import MicroBatch, StepData
 from hpctrain.training.loop.step_exchange import StepExchange
 from hpctrain.training.module import as_scalars, collect_logged, find_run, has_step_end, takes_optimizer_idx
-from hpctrain.training.optim.micro_batch_size import (
-    add_oom_hint,
-    find_micro_batch_size,
-    fits_in_memory,
-    preserve_state,
-)
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
-from hpctrain.training.training_state import TrainingState
 
 _NOTHING = contextlib.nullcontext()
 
@@ -40,17 +33,17 @@ _NOTHING = contextlib.nullcontext()
 class TrainStep:
     """Optimizer steps, performed by all ranks together. No method waits for the device."""
 
+    #: Maximum number of samples in a micro-batch, because an earlier attempt ran out of memory.
+    max_micro_batch: int | None = None
+    #: Set if the updates of steps with a bad loss are to be skipped.
+    loss_check: StepExchange | None = None
+
     def __init__(
-        self,
-        strategy: Strategy,
-        optimization: OptimizerSetup,
-        settings: TrainerConfig,
-        scaler: torch.amp.GradScaler | None,
-        max_micro_batch: int | None = None,
+        self, strategy: Strategy, optimization: OptimizerSetup, scaler: torch.amp.GradScaler | None
     ) -> None:
         self._strategy, self._module, self._context = strategy, strategy.module, strategy.context
-        self._settings, self._scaler, self._run = settings, scaler, find_run(self._module)
-        self.max_micro_batch = max_micro_batch
+        self._settings = settings = strategy.settings
+        self._scaler, self._run = scaler, find_run(self._module)
         self._optimizers, self._schedulers = optimization.optimizers, optimization.schedulers
         self._optimizers_alternate = takes_optimizer_idx(self._module)
         if self._optimizers_alternate and settings.on_bad_loss == "skip":
@@ -62,12 +55,10 @@ class TrainStep:
         self._runs_backward = strategy.splits_batches and strategy.context.is_distributed
         self._origin = f"{type(self._module).__name__}.training_step"
         self._forward_context = forward_context(settings.precision, self._context.device)
-        self._converts_batches = needs_transfer(self._context.device) or casts_batches(settings.precision)
+        self._converts_batches = needs_transfer(self._context.device) or settings.precision == "bf16-true"
         #: Parts of the batch over which the strategy averages gradients.
         self._num_parts = strategy.data_rank(self._context.ranks).world_size
         self._tokens = TokenCounter(self._context, self._num_parts)
-        #: Set if the updates of steps with a bad loss are to be skipped.
-        self.loss_check: StepExchange | None = None
 
     def run(self, step: StepData, micro_batches: Iterable[MicroBatch], sums: MetricAccumulator) -> None:
         number = step.rank_batch.step
@@ -127,38 +118,15 @@ class TrainStep:
         sums.values.setdefault("loss", math.nan)
         sums.values[SKIPPED_FIELD] = 1.0 / self._context.ranks.world_size
 
-    def micro_batch_size(self, state: TrainingState, source: StepSource | None = None) -> int | None:
-        """Return the maximum size; None for no limit. For "auto", search for it only with `source`."""
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Maximum number of samples in a micro-batch; None for no limit."""
         if self._runs_backward:
             return None
-        size = self._settings.micro_batch_size
-        if size == "auto":
-            if source is not None:
-                self._search_micro_batch_size(source, state)
-            size = None if state.micro_batches is None else state.micro_batches[1]
-        return min(filter(None, [size, self.max_micro_batch]), default=None)
+        return min(filter(None, [self._settings.micro_batch_size, self.max_micro_batch]), default=None)
 
-    def _search_micro_batch_size(self, source: StepSource, state: TrainingState) -> None:
-        module, context = self._module, self._context
-        share, batch_of = source.trial_batches()
-        world_size = context.ranks.world_size
-        if state.micro_batches is not None and state.micro_batches[0] == world_size:
-            # Another size would change the order of additions.
-            trial = min(state.micro_batches[1], share)
-            with preserve_state(module):
-                fits = fits_in_memory(module, context.device, lambda: self._try_out(batch_of(trial)))
-            if context.all_reduce_min(float(fits)) > 0:
-                return
-        size = find_micro_batch_size(module, context, share, lambda count: self._try_out(batch_of(count)))
-        state.micro_batches = (world_size, size)
-
-    def _try_out(self, batch: Any) -> None:
-        batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
-        turn = self._strategy.toggled_optimizer(0) if self._optimizers_alternate else _NOTHING
-        with turn, self._forward_context, collect_logged(self._module, 0):
-            # Ranks must not wait for a rank that runs out of memory.
-            scalars = self._scalars(self._strategy.trial_step(batch))
-        torch.autograd.backward(self._weighted(scalars["loss"], 1.0))
+    def _to_device(self, batch: Any) -> Any:
+        return cast_batch(to_device(batch, self._context.device), self._settings.precision)
 
     def _scalars(self, output: Any) -> dict[str, torch.Tensor]:
         scalars = as_scalars(output, "loss", self._origin)
@@ -198,7 +166,15 @@ class TrainStep:
             self._forward_backward(rank_batch, micro_batch, sums, is_last)
         except torch.OutOfMemoryError as error:
             num_samples = max(micro_batch.num_samples, 1)
-            add_oom_hint(error, self._settings.micro_batch_size, num_samples)
+            remedy = (
+                "Set a smaller micro_batch_size"
+                if num_samples > 1
+                else "Use a smaller model or smaller inputs"
+            )
+            error.add_note(
+                f"hpctrain: This rank processed {pluralize(num_samples, 'sample')} at once "
+                f"(micro_batch_size={self._settings.micro_batch_size!r}). {remedy}."
+            )
             if num_samples > 1 and self._can_split_batches():
                 suggest_micro_batch_size(error, -(-num_samples // 2))
             raise
@@ -213,9 +189,7 @@ class TrainStep:
         self, rank_batch: RankBatch, micro_batch: MicroBatch, sums: MetricAccumulator, is_last: bool
     ) -> None:
         """Add the gradient of a micro-batch, with its weight in the global batch."""
-        batch = micro_batch.batch
-        if self._converts_batches:
-            batch = cast_batch(to_device(batch, self._context.device), self._settings.precision)
+        batch = self._to_device(micro_batch.batch) if self._converts_batches else micro_batch.batch
         rank_samples = micro_batch.num_samples
         with self._forward_context, collect_logged(self._module, rank_samples) as logged:
             output, num_samples = self._strategy.training_step(batch, rank_batch.batch_idx, rank_samples)
@@ -283,21 +257,19 @@ class TrainStep:
     def _step_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
         """Update the parameters; schedules and checkpoints see the configured learning rates."""
         factor = lr_factor(self._settings, step)
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups if factor != 1.0]
         rates = [group["lr"] for group in groups]
         try:
-            if factor != 1.0:
-                for group in groups:
-                    group["lr"] = group["lr"] * factor
+            for group in groups:
+                group["lr"] = group["lr"] * factor
             for optimizer in optimizers:
                 if self._scaler is None:
                     optimizer.step()
                 else:
                     self._scaler.step(optimizer)
         finally:
-            if factor != 1.0:
-                for group, rate in zip(groups, rates, strict=True):
-                    group["lr"] = rate
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _clear_gradients(self) -> None:
         for optimizer in self._optimizers:
@@ -312,16 +284,17 @@ class TrainStep:
         if not self._schedulers:
             return
         # Schedules also count steps without an update.
-        with _suppress_order_warning() if self._scaler and step == 1 else _NOTHING:
+        with warnings.catch_warnings() if self._scaler and step == 1 else _NOTHING:
+            if self._scaler and step == 1:  # the optimizer may skip its first step because of float16
+                warnings.filterwarnings("ignore", message=".*lr_scheduler.step.* before .*optimizer.step")
             for scheduler in self._schedulers:
                 scheduler.step()
 
 
 class TokenCounter:
-    """Token counter for losses that are means over tokens.
+    """Weights of losses that are means over tokens, as if each sample had one token, until a final factor.
 
-    The token count of the global batch is available only after the last micro-batch of every rank. Until
-    then, a loss is weighted as if each sample had one token. A final factor for the gradients corrects this.
+    The token count of the global batch is available only after the last micro-batch of every rank.
     """
 
     def __init__(self, context: DistributedContext, world_size: int) -> None:
@@ -366,11 +339,3 @@ def lr_factor(settings: TrainerConfig, step: int) -> float:
 def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
-
-
-@contextlib.contextmanager
-def _suppress_order_warning() -> Iterator[None]:
-    """Suppress torch's warning if the optimizer skips its first step because of float16."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.* before .*optimizer.step")
-        yield

@@ -12,38 +12,31 @@ from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader
 
-from hpctrain.errors import BadLoss, UserError
-from hpctrain.records.rank_phase import RankPhase
+from hpctrain.errors import UserError
 from hpctrain.rundir import MICRO_BATCH_VARIABLE, VERIFY_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
+from hpctrain.schema import RankPhase
 from hpctrain.telemetry.hparams import collect_hparams
 from hpctrain.telemetry.loggers import find_loggers
 from hpctrain.text import pluralize
 from hpctrain.training.base import rng
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
-from hpctrain.training.base.precision import cast_module, make_scaler
+from hpctrain.training.base.tensors import cast_module, make_scaler
 from hpctrain.training.callbacks import CallbackList
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.dataset_adapters import make_step_source, make_validation_set
 from hpctrain.training.data.loader_config import make_loader_config
-from hpctrain.training.data.step_source import MapStepSource, StepData, StopCondition
+from hpctrain.training.data.step_source import StepData, StopCondition
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
-from hpctrain.training.determinism.witness import Witness, witness_distance
 from hpctrain.training.loop.evaluation import Validator
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
-from hpctrain.training.loop.lightning_step import LightningTrainStep
 from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.module import Module, check_initialized, find_run, is_manual, takes_optimizer_idx
-from hpctrain.training.observe.environment_info import (
-    collect_environment,
-    count_rank_cpus,
-    hash_code,
-    warn_too_few_workers,
-)
+from hpctrain.training.observe.environment_info import collect_environment, hash_code
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, LossGuard, bad_loss
 from hpctrain.training.observe.run_writer import Progress, RunWriter, StepResult
@@ -56,7 +49,7 @@ from hpctrain.training.optim.optimizer_setup import (
 )
 from hpctrain.training.optim.resumed_values import check_ends, inner_scheduler
 from hpctrain.training.optim.step_transforms import activation_checkpointing, compile_steps
-from hpctrain.training.replica_check import ReplicaCheck, own_suspect
+from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 from hpctrain.training.strategies import Strategy, find_strategy
 from hpctrain.training.trainer_config import TrainerConfig
@@ -83,8 +76,6 @@ class TrainingLoop:
         self._exchange = StepExchange(shared, validator, checkpoints)
         if shared.state.loss_guard.policy == "skip":
             train_step.loss_check = self._exchange
-        self._cpus = count_rank_cpus(shared.context.ranks.local_world_size)
-        self._has_warned = False
         self.state, self.last_step = shared.state, shared.source.last_step
         self.metrics = MetricAccumulator()
 
@@ -117,7 +108,7 @@ class TrainingLoop:
                 except BadStep as bad:
                     self._roll_back(bad)
             shared.context.barrier()
-            shared.callbacks.fit_end()
+            shared.callbacks.call("on_fit_end", self.state.step)
         activity.set_phase(RankPhase.END)
         self._print_hint(shared.strategy.finish())
 
@@ -135,7 +126,6 @@ class TrainingLoop:
                 shared.compute_timer.begin()
                 yield step
                 shared.compute_timer.end()
-            self._warn_of_waits()
             requests = self._exchange.complete_step(step.rank_batch, self.metrics)
             if requests is None:
                 continue
@@ -159,14 +149,6 @@ class TrainingLoop:
                 break
             self._exchange.begin()
 
-    def _warn_of_waits(self) -> None:
-        if not self._has_warned:
-            waited_s, all_s = self._shared.step_timer.data_wait()
-            num_workers = self._shared.source.loading.num_workers
-            hint = warn_too_few_workers(waited_s, all_s, num_workers, self._cpus)
-            self._has_warned = hint is not None
-            self._print_hint(hint)
-
     def _roll_back(self, bad: BadStep) -> None:
         shared, guard = self._shared, self.state.loss_guard
         newest = self._checkpoints.finish_pending()
@@ -179,8 +161,9 @@ class TrainingLoop:
             reason = "there is no checkpoint to return to (on_bad_loss='rollback')"
         action = "stop" if reason else "rollback"
         shared.log.write_event("bad_loss", step=bad.step, cause=bad.cause, action=action)
+        can_skip = not shared.settings.elastic_determinism
         if reason:
-            raise self._bad_loss(bad, reason, newest)
+            raise bad_loss(bad.cause, reason, newest, guard.policy, can_skip=can_skip)
         shared.progress.print_message(
             f"hpctrain: {bad.cause}, so training returns to {newest} and excludes the batch of this step"
         )
@@ -194,17 +177,13 @@ class TrainingLoop:
                 "train_dataset has no state_dict() or load_state_dict(), so training cannot return to an "
                 "earlier sample (on_bad_loss='rollback')"
             )
-            raise self._bad_loss(bad, reason, newest)
+            raise bad_loss(bad.cause, reason, newest, guard.policy, can_skip=can_skip)
         for message in self.state.remarks:
             self._print_hint(message)
         if shared.replica_check is not None:
             shared.replica_check.reset()
         shared.source.begin(self.state.step)
         self.state.finished = False
-
-    def _bad_loss(self, bad: BadStep, reason: str, newest: str | None) -> BadLoss:
-        can_skip = not self._shared.settings.elastic_determinism
-        return bad_loss(bad.cause, reason, newest, self.state.loss_guard.policy, can_skip=can_skip)
 
     def _check_schedules(self, *, is_advanced: bool) -> None:
         """Refuse or note schedules that end before training, unless a callback has changed them."""
@@ -224,7 +203,8 @@ class TrainingLoop:
         shared, state = self._shared, self.state
         activity.set_phase(RankPhase.LOAD)
         self._checkpoints.resume()
-        self._validator.limit_batches(self.train_step.micro_batch_size(state))
+        shared.source.micro_batch_size = limit = self.train_step.micro_batch_size
+        self._validator.limit_batches(limit)
         remedy = _TRAINER_REMEDY if advances_schedules else _SESSION_REMEDY
         ignored = [f"{value} {remedy}" for value in state.ignored]
         for message in (*shared.source.remarks, *shared.strategy.remarks, *ignored, *state.remarks):
@@ -240,7 +220,7 @@ class TrainingLoop:
             shared.module.train()
         if state.step == 0:
             self._validator.check_sanity()
-        shared.callbacks.fit_start(state.step)
+        shared.callbacks.call("on_fit_start", state.step)
         self._check_schedules(is_advanced=advances_schedules)
         shared.end_if_requested()
         if self._validator.due():  # a stop was requested before or during this validation
@@ -252,14 +232,11 @@ class TrainingLoop:
             shared.progress.print_message(
                 f"training is already complete: step {state.step} was the last step"
             )
-        else:
-            shared.source.micro_batch_size = self.train_step.micro_batch_size(state, shared.source)
-            self._validator.limit_batches(shared.source.micro_batch_size)
-            if (limit := self.train_step.max_micro_batch) is not None:
-                self._print_hint(
-                    f"Micro-batches are limited to {pluralize(limit, 'sample')}, because an earlier "
-                    "attempt ran out of GPU memory. The gradients are the same except for rounding."
-                )
+        elif (limit := self.train_step.max_micro_batch) is not None:
+            self._print_hint(
+                f"Micro-batches are limited to {pluralize(limit, 'sample')}, because an earlier attempt ran "
+                "out of GPU memory. The gradients are the same except for rounding."
+            )
 
     def _save_and_exit(self) -> NoReturn:
         self._log_step()
@@ -278,20 +255,19 @@ class TrainingLoop:
 
 
 def build_training_loop(
-    *,
     settings: TrainerConfig,
     module: Module,
     context: DistributedContext,
-    train_dataset: Any,
-    val_dataset: Any,
+    data: tuple[Any, Any],
     callbacks: CallbackList,
     run: RunDir | None,
     environ: Mapping[str, str],
     stop: StopFlag,
     strategy: type[Strategy] | None = None,
 ) -> TrainingLoop:
+    """Collective. Return a loop over the training set in `data`, with validations if there is another set."""
     check_initialized(module)
-    ranks = context.ranks
+    ranks, (train_dataset, val_dataset) = context.ranks, data
     has_grain_size = settings.given.keys() & {"grain_size", "micro_batch_size", "global_batch_size"}
     if settings.elastic_determinism and isinstance(train_dataset, DataLoader) and not has_grain_size:
         raise UserError(
@@ -326,27 +302,26 @@ def build_training_loop(
     callbacks.check(validates=val_data is not None and settings.validate_every is not None)
     cast_module(module, settings.precision)
     placed = strategy_class(module, context, settings)
-    module_in_use = find_run(module)
-    if module_in_use is not None:
-        module_in_use.source = source
+    module_run = find_run(module)
+    if module_run is not None:
+        module_run.source = source
     optimization = _configure_optimizers(placed, module)
     has_shards = context.is_distributed and not placed.has_complete_state
     scaler = make_scaler(settings.precision, context.device, has_shards=has_shards)
-    max_micro_batch = environ.get(MICRO_BATCH_VARIABLE)
     determinism = ElasticDeterminism(context, settings.grain_size) if settings.grain_size else None
     train_step: TrainStep
-    if module_in_use is not None and module_in_use.has_hooks:
-        train_step = LightningTrainStep(module_in_use, placed, optimization, settings, scaler)
-    elif determinism is not None:
-        train_step = GrainTrainStep(determinism, placed, optimization, settings, scaler)
+    if determinism is not None:
+        train_step = GrainTrainStep(determinism, placed, optimization, scaler)
+    elif module_run is not None and module_run.step_class is not None:
+        train_step = module_run.step_class(placed, optimization, scaler)
     else:
-        limit = int(max_micro_batch) if max_micro_batch else None
-        train_step = TrainStep(placed, optimization, settings, scaler, limit)
+        train_step = TrainStep(placed, optimization, scaler)
+        train_step.max_micro_batch = int(environ.get(MICRO_BATCH_VARIABLE) or 0) or None
     guard = LossGuard(settings, has_scaler=scaler is not None)
     state = TrainingState(module, optimization, source, guard)
-    if module_in_use is not None:
-        module_in_use.state = state
-        module_in_use.proxy.optimizers = module_in_use.proxy.optimizers or [*state.optimizers]
+    if module_run is not None:
+        module_run.state = state
+        module_run.proxy.optimizers = module_run.proxy.optimizers or [*state.optimizers]
     state.determinism = determinism
     state.scaler, state.callbacks, state.algorithm = scaler, callbacks, placed.algorithm
     progress = Progress(source.last_step, settings.global_batch_size, is_main=ranks.is_main)
@@ -357,22 +332,7 @@ def build_training_loop(
             "the assignment of grains to ranks, and gradients are not compared."
         )
     elif isinstance(train_step, GrainTrainStep) and settings.witness_every and context.is_distributed:
-        assert isinstance(source, MapStepSource)
-        assert settings.grain_size is not None
-        if source.loading.num_workers and source.loading.worker_init_fn is not None:
-            raise UserError(
-                "witness_every recomputes grains in the main process, without the DataLoader's "
-                "worker_init_fn. Remove witness_every or worker_init_fn, or set num_workers=0."
-            )
-        witness = Witness(
-            context,
-            settings.witness_every,
-            settings.grain_size,
-            settings.seed,
-            own_suspect(context),
-            witness_distance(context),
-        )
-        train_step.add_witness(witness, source, state)
+        train_step.add_witness(settings.witness_every, source, state)
     if notice is not None:
         progress.print_message(f"hpctrain: {notice}")
     shared = Components(

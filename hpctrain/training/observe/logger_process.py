@@ -1,20 +1,19 @@
-"""Loggers of a training run, in a separate process of rank 0."""
+"""Run the loggers of a training run in a separate process of rank 0."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
-from hpctrain.buffered_writer import ReportMessage
+from hpctrain.records.buffered_writer import ReportMessage
 from hpctrain.records.serialization import dumps
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.sidecar import Sidecar
 from hpctrain.telemetry.hparams import applied_hparams
 from hpctrain.telemetry.loggers import Logger, TrainingEnd
-from hpctrain.telemetry.loggers.process import LoggerConfig
+from hpctrain.telemetry.loggers.dispatcher import LoggerConfig
 from hpctrain.training.optim.resumed_values import IgnoredValue
 
 #: Seconds for the last lines of the loggers. The time is short after a stop or a failure, because others wait
@@ -42,10 +41,9 @@ class LoggerProcess:
         elif loggers and run is not None:
             named_loggers = [(f"the logger {logger.name!r}", logger) for logger in loggers]
             pickled = dumps(list(loggers), "Trainer", named_loggers)
-            plain = {
-                name: value for name, value in environment.items() if name not in ("settings", "hparams")
-            }
-            config, hparams = {**plain, **environment["settings"]}, environment.get("hparams", {})
+            config = {**environment, **environment["settings"]}
+            del config["settings"]
+            hparams = config.pop("hparams", {})
             self._config = LoggerConfig(str(run.path), config, [*sys.path], pickled, hparams)
 
     def __enter__(self) -> Self:
@@ -55,7 +53,7 @@ class LoggerProcess:
         if self._config is None:
             return
         try:
-            self._process = Sidecar("hpctrain.telemetry.loggers.process")
+            self._process = Sidecar("hpctrain.telemetry.loggers.dispatcher")
         except OSError as error:
             self._print_message(
                 f"hpctrain: cannot start a process for the loggers, so they receive no metrics: {error}"
@@ -65,14 +63,12 @@ class LoggerProcess:
             config = replace(self._config, config={**self._config.config, **hparams}, hparams=hparams)
             self._process.write(config.to_bytes())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._process is None:
             return
-        ending: TrainingEnd = (
-            "completed" if kind is None else "stopped" if isinstance(error, SystemExit) else "failed"
-        )
+        ending: TrainingEnd = "completed" if kind is None else "failed"
+        if issubclass(kind or Exception, SystemExit):
+            ending = "stopped"
         if not self._process.stop(_LIMITS_S[ending], ending):
             self._print_message(
                 f"hpctrain: The loggers did not finish within {_LIMITS_S[ending]:g} s, so their output "

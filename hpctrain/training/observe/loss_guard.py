@@ -1,4 +1,4 @@
-"""Detection of bad losses: not finite, or far above the previous losses; and the record of excluded steps."""
+"""Detect losses that are not finite, or far above the previous losses, and record excluded steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from hpctrain.errors import BadLoss
 from hpctrain.runtime.failure_file import mark_non_retryable
+from hpctrain.schema import Event
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -44,13 +45,6 @@ class SpikeDetector:
         deviation = max(deviation, _MIN_DEVIATION * abs(middle))
         return middle + self.threshold * deviation if deviation else math.inf
 
-    def is_spike(self, loss: float) -> bool:
-        if not self._sorted:
-            return False
-        middle = _median(self._sorted)
-        # Most losses are too close to the median for any deviation, which takes longer to compute.
-        return loss > middle + self.threshold * _MIN_DEVIATION * abs(middle) and loss > self.limit()
-
     def add(self, loss: float) -> None:
         self.losses.append(loss)
         insort(self._sorted, loss)
@@ -83,8 +77,8 @@ class LossGuard:
             return f"the loss is {loss}" if is_bad else None
         if self._spikes is None:
             return None
-        if self._spikes.is_spike(loss):
-            return f"the loss is {loss:.6g}, above the spike limit of {self._spikes.limit():.6g}"
+        if loss > (limit := self._spikes.limit()):
+            return f"the loss is {loss:.6g}, above the spike limit of {limit:.6g}"
         self._spikes.add(loss)
         return None
 
@@ -129,12 +123,12 @@ def bad_loss(cause: str, reason: str, newest: str | None, policy: str | None, *,
     return error
 
 
-def read_excluded_steps(events: Iterable[Mapping[str, Any]]) -> list[int]:
+def read_excluded_steps(events: Iterable[Event]) -> list[int]:
     """Return the steps that a run excluded when it returned to an earlier checkpoint."""
     return [
-        event["step"]
+        event.step
         for event in events
-        if event["kind"] == "bad_loss" and event.get("action") == "rollback" and event.get("step")
+        if event.kind == "bad_loss" and event.action == "rollback" and event.step
     ]
 
 

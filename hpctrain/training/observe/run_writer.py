@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from hpctrain.buffered_writer import BufferedLineWriter, ReportMessage
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.files import make_folder
+from hpctrain.records.buffered_writer import BufferedLineWriter, ReportMessage
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.telemetry.accounting.metric_fields import RESERVED_FIELDS
+from hpctrain.schema import RESERVED_FIELDS, StepRecord
 from hpctrain.text import format_number
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.observe.step_timers import TimingSample
@@ -59,9 +59,8 @@ class Progress:
         self._counted = counted_at, step
         if before is None:
             return ""
-        return (
-            f"  {format_number((step - before[1]) * self._batch_size / (counted_at - before[0]))} samples/s"
-        )
+        rate = (step - before[1]) * self._batch_size / (counted_at - before[0])
+        return f"  {format_number(rate)} samples/s"
 
 
 def format_scalars(scalars: Mapping[str, float]) -> str:
@@ -91,34 +90,30 @@ class RunWriter:
         record_samples: bool = False,
         last_step: int | None = None,
     ) -> None:
-        """Agree on the number of the attempt (collective)."""
+        """Collective. Agree on the number of the attempt."""
         self.run, self._attempt, self._log_every = run, 0, log_every
         # Written to the first line of each attempt, because its value may change between attempts.
-        self._first_line = {} if last_step is None else {"last_step": last_step}
-        self._events = self._metrics = self._environment = self._samples = None
+        self._last_step = last_step
+        self._files: dict[str, BufferedLineWriter] = {}
         if run is None:
             return
         rank, number = context.ranks.rank, environ.get(ATTEMPT_VARIABLE)
         self._attempt = context.broadcast_from_main(
             int(number) if number else (run.new_attempt() if rank == 0 else None)
         )
-        if rank == 0:
-            with suppress(OSError):  # reported when a line cannot be written
-                make_folder(run.path)
-            self._events = BufferedLineWriter(run.events, print_message)
-            self._metrics = BufferedLineWriter(run.metrics, print_message)
-            self._environment = BufferedLineWriter(run.environment, print_message)
+        names = ("events", "metrics", "environment") if rank == 0 else ()
+        paths: dict[str, Path] = {name: getattr(run, name) for name in names}
         if record_samples:
-            self._samples_path = run.samples(self._attempt, rank)
-            self._samples = BufferedLineWriter(self._samples_path, print_message)
-            self._make_samples_folder()
+            paths["samples"] = run.samples(self._attempt, rank)
+        self._files = {name: BufferedLineWriter(path, print_message) for name, path in paths.items()}
+        self._folders = {path.parent for path in paths.values()}
+        self._make_folders()
 
     def is_asked_to_requeue(self) -> bool:
         return self.run is not None and self.run.is_asked_to_requeue(self._attempt)
 
     def write_event(self, kind: EventKind, **fields: Any) -> None:
-        if self._events is not None:
-            self._events.append(event_record(kind, self._attempt, **fields))
+        self._append("events", event_record(kind, self._attempt, **fields))
 
     def write_resumed(self, step: int, path: Path, seconds: float, broken: Sequence[str] = ()) -> None:
         self.write_event("resumed", step=step, checkpoint=str(path), broken=[*broken], seconds=seconds)
@@ -131,48 +126,44 @@ class RunWriter:
         )
 
     def write_environment(self, values: Mapping[str, Any]) -> None:
-        if self._environment is not None:
-            self._environment.append({"time": time.time(), "attempt": self._attempt, **values})
+        self._append("environment", {"time": time.time(), "attempt": self._attempt, **values})
 
     def write_ignored(self, ignored: Sequence[IgnoredValue]) -> None:
         self.write_environment({"ignored": [value.record for value in ignored]})
 
     def is_logged(self, step: int) -> bool:
-        return self._metrics is not None and step % self._log_every == 0
+        return "metrics" in self._files and step % self._log_every == 0
 
     def write_steps(self, results: Iterable[StepResult]) -> None:
-        if self._metrics is not None:
-            self._metrics.append(
-                *(
-                    self._metrics_record(result, result.timing)
-                    for result in results
-                    if result.timing is not None
-                )
-            )
+        records = []
+        for result in results if "metrics" in self._files else ():
+            if (timing := result.timing) is not None:
+                place = result.step, timing.time, self._attempt, result.epoch
+                record = StepRecord(*place, timing.spent, last_step=self._last_step, metrics=result.scalars)
+                self._last_step = None
+                records.append(record.line())
+        self._append("metrics", *records)
 
     def write_samples(self, rank_batch: RankBatch) -> None:
-        if self._samples is not None and len(rank_batch.indices):
-            self._samples.append(
-                {"step": rank_batch.step, "epoch": rank_batch.epoch, "indices": rank_batch.indices.tolist()}
-            )
+        if "samples" in self._files and len(rank_batch.indices):
+            indices = rank_batch.indices.tolist()
+            self._append("samples", {"step": rank_batch.step, "epoch": rank_batch.epoch, "indices": indices})
 
     def flush(self) -> None:
-        if self._samples is not None and self._samples.last_error is not None:
-            self._make_samples_folder()
-        for file in (self._events, self._metrics, self._environment, self._samples):
-            if file is not None:
-                file.flush()
+        if any(file.last_error is not None for file in self._files.values()):
+            self._make_folders()
+        for file in self._files.values():
+            file.flush()
 
-    def _metrics_record(self, result: StepResult, ended: TimingSample) -> dict[str, Any]:
-        place = {"step": result.step, "epoch": result.epoch, "time": ended.time, "attempt": self._attempt}
-        record = {**result.scalars, **place, "spent": ended.spent, **self._first_line}
-        self._first_line = {}
-        return record
+    def _append(self, name: str, *records: dict[str, Any]) -> None:
+        if records and (file := self._files.get(name)) is not None:
+            file.append(*records)
 
-    def _make_samples_folder(self) -> None:
-        """Create the folder; if that fails, the lines stay in memory."""
+    def _make_folders(self) -> None:
+        """Create the folders; if that fails, the lines stay in memory."""
         with suppress(OSError):
-            make_folder(self._samples_path.parent)
+            for folder in self._folders:
+                make_folder(folder)
 
 
 def log_metrics(
@@ -200,7 +191,7 @@ def log_metrics(
             name: float(value.detach() if isinstance(value, torch.Tensor) else value)
             for name, value in metrics.items()
         }
-        writer.write(values, step, {"epoch": epoch} | ({} if last_step is None else {"last_step": last_step}))
+        writer.write(values, step, epoch, last_step)
 
 
 class _MetricsWriter:
@@ -209,11 +200,11 @@ class _MetricsWriter:
         self._file, self._attempt = BufferedLineWriter(run.metrics, print), attempt
         self._since = time.perf_counter()
 
-    def write(self, values: Mapping[str, float], step: int, fields: Mapping[str, Any]) -> None:
+    def write(self, metrics: dict[str, float], step: int, epoch: int, last_step: int | None) -> None:
         written_at = time.perf_counter()
         spent, self._since = {"all": round(written_at - self._since, 6)}, written_at
-        place = {"step": step, "time": time.time(), "attempt": self._attempt, "spent": spent}
-        self._file.append({**values, **place, **fields})
+        place = step, time.time(), self._attempt, epoch, spent
+        self._file.append(StepRecord(*place, last_step=last_step, metrics=metrics).line())
 
 
 @cache

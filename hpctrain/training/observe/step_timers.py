@@ -11,9 +11,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.schema import RankPhase
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 T = TypeVar("T")
@@ -30,18 +30,13 @@ class StepTimer:
     def __init__(self, device: torch.device, world_size: int) -> None:
         self._device, self._on_gpu, self._has_others = device, device.type == "cuda", world_size > 1
         self._since, self._seconds = time.perf_counter(), dict[str, float]()
-        self._exchange_s, self._uncounted_s = activity.exchange_s, 0.0
-        self._started_at, self._data_wait_s, self._data_counted_s = self._since, 0.0, 0.0
+        self._exchange_s, self._uncounted_s, self._data_wait_s = activity.exchange_s, 0.0, 0.0
 
     def sample(self) -> TimingSample:
         sampled_at = time.perf_counter()
-        taken = {
-            "all": sampled_at - self._since,
-            **self._seconds,
-            "data": self._data_wait_s - self._data_counted_s,
-        }
+        taken = {"all": sampled_at - self._since, **self._seconds, "data": self._data_wait_s}
         taken["communication"] = self._communication(2 * taken["all"] - sum(taken.values()))
-        self._since, self._seconds, self._data_counted_s = sampled_at, {}, self._data_wait_s
+        self._since, self._seconds, self._data_wait_s = sampled_at, {}, 0.0
         return TimingSample(time.time(), {name: round(seconds, 6) for name, seconds in taken.items()})
 
     def _communication(self, room_s: float) -> float:
@@ -51,9 +46,6 @@ class StepTimer:
         seconds = min(self._uncounted_s, max(0.0, room_s)) if self._has_others else 0.0
         self._uncounted_s -= seconds
         return seconds
-
-    def data_wait(self) -> tuple[float, float]:
-        return self._data_wait_s, time.perf_counter() - self._started_at
 
     @contextmanager
     def measure(self, name: Literal["validation"]) -> Iterator[None]:
@@ -98,13 +90,10 @@ class ComputeTimer:
         self._on_gpu = context.device.type == "cuda"
         self._started_at = self._elsewhere = self._local_done = 0.0
         self._events: list[torch.cuda.Event] = []
-        self._since_sample = 0
-        self._is_sampled = False
+        self._since_sample, self._is_sampled = 0, False
         if self._on_gpu:
             activity.timed_steps = activity.measured_steps = 0
-        first_parameter = next(
-            (parameter for parameter in module.parameters() if parameter.requires_grad), None
-        )
+        first_parameter = next((p for p in module.parameters() if p.requires_grad), None)
         if first_parameter is not None and context.is_distributed:
             first_parameter.register_post_accumulate_grad_hook(self._record_last_gradient)  # type: ignore[no-untyped-call]
             optimizer.register_step_pre_hook(self._record_update)

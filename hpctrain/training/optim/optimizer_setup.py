@@ -1,4 +1,4 @@
-"""Normalized result of `configure_optimizers`."""
+"""Normalize and check the result of `configure_optimizers`."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def configure_optimizers_of(module: Module) -> OptimizerSetup:
 
 def check_trainable(module: Module, optimization: OptimizerSetup) -> None:
     trainable = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-    optimized = {
-        id(parameter) for optimizer in optimization.optimizers for parameter in parameters_of(optimizer)
-    }
+    optimized = {id(p) for optimizer in optimization.optimizers for p in parameters_of(optimizer)}
     if trainable and optimized and not trainable & optimized:
         raise UserError(
             f"{type(module).__name__}.configure_optimizers() returned optimizers without any of the "
@@ -93,20 +91,16 @@ def only_trainable(module: nn.Module, parameters: Iterable[torch.Tensor]) -> Ite
 def _parts(result: Any) -> tuple[list[Any], list[Any]] | None:
     match result:
         case {"optimizer": optimizer, **rest} if set(rest) <= {"lr_scheduler"}:
-            return [optimizer], _as_list(rest.get("lr_scheduler"))
+            return [optimizer], [value for value in rest.values() if value is not None]
         case [list() | tuple() as optimizers, list() | tuple() as schedulers]:
             return list(optimizers), list(schedulers)
         case [torch.optim.Optimizer(), *others] if all(isinstance(o, torch.optim.Optimizer) for o in others):
             return list(result), []
         case [optimizer, scheduler]:
-            return [optimizer], _as_list(scheduler)
+            return [optimizer], [] if scheduler is None else [scheduler]
         case torch.optim.Optimizer():
             return [result], []
     return None
-
-
-def _as_list(scheduler: Any) -> list[Any]:
-    return [] if scheduler is None else [scheduler]
 
 
 def _unwrapped(scheduler: Any, origin: str) -> Any:
@@ -125,7 +119,7 @@ def _check_disjoint(optimizers: tuple[torch.optim.Optimizer, ...], module: Modul
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     owners: dict[int, int] = {}
     for i, optimizer in enumerate(optimizers):
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in parameters_of(optimizer):
             if owners.setdefault(id(parameter), i) != i:
                 raise UserError(
                     f"{origin} assigns {names.get(id(parameter), 'a parameter')} to optimizers "

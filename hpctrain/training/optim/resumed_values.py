@@ -1,4 +1,4 @@
-"""Values of optimizers and schedulers that a resumed run takes from its checkpoint, not from the script."""
+"""Report values of optimizers and schedulers that a resumed run takes from its checkpoint."""
 
 from __future__ import annotations
 
@@ -57,32 +57,20 @@ def configured_values(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> d
     }
 
 
-def ignored_after_load(
+def ignored_values(
     optimizers: Sequence[Any],
     schedulers: Sequence[Any],
     script: Mapping[str, Any],
     configured: Mapping[str, Any] | None,
 ) -> list[IgnoredValue]:
-    groups = [{"param_groups": optimizer.param_groups} for optimizer in optimizers]
-    states = [scheduler.state_dict() for scheduler in schedulers]
-    return ignored_values(schedulers, script, (groups, states), configured)
-
-
-def ignored_values(
-    schedulers: Sequence[Any],
-    script: Mapping[str, Any],
-    saved: tuple[Sequence[Any] | None, Sequence[Any] | None],
-    configured: Mapping[str, Any] | None,
-) -> list[IgnoredValue]:
-    """Return the script's values that differ from the checkpoint's, unless only training changed them."""
+    """Return the script's values that differ from those just loaded, unless only training changed them."""
     ignored: dict[IgnoredValue, None] = {}
-    original = configured or {}
-    states = [state for state in saved[0] or () if isinstance(state, Mapping)]
-    for number, (groups, state) in enumerate(zip(script["optimizers"], states, strict=False)):
-        owner = f"optimizer {number}" if len(script["optimizers"]) > 1 else ""
+    loaded, original = configured_values(optimizers, schedulers), configured or {}
+    for number, groups in enumerate(zip(script["optimizers"], loaded["optimizers"], strict=True)):
+        owner = f"optimizer {number}" if len(optimizers) > 1 else ""
         original_groups = _item(original.get("optimizers"), number)
-        for index, (new, group) in enumerate(zip(groups, state.get("param_groups", ()), strict=False)):
-            old, original_group = _group_values(group), _item(original_groups, index)
+        for index, (new, old) in enumerate(zip(*groups, strict=False)):
+            original_group = _item(original_groups, index)
             # A scheduler stores the configured rate as `initial_lr`.
             is_scheduled = "initial_lr" in new and "initial_lr" in old
             for name, value in new.items():
@@ -91,11 +79,10 @@ def ignored_values(
                 if _differs(value, name, old, original_group):
                     shown = "lr" if name == "initial_lr" else name
                     ignored[IgnoredValue(shown, owner, old[name], value)] = None
-    for number, (scheduler, new, state) in enumerate(
-        zip(schedulers, script["schedulers"], saved[1] or (), strict=False)
+    for number, (scheduler, new, old) in enumerate(
+        zip(schedulers, script["schedulers"], loaded["schedulers"], strict=True)
     ):
-        old, original_values = dict(_scheduler_values(state)), _item(original.get("schedulers"), number)
-        kind = type(inner_scheduler(scheduler))
+        original_values, kind = _item(original.get("schedulers"), number), type(inner_scheduler(scheduler))
         is_torch = kind.__module__ == torch.optim.lr_scheduler.__name__
         for name, value in new.items():
             shown = name.rpartition(".")[2].removeprefix("_")
@@ -130,19 +117,17 @@ def check_ends(
         end = _end(scheduler)
         if period is None or end is None or end[1] * period >= last_step:
             continue
-        name, kind = end[0], type(scheduler).__name__
-        script_values = [value for value in ignored if (value.name, value.owner) == (name, kind)]
-        source = "".join(
-            f", the value in the checkpoint; the script sets {value.script_value!r}"
-            for value in script_values
-        )
+        name, kind, source = end[0], type(scheduler).__name__, ""
+        for value in ignored:
+            if (value.name, value.owner) == (name, kind):
+                source = f", the value in the checkpoint; the script sets {value.script_value!r}"
         sentence = (
             f"{kind} ends after step {end[1] * period} ({name}={end[1]}{source}), but training ends after "
             f"step {last_step}."
         )
         if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
             raise UserError(f"{sentence} OneCycleLR refuses further steps. {_REMEDY}")
-        if script_values and can_change:
+        if source and can_change:
             raise UserError(f"{sentence} {_EXTENSION_REMEDY}")
         if end[1] * period * _TOLERANCE < last_step:
             advance = "step" if period == 1 else f"{period} steps"
@@ -165,11 +150,6 @@ def _end(scheduler: Any) -> tuple[str, int] | None:
             return final and (final[0], scheduler._milestones[-1] + final[1])
         case lr_scheduler.ChainedScheduler():
             return min(filter(None, map(_end, scheduler._schedulers)), key=lambda end: end[1], default=None)
-        case lr_scheduler.LambdaLR():  # of Transformers
-            for function in scheduler.lr_lambdas:
-                steps = getattr(function, "keywords", {}).get("num_training_steps")
-                if isinstance(steps, int):
-                    return "num_training_steps", steps
     return None
 
 

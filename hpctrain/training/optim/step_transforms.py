@@ -59,7 +59,7 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     named = {name: submodule for name, submodule in module.named_modules() if name}
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
-        names = [name for name in named if _matches(name, pattern)]
+        names = [name for name in named if _matches(name.split("."), pattern.split("."))]
         if not names:
             raise UserError(
                 f"recompute contains {pattern!r}, but no submodule of {type(module).__name__} matches this "
@@ -75,8 +75,7 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     return chosen
 
 
-def _matches(name: str, pattern: str) -> bool:
-    segments, patterns = name.split("."), pattern.split(".")
+def _matches(segments: list[str], patterns: list[str]) -> bool:
     return len(segments) == len(patterns) and all(map(fnmatchcase, segments, patterns))
 
 

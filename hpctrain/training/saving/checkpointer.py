@@ -1,4 +1,4 @@
-"""Checkpoints for your own training loop."""
+"""Save and load checkpoints in your own training loop."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from hpctrain.checkpoint.io.checkpoint_dir import KEEP_ALL
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave, LoadedCheckpoint, Retention
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, CheckpointError, UserError
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RunDir, output_folder
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import pending_saves
+from hpctrain.schema import RankPhase
 from hpctrain.training.base import rng
 from hpctrain.training.observe.environment_info import collect_platform, hash_code
 from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
-from hpctrain.training.saving.checkpoint_manager import MAX_SAVE_S
 from hpctrain.training.saving.checkpoint_schedule import VerificationSteps
-from hpctrain.training.saving.training_checkpoints import is_trained, refuse_restart_from_zero
+from hpctrain.training.saving.training_checkpoints import MAX_SAVE_S, is_trained, refuse_restart_from_zero
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
-from hpctrain.training.strategies.base import broadcast_buffers
+from hpctrain.training.strategies.base import broadcast_tensors
 from hpctrain.training.strategies.ddp import regroup_buckets
 from hpctrain.training.training_state import Stateful, optimizer_parameters
 
@@ -48,7 +47,7 @@ class Checkpointer:
     """Checkpoints for your own loop, with all passed objects and the random state of each rank.
 
     A checkpoint is written by all ranks and committed by a rename, so that a kill never leaves an incomplete
-    checkpoint. All ranks must call every method. Without a run folder, nothing is saved or loaded.
+    checkpoint. All methods are collective. Without a run folder, nothing is saved or loaded.
     """
 
     def __init__(
@@ -86,6 +85,8 @@ class Checkpointer:
             name: value.module if isinstance(value, DistributedDataParallel) else value
             for name, value in stateful.items()
         }
+        self._optimizers: dict[str, Any] = self._objects_of(torch.optim.Optimizer)
+        self._schedulers: dict[str, Any] = self._objects_of(LRScheduler)
         self._configured: dict[str, Any] = {}
         folder = output_folder(run_dir, os.environ)
         self._run = RunDir(Path(folder).absolute()) if folder else None
@@ -136,7 +137,7 @@ class Checkpointer:
         remedy = "Pass them to Checkpointer."
         if message := remark_on_unsaved([*self._objects.values(), *self._replicas], remedy):
             self._print(message)
-        self._configured = configured_values(*self._optimizers_and_schedulers())
+        self._configured = configured_values([*self._optimizers.values()], [*self._schedulers.values()])
         begun = time.monotonic()
         with activity.in_phase(RankPhase.LOAD):
             loaded, broken = self._store.load_newest(self._template())
@@ -217,7 +218,7 @@ class Checkpointer:
         """Return the state of all objects, after the save in flight; values must not differ between ranks."""
         for replica in self._replicas:
             if replica.broadcast_buffers:
-                broadcast_buffers(replica.module)  # DDP does this only before the next forward pass
+                broadcast_tensors(replica.module.buffers())  # DDP does this only before the next forward pass
         state = {name: value.state_dict() for name, value in self._objects.items()}
         digests = {
             name: hashlib.sha256(json.dumps(split_tree(object_state, name)[0]).encode()).hexdigest()
@@ -234,12 +235,8 @@ class Checkpointer:
         self.wait()
         return {**state, _CONFIGURED: self._configured}
 
-    def _names_of(self, kind: type) -> list[str]:
-        return [name for name, value in self._objects.items() if isinstance(value, kind)]
-
-    def _optimizers_and_schedulers(self) -> tuple[list[Any], list[Any]]:
-        optimizers, schedulers = self._names_of(torch.optim.Optimizer), self._names_of(LRScheduler)
-        return [self._objects[name] for name in optimizers], [self._objects[name] for name in schedulers]
+    def _objects_of(self, kind: type) -> dict[str, Any]:
+        return {name: value for name, value in self._objects.items() if isinstance(value, kind)}
 
     def _template(self) -> dict[str, Any]:
         """Return the state, with parameters in place of the optimizer state; see `TrainingState.template`."""
@@ -259,14 +256,6 @@ class Checkpointer:
                 f"{', '.join(sorted(self._objects))}. Pass objects with the same names, or start a new "
                 "run in a new folder."
             )
-        saved_optimizers, saved_schedulers = (
-            [loaded.state[name] for name in self._names_of(kind)]
-            for kind in (torch.optim.Optimizer, LRScheduler)
-        )
-        _, schedulers = self._optimizers_and_schedulers()
-        ignored = ignored_values(
-            schedulers, self._configured, (saved_optimizers, saved_schedulers), configured
-        )
         for name, value in self._objects.items():
             try:
                 value.load_state_dict(loaded.state[name])
@@ -275,6 +264,9 @@ class Checkpointer:
                     f"{name} in {loaded.path} does not match the script: {str(error).rstrip('.')}. Restore "
                     f"the previous {name}, or start a new run in a new folder."
                 ) from error
+        ignored = ignored_values(
+            [*self._optimizers.values()], [*self._schedulers.values()], self._configured, configured
+        )
         self._configured = configured or self._configured
         self._log.write_ignored(ignored)
         for ignored_value in ignored:

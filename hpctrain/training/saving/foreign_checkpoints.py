@@ -1,4 +1,4 @@
-"""Checkpoints that another library writes to a run folder, and their schedule."""
+"""Schedule, commit and prune checkpoints that another library writes to a run folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.files import fsync_path, make_folder, write_atomic
-from hpctrain.records.rank_phase import RankPhase
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.runtime.stopping.stop_consensus import should_stop
+from hpctrain.runtime.stopping.stop_signals import should_stop
+from hpctrain.schema import RankPhase
 from hpctrain.training.base import rng
 from hpctrain.training.base.tensors import local_part
 from hpctrain.training.observe.run_writer import RunWriter
@@ -38,7 +38,7 @@ _training_of: dict[str, ForeignCheckpoints] = {}
 
 
 class ForeignCheckpoints:
-    """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of a library (collective)."""
+    """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of a library; collective."""
 
     def __init__(
         self,

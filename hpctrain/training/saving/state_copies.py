@@ -56,7 +56,7 @@ class StateCopies:
     def __init__(
         self, components: Components, environ: Mapping[str, str], *, was_out_of_memory: bool
     ) -> None:
-        """Decide whether the run makes copies (collective)."""
+        """Collective. Decide whether the run makes copies."""
         self._parts, self._limit = components, components.settings.memory_copies
         self._attempt = int(environ.get(ATTEMPT_VARIABLE, "0"))
         self.folder: Path | None = None
@@ -82,7 +82,7 @@ class StateCopies:
         components.context.barrier()
 
     def restart(self) -> None:
-        """Prepare for copies after a checkpoint was loaded, and remove all earlier ones (collective)."""
+        """Collective. Prepare for copies after a checkpoint was loaded, and remove all earlier ones."""
         self._last_step, self._last_end = self._parts.state.step, time.monotonic()
         if self._copies is not None:
             self._copies.clear()
@@ -132,7 +132,7 @@ class StateCopies:
             self._waited_s = time.monotonic() - begun
 
     def copy(self, begun: float) -> None:
-        """Copy the state; `begun` is the CPU time of this thread at which the work began (collective)."""
+        """Collective. Copy the state; `begun` is the CPU time of this thread at which the work began."""
         state, copies = self._parts.state, self._copies
         assert copies is not None
         num_steps = state.step - self._last_step

@@ -1,4 +1,4 @@
-"""Search for training state in the variables of a script that its checkpoints do not contain."""
+"""Search the variables of a script for training state that its checkpoints do not contain."""
 
 from __future__ import annotations
 

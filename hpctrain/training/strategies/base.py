@@ -1,8 +1,8 @@
-"""Define the interface of the strategies, and train on a single rank. All ranks call each method."""
+"""Define the interface of the strategies, and train on a single rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -13,10 +13,9 @@ from torch import nn
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.algorithms import Algorithm
-from hpctrain.training.base.tensors import group_by_type
+from hpctrain.training.algorithms.base import Algorithm, assign_flat
+from hpctrain.training.base.tensors import group_by_type, local_part
 from hpctrain.training.data.batch_plan import DataRank
-from hpctrain.training.determinism.gradient_sum import SummedParameter
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
 from hpctrain.training.trainer_config import TrainerConfig
@@ -26,7 +25,7 @@ _SHARING = frozenset({"place", "training_step", "backward", "before_update", "__
 
 
 class Strategy:
-    """Base class of the strategies; by default, a single rank trains.
+    """Base class of the strategies; by default, a single rank trains. All methods are collective.
 
     A strategy moves the module to this rank's device. Before an update, it provides the gradient of every
     parameter: the mean over the ranks that share the data.
@@ -106,10 +105,9 @@ class Strategy:
         """Return the sizes of the gradient buckets in bytes; empty if unknown."""
         return []
 
-    def summed_parameters(self) -> list[SummedParameter]:
-        """Return the trainable parameters whose gradients are to be summed exactly."""
-        named = self.module.named_parameters()
-        return [SummedParameter(name, p, p) for name, p in named if p.requires_grad]
+    def summed_parameters(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """Return each trainable parameter, and the one with its gradient: the same, unless it is sharded."""
+        return {name: (p, p) for name, p in self.module.named_parameters() if p.requires_grad}
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         """Run the module's training step, with gradient synchronization.
@@ -122,12 +120,8 @@ class Strategy:
         Returns:
             The result of `training_step_end`, and the number of samples that it represents.
         """
-        return self.trial_step(batch, batch_idx), num_samples
-
-    def trial_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        """Run the module's training step on this rank only, such as to test whether it fits into memory."""
         output = self.module.training_step(batch, batch_idx, *self.optimizer_idx)
-        return self.module.training_step_end(output)
+        return self.module.training_step_end(output), num_samples
 
     def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         """Prepare for steps with one optimizer each; `parameters` are those before `wrap_optimizers`."""
@@ -188,7 +182,7 @@ class Strategy:
     def sync_buffers(self) -> None:
         """Make the module's buffers equal on all ranks, before a validation or a checkpoint."""
         if self.context.is_distributed:
-            broadcast_buffers(self.module)
+            broadcast_tensors(self.module.buffers())
 
     def finish(self) -> str | None:
         """Restore the complete module at the end of training; return a message if this is impossible."""
@@ -196,20 +190,19 @@ class Strategy:
 
 
 def joint_norm(
-    rank_gradients: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], device: torch.device
+    parameters: Iterable[torch.Tensor], is_split: Callable[[torch.Tensor], bool], device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of the `rank_gradients` of all ranks, and of the gradients equal on all ranks."""
+    """Return the norm of the gradients of all ranks; those that are not split are equal on all ranks."""
+    gradients: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients[is_split(parameter)].append(local_part(parameter.grad))
     rank_norm, shared_norm = (
-        torch.nn.utils.get_total_norm(gradients).to(device, torch.float32)
-        for gradients in (rank_gradients, shared)
+        torch.nn.utils.get_total_norm(gradients[kind]).to(device, torch.float32) for kind in (True, False)
     )
     squares = rank_norm**2.0
     dist.all_reduce(squares)
     return torch.pow(squares + shared_norm**2.0, 0.5)
-
-
-def broadcast_buffers(module: nn.Module) -> None:
-    broadcast_tensors(module.buffers())
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
@@ -218,6 +211,4 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor]) -> None:
         for group in group_by_type(tensors):
             message = torch.cat([tensor.reshape(-1) for tensor in group])
             dist.broadcast(message, src=0)
-            pieces = torch.split(message, [tensor.numel() for tensor in group])
-            for tensor, values in zip(group, pieces, strict=True):
-                tensor.copy_(values.view_as(tensor))
+            assign_flat(message, group)

@@ -17,7 +17,7 @@ from hpctrain.torch_compat import buffer_broadcast_kwargs
 from hpctrain.training.algorithms import Algorithm, find_algorithm
 from hpctrain.training.module import Module, check_frozen, is_manual, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
-from hpctrain.training.strategies.base import Strategy, broadcast_buffers, broadcast_tensors
+from hpctrain.training.strategies.base import Strategy, broadcast_tensors
 from hpctrain.training.trainer_config import TrainerConfig
 
 
@@ -59,29 +59,21 @@ class DataParallelBase(Strategy):
                 sizes, size = [*sizes, size], 0
         return [*sizes, size] if size else sizes
 
-    def join(self, output: Any, num_samples: int) -> tuple[Any, float]:
-        """Return what `training_step_end` receives for an output, and the number of samples for the loss."""
-        return output, num_samples
-
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         if self._forward is None:
             return self._run_module(batch, batch_idx, num_samples, self.optimizer_idx)
-        step = self._forward.module if isinstance(self._forward, DistributedDataParallel) else self._forward
-        assert isinstance(step, _Step)
-        check_frozen(step.frozen, "its gradient would not be averaged over the ranks")
         try:
-            output, num_counted = self._forward(batch, batch_idx, num_samples, self.optimizer_idx)
+            output: tuple[Any, float] = self._forward(batch, batch_idx, num_samples, self.optimizer_idx)
         except RuntimeError as error:
             _explain(error, self.module)
             raise
-        return output, num_counted
+        return output
 
     def _run_module(
         self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]
     ) -> tuple[Any, float]:
-        module = self.module
-        output, num_counted = self.join(module.training_step(batch, batch_idx, *turn), num_samples)
-        return module.training_step_end(output), num_counted
+        output = self.module.training_step(batch, batch_idx, *turn)
+        return self.module.training_step_end(output), num_samples
 
     def accumulating(self) -> AbstractContextManager[None]:
         if isinstance(self._forward, DistributedDataParallel):
@@ -106,7 +98,7 @@ class DataParallelBase(Strategy):
         # Forward passes also do this, before each rank updates the buffers from its own samples.
         if self.context.is_distributed:
             self.algorithm.synchronize()
-            broadcast_buffers(self.module)
+            broadcast_tensors(self.module.buffers())
 
     def setup_optimizer_toggling(self, parameters: Sequence[Sequence[torch.Tensor]]) -> None:
         super().setup_optimizer_toggling(parameters)
@@ -156,9 +148,10 @@ class _Step(nn.Module):
         super().__init__()
         self.module = module
         self._run = run
-        self.frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
     def forward(self, batch: Any, batch_idx: int, num_samples: int, turn: tuple[int, ...]) -> Any:
+        check_frozen(self._frozen, "its gradient would not be averaged over the ranks")
         return self._run(batch, batch_idx, num_samples, turn)
 
 

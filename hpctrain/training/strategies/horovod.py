@@ -20,7 +20,7 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-from hpctrain.training.strategies.base import Strategy, broadcast_buffers
+from hpctrain.training.strategies.base import Strategy, broadcast_tensors
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: Environment variable of processes started by horovodrun.
@@ -62,7 +62,7 @@ class Horovod(Strategy):
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         if self.context.is_distributed:
-            broadcast_buffers(self.module)
+            broadcast_tensors(self.module.buffers())
         return super().training_step(batch, batch_idx, num_samples)
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -22,11 +22,10 @@ from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.torch_compat import pytree
-from hpctrain.training.base.rng import derive_seed, seeded_rng
+from hpctrain.training.base.rng import derive_seed, preserve_state, seeded_rng
 from hpctrain.training.base.tensors import slice_batch
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module, as_scalars
-from hpctrain.training.optim.micro_batch_size import preserve_state
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.base import Strategy, joint_norm
 from hpctrain.training.trainer_config import TrainerConfig
@@ -54,7 +53,8 @@ def pipeline_micro_batch_sizes(num_samples: int, max_size: int | None, num_stage
 
 class _MicroBatch(NamedTuple):
     batch: Any
-    num_samples: int
+    weight: float
+    """Share of the samples of the step."""
     seed: int
     """Seed of the training step's random numbers, on the first and the last stage."""
 
@@ -65,6 +65,9 @@ class Pipeline(Strategy):
     Every rank has the weights of all stages. These are updated before a validation and before a checkpoint. A
     validation is divided among the ranks as usual. A checkpoint fits any number of stages and any other
     strategy.
+
+    The part of the training step before the Sequential runs on the first stage. The part after the Sequential
+    runs on the last stage, which calls the step again and substitutes the stages' output.
     """
 
     splits_batches = True
@@ -77,12 +80,6 @@ class Pipeline(Strategy):
                 "precision='16-mixed' does not work with strategy='pipeline': the pipeline schedule "
                 "starts the backward pass before the loss can be scaled. Use 'bf16-mixed'."
             )
-        if settings.micro_batch_size == "auto":
-            raise UserError(
-                "micro_batch_size is 'auto', but with strategy 'pipeline' the ranks wait for each other "
-                "in every pass. The search for a micro-batch size could deadlock if a rank runs out of "
-                "memory. Set micro_batch_size to a number."
-            )
 
     @classmethod
     def data_rank(cls, _ranks: Ranks) -> DataRank:
@@ -92,7 +89,7 @@ class Pipeline(Strategy):
         super().__init__(module, context, settings)
         self._is_pending = False
         if context.is_distributed:
-            self._stages = PipelineStages(module, context.ranks.rank, context.ranks.world_size)
+            self._split_module()
             self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
             # A loaded checkpoint contains the state of all ranks.
             self._has_all_states = True
@@ -113,13 +110,12 @@ class Pipeline(Strategy):
         self._drop_states_of_others()
         arguments = (batch_idx, *self.optimizer_idx)
         max_size = self.settings.micro_batch_size
-        assert max_size != "auto"  # See `check`.
         sizes = pipeline_micro_batch_sizes(num_samples, max_size, self.context.ranks.world_size)
         seed = torch.randint(2**62, (1,))
         dist.broadcast(seed, src=0, group=self.context.cpu_group)
         ended: list[dict[str, torch.Tensor]] = []
         for micro_batches in _split(batch, sizes, int(seed)):
-            self._run(micro_batches, arguments, self._loss_of(micro_batches, arguments, num_samples, ended))
+            self._run(micro_batches, arguments, ended)
         if not self._names:
             names = list(ended[0]) if self._is_last else None
             self._names = self.context.broadcast(names, self.context.ranks.world_size - 1) or []
@@ -142,8 +138,8 @@ class Pipeline(Strategy):
         if not (self._is_pending and self.context.is_distributed):
             return
         self._is_pending = False
-        self._stages.check_gradients()
-        shared = self._stages.shared
+        self._check_gradients()
+        shared = self._shared
         has_gradient = torch.tensor([parameter.grad is not None for parameter in shared], dtype=torch.int32)
         dist.all_reduce(has_gradient, group=self.context.cpu_group)
         for parameter, count in zip(shared, has_gradient.tolist(), strict=True):
@@ -154,28 +150,24 @@ class Pipeline(Strategy):
     def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         if not self.context.is_distributed:
             return super().gradient_norm(parameters)
-        shared = set(self._stages.shared)
-        gradients: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                gradients[parameter in shared].append(parameter.grad)
-        return joint_norm(gradients[False], gradients[True], self.context.device)
+        shared = set(self._shared)
+        return joint_norm(parameters, lambda parameter: parameter not in shared, self.context.device)
 
     def sync_buffers(self) -> None:
         if not self.context.is_distributed:
             return
-        in_stages = {buffer for buffers in self._stages.buffers for buffer in buffers}
+        in_stages = {buffer for buffers in self._stage_buffers for buffer in buffers}
         outside = [buffer for buffer in self.module.buffers() if buffer not in in_stages]
-        for rank, parameters in enumerate(self._stages.parameters):
+        for rank, parameters in enumerate(self._stage_parameters):
             # Only the last rank runs the layers after the Sequential.
             further = outside if rank == self.context.ranks.world_size - 1 else []
-            for tensor in (*parameters, *self._stages.buffers[rank], *further):
+            for tensor in (*parameters, *self._stage_buffers[rank], *further):
                 dist.broadcast(tensor.data, src=rank)
         self._gather_states()
 
     def _gather_states(self) -> None:
         """Gather the state of all ranks' optimizers for a checkpoint. That of other ranks is on the CPU."""
-        for rank, parameters in enumerate(self._stages.parameters):
+        for rank, parameters in enumerate(self._stage_parameters):
             rank_states: list[Any] = [[opt.state.get(p) for p in parameters] for opt in self._optimizers]
             rank_states = self.context.broadcast(rank_states, rank, "the state of an optimizer")
             if rank != self.context.ranks.rank:
@@ -192,40 +184,37 @@ class Pipeline(Strategy):
         """Drop the state of other ranks, to keep the memory savings of the stages."""
         if self._has_all_states:
             self._has_all_states = False
-            for rank, parameters in enumerate(self._stages.parameters):
+            for rank, parameters in enumerate(self._stage_parameters):
                 if rank != self.context.ranks.rank:
                     for optimizer in self._optimizers:
                         _set_state(optimizer, parameters, [None] * len(parameters))
-
-    def _loss_of(
-        self,
-        micro_batches: list[_MicroBatch],
-        arguments: tuple[int, ...],
-        num_samples: int,
-        ended: list[dict[str, torch.Tensor]],
-    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return a function for the weighted loss of a micro-batch, which adds its scalars to `ended`."""
-
-        def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-            batch, size, seed = micro_batches[int(number)]
-            result = self._stages.finish_step(output, batch, arguments, seed)
-            scalars = as_scalars(result, "loss", type(self.module).__name__)
-            weight = size / num_samples
-            ended.append({name: value.detach() * weight for name, value in scalars.items()})
-            return scalars["loss"] * weight
-
-        return loss_of
 
     def _run(
         self,
         micro_batches: list[_MicroBatch],
         arguments: tuple[int, ...],
-        loss_of: Callable[..., torch.Tensor],
+        ended: list[dict[str, torch.Tensor]],
     ) -> None:
+        """Run the passes of micro-batches of equal size; on the last rank, add their scalars to `ended`."""
+
+        def loss_of(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+            batch, weight, seed = micro_batches[int(number)]
+            result = self._finish_step(output, batch, arguments, seed)
+            scalars = as_scalars(result, "loss", type(self.module).__name__)
+            ended.append({name: value.detach() * weight for name, value in scalars.items()})
+            return scalars["loss"] * weight
+
+        def run_stage(inputs: torch.Tensor) -> torch.Tensor:
+            # The first stage receives the number of a micro-batch.
+            if not (inputs.dtype == torch.int64 and inputs.numel() == 1):
+                return self._run_stage(inputs, None, arguments)
+            batch, _, seed = micro_batches[int(inputs)]
+            return self._run_stage(inputs, batch, arguments, seed)
+
         ranks, device = self.context.ranks, self.context.device
         inputs, output = self._find_shapes(micro_batches[0].batch, arguments)
         stage = PipelineStage(
-            _Stage(self._stages, micro_batches, arguments),
+            _Stage(run_stage),
             ranks.rank,
             ranks.world_size,
             device,
@@ -261,27 +250,108 @@ class Pipeline(Strategy):
                     if rank == self.context.ranks.rank:
                         if rank > 0:
                             inputs = torch.zeros(shape[0], dtype=shape[1], device=self.context.device)
-                        output = self._stages.forward(inputs, batch, arguments)
+                        output = self._run_stage(inputs, batch, arguments)
                     shape = self.context.broadcast((tuple(output.shape), output.dtype), rank)
             # From these, the schedule derives the tensors to receive, and if gradients are sent back.
             self._shapes[key] = inputs.requires_grad_(inputs.is_floating_point()), output.requires_grad_()
         return self._shapes[key]
 
+    def _split_module(self) -> None:
+        """Divide the module's largest Sequential into stages of about equal size."""
+        num_stages = self.context.ranks.world_size
+        self._sequential = _find_largest(self.module, num_stages)
+        blocks = list(self._sequential)
+        ends = _stage_ends([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages)
+        stages = [nn.Sequential(*blocks[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        self._layers = stages[self.context.ranks.rank]
+        counts = Counter(p for _, p in self.module.named_parameters(remove_duplicate=False))
+        #: For each rank, the parameters only in its stage.
+        self._stage_parameters: list[list[nn.Parameter]] = []
+        for layers in stages:
+            inside = Counter(p for _, p in layers.named_parameters(remove_duplicate=False))
+            self._stage_parameters.append([p for p in inside if inside[p] == counts[p]])
+        self._stage_buffers = [list(layers.buffers()) for layers in stages]
+        in_one_stage = {p for parameters in self._stage_parameters for p in parameters}
+        #: All other parameters; any rank may have a part of the gradients.
+        self._shared = [p for p in self.module.parameters() if p not in in_one_stage]
+
+    def _run_stage(
+        self, inputs: torch.Tensor, batch: Any, arguments: tuple[int, ...], seed: int = 0
+    ) -> torch.Tensor:
+        """Return the output of this rank's stage for `inputs`; the first stage starts from the batch.
+
+        The training step draws the same random numbers from `seed` as in `_finish_step`.
+        """
+        if self.context.ranks.rank > 0:
+            output: torch.Tensor = self._layers(inputs)
+            return output
+
+        def cut(*inputs: Any) -> torch.Tensor:
+            raise _StageBoundary(self._layers(*inputs))
+
+        try:
+            with seeded_rng(seed), self._replace_sequential(cut):
+                self.module.training_step(batch, *arguments)
+        except _StageBoundary as end:
+            return end.output
+        raise UserError(
+            f"{type(self.module).__name__}.training_step did not call the Sequential that strategy "
+            "'pipeline' splits into stages. Call this Sequential in training_step, or use another "
+            "strategy."
+        )
+
+    def _finish_step(self, output: torch.Tensor, batch: Any, arguments: tuple[int, ...], seed: int) -> Any:
+        calls = 0
+
+        def give(*_: Any) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise UserError(
+                    f"{type(self.module).__name__}.training_step calls the Sequential more than once. "
+                    "Strategy 'pipeline' splits this Sequential into stages and can run it only once per "
+                    "micro-batch. Concatenate the inputs (torch.cat) and call it once, or use strategy "
+                    "'zero3'."
+                )
+            return output
+
+        with seeded_rng(seed), self._replace_sequential(give):
+            return self.module.training_step_end(self.module.training_step(batch, *arguments))
+
+    def _check_gradients(self) -> None:
+        elsewhere = {
+            p
+            for rank, params in enumerate(self._stage_parameters)
+            if rank != self.context.ranks.rank
+            for p in params
+        }
+        for name, parameter in self.module.named_parameters():
+            if parameter in elsewhere and parameter.grad is not None:
+                raise UserError(
+                    f"{type(self.module).__name__}.training_step uses {name} outside the Sequential that "
+                    "strategy 'pipeline' splits into stages (for example, in a penalty on all weights). "
+                    "Only the rank of the parameter's stage can update it. Use the optimizer's "
+                    "weight_decay instead, or strategy 'zero3'."
+                )
+
+    @contextmanager
+    def _replace_sequential(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+        self._sequential.forward = forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._sequential.forward
+
 
 class _Stage(nn.Module):
-    """Stage of this rank for torch's schedules; the first stage receives the number of a micro-batch."""
+    """Stage of this rank for torch's schedules."""
 
-    def __init__(
-        self, stages: PipelineStages, micro_batches: list[_MicroBatch], arguments: tuple[int, ...]
-    ) -> None:
+    def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._stages, self._micro_batches, self._arguments = stages, micro_batches, arguments
+        self._run = run
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not (inputs.dtype == torch.int64 and inputs.numel() == 1):
-            return self._stages.forward(inputs, None, self._arguments)
-        batch, _, seed = self._micro_batches[int(inputs)]
-        return self._stages.forward(inputs, batch, self._arguments, seed)
+        return self._run(inputs)
 
 
 def _split(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_MicroBatch]]:
@@ -290,7 +360,7 @@ def _split(batch: Any, sizes: list[int], seed: int) -> Iterator[list[_MicroBatch
         micro_batches = []
         for _ in group:
             samples = slice_batch(batch, num_samples, start, start + size)
-            micro_batches.append(_MicroBatch(samples, size, derive_seed(seed, start)))
+            micro_batches.append(_MicroBatch(samples, size / num_samples, derive_seed(seed, start)))
             start += size
         yield micro_batches
 
@@ -309,98 +379,6 @@ def _set_state(
 class _StageBoundary(Exception):
     def __init__(self, output: torch.Tensor) -> None:
         self.output = output
-
-
-class PipelineStages:
-    """Stages of a module's largest `nn.Sequential`, one per rank, of about equal size.
-
-    The part of the training step before the Sequential runs on the first stage. The part after the Sequential
-    runs on the last stage, which calls the step again and substitutes the stages' output.
-
-    Attributes:
-        parameters: for each rank, the parameters only in its stage.
-        shared: all other parameters; any rank may have a part of the gradients.
-    """
-
-    def __init__(self, module: Module, rank: int, num_stages: int) -> None:
-        self._module, self._rank = module, rank
-        self._sequential = _find_largest(module, num_stages)
-        blocks = list(self._sequential)
-        ends = _stage_ends([sum(p.numel() for p in block.parameters()) for block in blocks], num_stages)
-        stages = [blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-        self._layers = nn.Sequential(*stages[rank])
-        counts = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-        self.parameters: list[list[nn.Parameter]] = []
-        self.buffers: list[list[torch.Tensor]] = []
-        for stage in stages:
-            layers = nn.Sequential(*stage)
-            inside = Counter(p for _, p in layers.named_parameters(remove_duplicate=False))
-            self.parameters.append([p for p in inside if inside[p] == counts[p]])
-            self.buffers.append(list(layers.buffers()))
-        in_one_stage = {p for parameters in self.parameters for p in parameters}
-        self.shared = [p for p in module.parameters() if p not in in_one_stage]
-
-    def forward(
-        self, inputs: torch.Tensor, batch: Any, arguments: tuple[int, ...], seed: int = 0
-    ) -> torch.Tensor:
-        """Return the output of this rank's stage for `inputs`; the first stage starts from the batch.
-
-        The training step draws the same random numbers from `seed` as in `finish_step`.
-        """
-        if self._rank > 0:
-            output: torch.Tensor = self._layers(inputs)
-            return output
-
-        def cut(*inputs: Any) -> torch.Tensor:
-            raise _StageBoundary(self._layers(*inputs))
-
-        try:
-            with seeded_rng(seed), self._replace_sequential(cut):
-                self._module.training_step(batch, *arguments)
-        except _StageBoundary as end:
-            return end.output
-        raise UserError(
-            f"{type(self._module).__name__}.training_step did not call the Sequential that strategy "
-            "'pipeline' splits into stages. Call this Sequential in training_step, or use another "
-            "strategy."
-        )
-
-    def finish_step(self, output: torch.Tensor, batch: Any, arguments: tuple[int, ...], seed: int) -> Any:
-        calls = 0
-
-        def give(*_: Any) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                raise UserError(
-                    f"{type(self._module).__name__}.training_step calls the Sequential more than once. "
-                    "Strategy 'pipeline' splits this Sequential into stages and can run it only once per "
-                    "micro-batch. Concatenate the inputs (torch.cat) and call it once, or use strategy "
-                    "'zero3'."
-                )
-            return output
-
-        with seeded_rng(seed), self._replace_sequential(give):
-            return self._module.training_step_end(self._module.training_step(batch, *arguments))
-
-    def check_gradients(self) -> None:
-        elsewhere = {p for rank, params in enumerate(self.parameters) if rank != self._rank for p in params}
-        for name, parameter in self._module.named_parameters():
-            if parameter in elsewhere and parameter.grad is not None:
-                raise UserError(
-                    f"{type(self._module).__name__}.training_step uses {name} outside the Sequential that "
-                    "strategy 'pipeline' splits into stages (for example, in a penalty on all weights). "
-                    "Only the rank of the parameter's stage can update it. Use the optimizer's "
-                    "weight_decay instead, or strategy 'zero3'."
-                )
-
-    @contextmanager
-    def _replace_sequential(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-        self._sequential.forward = forward  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del self._sequential.forward
 
 
 def _find_largest(module: nn.Module, num_stages: int) -> nn.Sequential:

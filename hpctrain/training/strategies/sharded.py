@@ -6,10 +6,8 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,13 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import FSDP_ATTRIBUTES, all_gather_single, fsdp_states, register_first_post_hook
-from hpctrain.training.base.tensors import group_by_type, is_sharded, local_part
-from hpctrain.training.determinism.gradient_sum import SummedParameter
+from hpctrain.training.base.tensors import group_by_type, is_sharded
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-from hpctrain.training.strategies.base import Strategy, broadcast_buffers, joint_norm
+from hpctrain.training.strategies.base import (
+    Strategy,
+    broadcast_tensors,
+    joint_norm,
+)
 from hpctrain.training.strategies.ddp import DataParallelBase
-from hpctrain.training.trainer_config import TrainerConfig
 
 _BUCKET_BYTES = 25 << 20
 #: Optimizers whose updates are impossible with shards, and the reason.
@@ -66,7 +66,7 @@ class ZeRO1(DataParallelBase):
     def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         if self._shards is None:
             return super().gradient_norm(parameters)
-        return _gradient_norm(parameters, self.context.device)
+        return joint_norm(parameters, _has_sharded_gradient, self.context.device)
 
 
 class FullyShardedBase(Strategy):
@@ -82,19 +82,10 @@ class FullyShardedBase(Strategy):
     reshard_after_forward: ClassVar[bool | None]
     """Argument of `fully_shard`. None reshards blocks after their forward pass, but not the root module."""
 
-    @classmethod
-    def check(cls, settings: TrainerConfig) -> None:
-        if settings.micro_batch_size == "auto":
-            raise UserError(
-                f"micro_batch_size is 'auto', but with strategy {settings.strategy!r} the ranks wait for "
-                "each other in every forward pass. The search for a micro-batch size could deadlock if a "
-                "rank runs out of memory. Set micro_batch_size to a number."
-            )
-
     def place(self) -> None:
         """Shard the module block by block, so that no device requires memory for the complete module."""
         self._root: Callable[..., Any] = _Root(self.module)
-        self._scalars = {parameter for parameter in self.module.parameters() if parameter.ndim == 0}
+        self._scalars = [parameter for parameter in self.module.parameters() if parameter.ndim == 0]
         self._is_pending = False
         if not self.context.is_distributed:
             self.module.to(self.context.device)
@@ -113,11 +104,11 @@ class FullyShardedBase(Strategy):
                 unit,
                 mesh=mesh,
                 reshard_after_forward=self.reshard_after_forward,
-                ignored_params=self._scalars,
+                ignored_params=set(self._scalars),
             )
-        broadcast_buffers(self.module)
+        broadcast_tensors(self.module.buffers())
 
-    def summed_parameters(self) -> list[SummedParameter]:
+    def summed_parameters(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         parameters = super().summed_parameters()
         if not self.context.is_distributed:
             return parameters
@@ -126,21 +117,16 @@ class FullyShardedBase(Strategy):
         complete = dict(self.module.named_parameters())
         for layer in self._shard_modules():
             layer.reshard()
-        return [replace(parameter, computed=complete[parameter.name]) for parameter in parameters]
+        return {name: (shard, complete[name]) for name, (shard, _) in parameters.items()}
 
     def training_step(self, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
         self._is_pending = True
         if self.context.is_distributed and not self.settings.elastic_determinism:
-            broadcast_buffers(self.module)
-        with _explained():
-            output: tuple[Any, float] = self._root(super().training_step, batch, batch_idx, num_samples)
-        return output
+            broadcast_tensors(self.module.buffers())
+        return self._run(super().training_step, batch, batch_idx, num_samples)
 
     def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        with _explained():
-            output: tuple[Any, float] = self._root(
-                super().evaluation_step, method, batch, batch_idx, num_samples
-            )
+        output = self._run(super().evaluation_step, method, batch, batch_idx, num_samples)
         for layer in self._shard_modules():
             layer.reshard()  # There is no backward pass to do this.
         return output
@@ -168,7 +154,7 @@ class FullyShardedBase(Strategy):
     def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         if not self.context.is_distributed:
             return super().gradient_norm(parameters)
-        return _gradient_norm(parameters, self.context.device)
+        return joint_norm(parameters, _has_sharded_gradient, self.context.device)
 
     def finish(self) -> str | None:
         """Gather the parameters on every rank, if they fit into its device's memory."""
@@ -193,6 +179,19 @@ class FullyShardedBase(Strategy):
                 "have the same type. Convert them to one type, or put the layers of each type into separate "
                 "blocks of a Sequential, ModuleList or ModuleDict, or use strategy 'ddp'."
             )
+
+    def _run(self, step: Callable[..., tuple[Any, float]], *args: Any) -> tuple[Any, float]:
+        try:
+            output: tuple[Any, float] = self._root(step, *args)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" in str(error):
+                error.add_note(
+                    "hpctrain: A sharded parameter was used outside its block. Blocks of a Sequential, "
+                    "ModuleList or ModuleDict have their full parameters only during their own forward call. "
+                    "Call the block itself, not its submodules."
+                )
+            raise
+        return output
 
     def _broadcast(self, parameter: nn.Parameter) -> None:
         parameter.data = parameter.data.to(self.context.device)
@@ -317,11 +316,8 @@ class _ParameterShards:
         return tensor[start : start + num_rows]
 
 
-def _gradient_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    gradients: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        gradients[is_sharded(gradient)].append(local_part(gradient))
-    return joint_norm(gradients[True], gradients[False], device)
+def _has_sharded_gradient(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None and is_sharded(parameter.grad)
 
 
 def _check_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -346,32 +342,18 @@ class _Root(nn.Module):
         return function(*args)
 
 
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            error.add_note(
-                "hpctrain: A sharded parameter was used outside its block. Blocks of a Sequential, "
-                "ModuleList or ModuleDict have their full parameters only during their own forward call. "
-                "Call the block itself, not its submodules."
-            )
-        raise
-
-
 def _find_wrap_modules(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model: the elements of the innermost Sequential, ModuleList and ModuleDict.
 
     A block that shares a parameter with the rest of the model is excluded, and gathered with the rest.
     """
     counts = _count_occurrences(module)
-    units: dict[nn.Module, None] = {}
-    for block in _blocks(module):
-        inside = _count_occurrences(block)
-        if inside and all(counts[parameter] == count for parameter, count in inside.items()):
-            units[block] = None
-    return list(units)
+    blocks = dict.fromkeys(_blocks(module))
+    return [
+        block
+        for block in blocks
+        if (inside := _count_occurrences(block)) and inside.items() <= counts.items()
+    ]
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

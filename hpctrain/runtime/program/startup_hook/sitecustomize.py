@@ -1,7 +1,7 @@
-"""Start of a Python process of a command: observe it when it imports torch.
+"""Observe a Python process of a command from its import of torch on.
 
-`child_relay` puts the folder of this file into PYTHONPATH, so each Python process of the command runs it.
-The environment of such a process may have another version of Python, and no hpctrain.
+`process_observer.py` puts the folder of this file into PYTHONPATH. The environment of such a process may have
+another version of Python, and no hpctrain.
 """
 
 import os
@@ -15,10 +15,10 @@ class _TorchWatcher:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002
         if name != "torch":
             return
-        sys.meta_path.remove(self)
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
         try:
             try:
-                from hpctrain.runtime.program.child_relay import observe_process
+                from hpctrain.runtime.program.process_observer import observe_process
             except ImportError:  # an environment without hpctrain, or with another version
                 return
             observe_process()

@@ -1,0 +1,271 @@
+"""Use ranks: `hpctrain env` and `exec` as a rank, `attach` and `profile` for those of a running run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from hpctrain.cli.common import echo_json, json_option, one_line, program_name, run_argument, short_path
+from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect, expand_hostlist
+from hpctrain.errors import EnvironmentMismatch, RendezvousError, SchedulerError, UserError
+from hpctrain.text import format_count, format_duration
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run import Run
+
+#: Exit codes of a shell if a program is not found, and if it cannot be executed.
+_NOT_FOUND, _NOT_RUNNABLE = 127, 126
+#: Python ignores these signals; the executed program would inherit this.
+_IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFZ", "SIGXFSZ")
+#: Fields of `Ranks` in the order of the table.
+_FIELDS = (
+    *("rank", "local_rank", "node_rank", "num_nodes", "world_size", "local_world_size"),
+    *("master_addr", "master_port"),
+)
+_TITLES = {"num_nodes": "nodes", "master_addr": "master address"}
+
+
+@click.command("env")
+@json_option
+def env_command(as_json: bool) -> None:
+    """Show the rank, world size, device and other settings of this process, each with its source.
+
+    `hpctrain exec` runs a program with these settings.
+    """
+    from hpctrain.cluster.amd_gpus import list_amd_gpus
+    from hpctrain.cluster.device_plan import plan_device
+    from hpctrain.cluster.host_name import host_name
+    from hpctrain.telemetry.sampling import nvml
+
+    environ, refusal = os.environ, None
+    ranks = detect(environ)
+    default = (
+        ENVIRONMENT_VARIABLE if environ.get(ENVIRONMENT_VARIABLE) else "detected from environment variables"
+    )
+    #: Values with their sources.
+    facts: dict[str, tuple[int | str | None, str]] = {
+        name: (getattr(ranks, name), ranks.sources.get(name, default)) for name in _FIELDS
+    }
+    try:
+        plan = plan_device(ranks, environ, nvml.count_gpus(environ), is_rocm=bool(list_amd_gpus()))
+        facts["device"] = (str(plan), plan.source)
+    except EnvironmentMismatch as error:
+        facts["device"], refusal = (None, "refused"), error
+    facts["host"] = (
+        host_name(environ),
+        "SLURMD_NODENAME" if environ.get("SLURMD_NODENAME") else "the kernel",
+    )
+    facts["environment"] = (ranks.environment, ranks.sources.get("environment", default))
+    if as_json:
+        echo_json({name: {"value": value, "source": source} for name, (value, source) in facts.items()})
+    else:
+        width = max(len(str(value)) for value, _ in facts.values())
+        for name, (value, source) in facts.items():
+            title, shown = _TITLES.get(name, name.replace("_", " ")), "-" if value is None else value
+            click.echo(f"{title:<17} {shown!s:<{width}}  {source}".rstrip())
+    if refusal is not None:
+        raise refusal
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="PROGRAM [ARGS]...")
+def exec_command(program: tuple[str, ...]) -> None:
+    """Run PROGRAM as this rank, with the variables that torch's env:// reads.
+
+    Start this command once per rank, with srun or another launcher:
+
+        srun --nodes=2 --ntasks-per-node=4 hpctrain exec -- python train.py
+
+    Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, NODE_RANK, GROUP_RANK, MASTER_ADDR and MASTER_PORT,
+    then replaces itself with PROGRAM, which receives signals directly and sets the exit code. If MASTER_PORT
+    is not set, the port is computed from the ids of the job.
+    """
+    from hpctrain.cluster.addresses import gloo_variables, master_host, own_address
+    from hpctrain.cluster.env_defaults import apply_env_defaults
+
+    ranks = detect(os.environ)
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if ranks.environment == "local" and tasks != "1" and not os.environ.get(ENVIRONMENT_VARIABLE):
+        click.echo(
+            f"Note: this starts a single process, but the job has {tasks} tasks (SLURM_NTASKS). "
+            f"Put srun before {program_name()} exec to start all tasks.",
+            err=True,
+        )
+    variables = ranks.torch_variables() | {"MASTER_ADDR": master_host(ranks, os.environ)}
+    if ranks.is_main and not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
+        variables["MASTER_PORT"] = str(_reserve_port(ranks))
+    address = own_address(ranks, os.environ)
+    defaults = gloo_variables(address, os.environ) if address else {}
+    become(program, {**apply_env_defaults(os.environ, defaults), **variables})
+
+
+def _reserve_port(ranks: Ranks) -> int:
+    """Return rank 0's port, which stays reserved until the program listens on it with SO_REUSEADDR."""
+    from hpctrain.cluster.ports import bind_socket
+
+    try:
+        reserved = bind_socket(ranks.master_port)
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 cannot listen on port {ranks.master_port} ({error.strerror}). To find the program that "
+            "uses the port, run `ss --tcp --all --processes`. Alternatively, set MASTER_PORT to a free port "
+            "on every rank."
+        ) from error
+    port: int = reserved.getsockname()[1]
+    os.set_inheritable(reserved.detach(), True)
+    return port
+
+
+def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in _IGNORED_BY_PYTHON:
+        if number := getattr(signal, name, None):
+            signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(argv[0], list(argv), environ)
+    except OSError as error:
+        is_missing, hint = error.errno == errno.ENOENT, ""
+        reason = "not found on PATH" if is_missing and os.sep not in argv[0] else error.strerror
+        if argv[0].endswith(".py") and Path(argv[0]).is_file():
+            hint = f" Did you mean `{program_name()} exec -- python {shlex.join(argv)}`?"
+        click.echo(f"Error: cannot run {argv[0]!r}: {reason}.{hint}", err=True)
+        sys.exit(_NOT_FOUND if is_missing else _NOT_RUNNABLE)
+
+
+def terminal_options() -> list[str]:
+    """Return the option of srun that connects a program to the user's terminal, if there is one."""
+    return ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+
+
+@click.command("attach")
+@run_argument
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Rank to use."
+)
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGS]...]")
+def attach_command(run: Run, rank: int, program: tuple[str, ...]) -> None:
+    """Open a shell on the node of a running rank of RUN, or run COMMAND there.
+
+    The shell uses the rank's container image, working directory and environment, and ends when the job ends.
+    Variables that would connect a process to the run are not set.
+    """
+    # Imported here because these packages are slow to import.
+    from hpctrain.jobs.runs.run import require_running_ranks
+    from hpctrain.jobspec.load_spec import load_spec
+    from hpctrain.slurm.environment import strip_job_env
+    from hpctrain.supervisor.launch.task_command import containerize, module_command
+
+    status, started = require_running_ranks(run, [rank], option="--rank", done="attached to")
+    spec = load_spec(run.dir.spec)
+    program = program or ("bash" if spec.container else os.environ.get("SHELL", "bash"),)
+    command = module_command(spec, "program.attach")
+    command += [str(run.dir), str(started.attempt), str(rank), *program]
+    contained = containerize(spec, command, ["TERM"], os.environ.get("PATH"))
+    outer = strip_job_env(os.environ)
+    if spec.backend == "local":
+        become(contained.command, outer)
+    host = (started.hosts or [])[rank // spec.ntasks_per_node]
+    _check_node(host, rank, outer)
+    step = [
+        *("srun", f"--jobid={_number_of(str(status.job_id), outer)}", f"--nodelist={host}", "--overlap"),
+        *("--nodes=1", "--ntasks=1", "--mpi=none", f"--chdir={spec.workdir}", *terminal_options()),
+    ]
+    outer["SLURM_EXIT_ERROR"] = str(SchedulerError.exit_code)
+    become([*step, *contained.srun_options, *contained.command], outer)
+
+
+def _check_node(host: str, rank: int, environ: Mapping[str, str]) -> None:
+    """Check that the node responds: srun would wait for it."""
+    from hpctrain.slurm.node_queries import query_nodes
+
+    for node in query_nodes([host], environ):
+        if "DOWN" in node.state or node.state.endswith("*") or "NOT_RESPONDING" in node.state:
+            raise SchedulerError(
+                f"The node {host} of rank {rank} does not respond: its state in Slurm is {node.state}. Use "
+                "`hpctrain status` to see whether the run has restarted without this node."
+            )
+
+
+def _number_of(job_id: str, environ: Mapping[str, str]) -> str:
+    """Return the number of a job. srun does not accept the name of an array task."""
+    from hpctrain.slurm.command import run_slurm
+
+    if "_" not in job_id:
+        return job_id
+    return run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A"], environ).strip()
+
+
+def _rank_list(_context: click.Context, _param: click.Parameter, text: str) -> list[int]:
+    try:
+        return sorted({int(number) for number in expand_hostlist(f"[{text}]".replace(" ", ""))})
+    except (UserError, ValueError):
+        raise click.BadParameter(f"{text!r} is not a valid list of ranks. Use the form 0,3 or 0-7.") from None
+
+
+@click.command("profile")
+@run_argument
+@click.option(
+    "--ranks",
+    callback=_rank_list,
+    default="0",
+    show_default=True,
+    metavar="R,…",
+    help="Ranks to profile, such as 0,3 or 0-7.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of optimizer steps to profile.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    show_default=True,
+    metavar="S",
+    help="Maximum time to wait for the ranks, in seconds.",
+)
+@json_option
+def profile_command(run: Run, ranks: list[int], steps: int, timeout: float, as_json: bool) -> None:
+    """Profile the next optimizer steps of RUN with torch.profiler. RUN must be running and belong to you.
+
+    Writes a trace per rank to the run folder, and prints the most expensive operators. The run is not
+    restarted, and its results do not change.
+    """
+    from hpctrain.jobs.runs.profile import ProfileRequest
+
+    request = ProfileRequest.submit(run, ranks, steps)
+    results = request.wait(timeout, partial(click.echo, err=True))
+    if as_json:
+        echo_json({"run_id": run.run_id, "ranks": results})
+    else:
+        for result in results:
+            _print_profile(result)
+    if any("error" in result for result in results):
+        sys.exit(1)
+
+
+def _print_profile(result: Mapping[str, Any]) -> None:
+    if "error" in result:
+        click.echo(f"rank {result['rank']}: {one_line(result['error'])}", err=True)
+        return
+    steps = f"steps {result['first_step']}-{result['last_step']} of the attempt"
+    click.echo(f"rank {result['rank']}: {steps}, {format_duration(result['seconds'])}")
+    click.echo(f"trace  {short_path(result['trace'])}")
+    # Times of an operator exclude those that it calls.
+    click.echo(f"  {'CPU time':>10} {'GPU time':>10} {'calls':>7}  operator")
+    for operator in result["operators"]:
+        times = f"{format_duration(operator['cpu_s']):>10} {format_duration(operator['gpu_s']):>10}"
+        click.echo(f"  {times} {format_count(operator['calls']):>7}  {one_line(operator['name'])[:60]}")

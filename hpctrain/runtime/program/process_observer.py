@@ -1,0 +1,254 @@
+"""Observe the processes of a rank: its worker, or the Python processes of a command such as a shell script.
+
+A process of a command reports like a rank, but to the worker, over a socket that only processes of the same
+user can open. The worker sends the messages of one of them to the supervisor: the first that completes
+optimizer steps, or else the first that imported torch. Without such a process, the worker reports on itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import secrets
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+
+from hpctrain.cluster import Ranks
+from hpctrain.errors import EnvironmentMismatch, UserError
+from hpctrain.jobspec.launcher import RANK_LAUNCHERS
+from hpctrain.rundir import (
+    ATTEMPT_VARIABLE,
+    CHILD_VARIABLE,
+    INDEPENDENT_RANKS_VARIABLE,
+    RUN_DIR_VARIABLE,
+    RunDir,
+)
+from hpctrain.runtime.failure_file import failure_record, write_failure
+from hpctrain.runtime.program import heartbeat
+from hpctrain.runtime.program.script_monitor import ScriptMonitor
+from hpctrain.runtime.program.step_hook import install_step_hook
+from hpctrain.runtime.program.step_log import StepLog
+from hpctrain.runtime.rank_activity import activity, has_process_group
+from hpctrain.runtime.stopping.agreed_stop import agreed_stop
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
+from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal
+from hpctrain.runtime.supervisor_connection import Connection, Message, start_heartbeat
+
+#: The folder with the hook that Python runs at its start.
+_HOOK_FOLDER = Path(__file__).with_name("startup_hook")
+#: struct ucred of unix(7): pid, uid, gid.
+_CREDENTIALS = struct.Struct("3i")
+#: Variables that a launcher inside of the command, such as torchrun, sets for each of its processes.
+_LAUNCH_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
+#: Optimizer steps without a process group after which a rank fails.
+MAX_STEPS_ALONE = 20
+
+#: Remedies for frameworks that silently train on a single rank, by module.
+_ADVICE = {
+    "lightning.pytorch": "Pass devices and num_nodes to Lightning's Trainer",
+    "pytorch_lightning": "Pass devices and num_nodes to Lightning's Trainer",
+    "accelerate": "If the nodes have no GPUs, set ACCELERATE_USE_CPU=true or pass cpu=True to Accelerator",
+}
+_OTHER_ADVICE = (
+    "Call torch.distributed.init_process_group and wrap the model in DistributedDataParallel. If the script "
+    "has an argument --local_rank, which neither hpctrain nor torchrun passes, use the variable LOCAL_RANK "
+    "instead"
+)
+
+
+class ProcessObserver:
+    """Counts and records the steps of this process, samples its main thread, and sends both as heartbeats."""
+
+    def __init__(
+        self, run: RunDir, attempt: int, ranks: Ranks, environ: Mapping[str, str], *, records_steps: bool
+    ) -> None:
+        self.run, self.attempt, self.ranks = run, attempt, ranks
+        self._environ, self._started_with = environ, dict(environ)
+        self._world_size = int(environ["WORLD_SIZE"])
+        self._may_train_alone = self._world_size == 1 or environ.get(INDEPENDENT_RANKS_VARIABLE) == "1"
+        self._step_log = StepLog(run, attempt) if records_steps else None
+
+    def start(self, connect: Callable[[], Connection]) -> None:
+        """Sample this process, and report it through a connection."""
+        ScriptMonitor(step_log=self._step_log).start()
+        start_heartbeat(connect, self.heartbeat_message, self.on_message)
+
+    def heartbeat_message(self) -> Message:
+        return heartbeat.heartbeat_message(self._started_with)
+
+    def on_message(self, connection: Connection, message: Message) -> None:
+        heartbeat.on_message(self.run, self.attempt, self.ranks, connection, message)
+
+    def after_step(self) -> None:
+        """Check the rank after an optimizer step, and exit if all ranks stop after this step."""
+        if not self._may_train_alone:
+            self._may_train_alone = has_process_group()
+            if not self._may_train_alone and activity.optimizer_steps >= MAX_STEPS_ALONE:
+                self.check_end()
+        exit_after_step()
+
+    def check_end(self) -> None:
+        """Raise an error if the program has trained alone, in a run with several ranks."""
+        if self._may_train_alone or activity.is_managed or not activity.optimizer_steps:
+            return
+        self._may_train_alone = True
+        advice = next((_ADVICE[module] for module in _ADVICE if module in sys.modules), _OTHER_ADVICE)
+        raise EnvironmentMismatch(
+            f"The run has {self._world_size} ranks, but rank {self._environ['RANK']} completed "
+            f"{activity.optimizer_steps} optimizer steps without a process group, so each rank trains alone. "
+            f"{advice}. If the ranks are supposed to be independent, submit with --independent-ranks."
+        )
+
+
+def observe_process() -> None:
+    """Observe this process from now on, unless an observed process started it as a helper.
+
+    Helpers, such as data workers, do not train. Launchers do not train either, but the processes that they
+    start do.
+    """
+    if CHILD_VARIABLE not in os.environ or os.path.basename(sys.argv[0]) in RANK_LAUNCHERS:
+        return
+    command = json.loads(os.environ[CHILD_VARIABLE])
+    launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
+    if command.get("launch") == launch and command["pid"] != os.getpid():
+        return
+    try:
+        connect_to_worker(command["socket"]).close()
+    except OSError:  # Another job has inherited the variables.
+        return
+    os.environ[CHILD_VARIABLE] = json.dumps({**command, "launch": launch, "pid": os.getpid()})
+    ranks = Ranks(**command["ranks"])
+    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    is_rank = launch[1:] == [str(ranks.rank), str(ranks.world_size)]
+    if is_rank and threading.current_thread() is threading.main_thread():
+        faulthandler.register(signal.SIGQUIT)
+        if all(signal.getsignal(number) is signal.SIG_DFL for number in STOP_SIGNALS):
+            agreed_stop.is_enabled = True
+            start_signal_recorder()
+            exit_on_stop_signal()
+    observer = ProcessObserver(run, attempt, ranks, os.environ, records_steps=launch[1] == "0")
+    install_step_hook(partial(_after_step, observer), is_restart=attempt > 0)
+    observer.start(partial(connect_to_worker, command["socket"]))
+
+
+def _after_step(observer: ProcessObserver) -> None:
+    """Check the process after an optimizer step. An error of the user becomes the failure of the rank."""
+    try:
+        observer.after_step()
+    except UserError as error:
+        run, attempt, rank = observer.run, observer.attempt, observer.ranks.rank
+        environ = {**os.environ, "RANK": str(rank)}
+        record = failure_record(error, environ)
+        write_failure(run.failure(attempt, rank), record, run.rank_log(attempt, rank), environ)
+        raise
+
+
+def connect_to_worker(name: str) -> Connection:
+    """Connect a process of the command to the worker that listens at an abstract address."""
+    connected = socket.socket(socket.AF_UNIX)
+    connected.connect(f"\0{name}")
+    if not _is_own_process(connected):
+        connected.close()
+        raise PermissionError(f"the socket {name} belongs to another user")
+    return Connection(connected)
+
+
+def _is_own_process(connected: socket.socket) -> bool:
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
+
+
+class ChildRelay:
+    """Reports one process of a command to the supervisor, or the worker itself while there is none."""
+
+    def __init__(self, worker: ProcessObserver) -> None:
+        self._worker = worker
+        self._changed = threading.Condition()
+        #: The last heartbeat of each connected process; empty before the first.
+        self._children: dict[Connection, Message] = {}
+        self._supervisor: Connection | None = None
+        # An abstract address (unix(7)), which needs no file.
+        self._name = f"hpctrain-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(f"\0{self._name}")
+        self._socket.listen()
+        threading.Thread(target=self._accept, name="hpctrain-children", daemon=True).start()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        ranks = {name: value for name, value in vars(self._worker.ranks).items() if name != "sources"}
+        paths = [str(_HOOK_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+        command = json.dumps({"socket": self._name, "ranks": ranks})
+        return {CHILD_VARIABLE: command, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def start(self, connect: Callable[[], Connection]) -> None:
+        start_heartbeat(connect, self.heartbeat_message, self.on_message)
+
+    def heartbeat_message(self) -> Message:
+        _, message = self._observed()
+        # Standby workers must not import the modules of the command.
+        return {**message, "modules": []} if message else self._worker.heartbeat_message()
+
+    def on_message(self, connection: Connection, message: Message) -> None:
+        self._supervisor = connection
+        child, _ = self._observed()
+        if child is None:
+            self._worker.on_message(connection, message)
+        else:
+            with suppress(OSError):
+                child.send(message)
+
+    def wait_until_exited(self, timeout_s: float) -> None:
+        """Wait until the connected processes have exited, which may outlive their shell."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._children, timeout_s)
+
+    def _observed(self) -> tuple[Connection | None, Message]:
+        """Return the process whose messages the supervisor receives, and its last heartbeat."""
+        with self._changed:
+            children = [child for child in self._children.items() if child[1]]
+        return max(children, key=lambda child: child[1]["step"] > 0, default=(None, {}))
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._socket.accept()
+            except OSError as error:  # too many open files
+                problem = f"cannot monitor a process that the command started ({error}); will retry"
+                print(f"hpctrain: {problem}", file=sys.stderr)
+                time.sleep(1)
+                continue
+            if not _is_own_process(accepted):
+                accepted.close()
+                continue
+            child = Connection(accepted)
+            with self._changed:
+                self._children[child] = {}
+            threading.Thread(target=self._receive, args=(child,), daemon=True).start()
+
+    def _receive(self, child: Connection) -> None:
+        try:
+            with closing(child), suppress(OSError, ValueError):
+                while (message := child.receive()) is not None:
+                    self._on_child_message(child, message)
+        finally:
+            with self._changed:
+                del self._children[child]
+                self._changed.notify_all()
+
+    def _on_child_message(self, child: Connection, message: Message) -> None:
+        if type(message.get("step")) is int:
+            with self._changed:
+                self._children[child] = message
+        elif message and self._supervisor is not None and child is self._observed()[0]:
+            with suppress(OSError):
+                self._supervisor.send(message)

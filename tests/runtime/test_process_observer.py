@@ -1,0 +1,78 @@
+"""Choice of the process of a command that the supervisor observes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType
+
+from helpers.waiting import wait_for
+
+from hpctrain.cluster import detect
+from hpctrain.rundir import CHILD_VARIABLE
+from hpctrain.runtime.program.process_observer import ChildRelay, connect_to_worker
+from hpctrain.runtime.rank_activity import has_process_group
+from hpctrain.runtime.supervisor_connection import Connection
+
+
+class FakeConnection:
+    def __init__(self) -> None:
+        self.sent: list[dict] = []
+
+    def send(self, message: dict) -> None:
+        self.sent.append(message)
+
+
+class FakeWorker:
+    ranks = detect({})
+
+    def __init__(self) -> None:
+        self.handled: list[dict] = []
+
+    def heartbeat_message(self) -> dict:
+        return {"beats": 0, "step": 0}
+
+    def on_message(self, _connection: object, message: dict) -> None:
+        self.handled.append(message)
+
+
+def connect(relay: ChildRelay) -> Connection:
+    return connect_to_worker(json.loads(relay.variables[CHILD_VARIABLE])["socket"])
+
+
+def beat(connection: Connection, relay: ChildRelay, beats: int, step: int, observed: int) -> None:
+    """Send a heartbeat, and wait until the observed process is the one with that number of beats."""
+    connection.send({"beats": beats, "step": step, "modules": ["torch"]})
+    wait_for(lambda: relay.heartbeat_message()["beats"] == observed, 10, f"the beat {observed}")
+
+
+def test_process_with_steps_is_observed_first_and_the_worker_last():
+    supervisor, worker = FakeConnection(), FakeWorker()
+    relay = ChildRelay(worker)
+    relay.on_message(supervisor, {"tell": 1})
+    assert worker.handled == [{"tell": 1}]
+    launcher, trainer, helper = connect(relay), connect(relay), connect(relay)
+    beat(launcher, relay, 1, step=0, observed=1)
+    beat(trainer, relay, 2, step=0, observed=1)
+    beat(trainer, relay, 3, step=1, observed=3)
+    beat(helper, relay, 4, step=2, observed=3)
+    assert relay.heartbeat_message()["modules"] == []
+    relay.on_message(supervisor, {"tell": 2})
+    assert trainer.receive(10) == {"tell": 2}
+    helper.send({"told": "helper"})
+    trainer.send({"told": "trainer"})
+    wait_for(lambda: supervisor.sent, 10, "the answer")
+    assert supervisor.sent == [{"told": "trainer"}]
+    assert len(worker.handled) == 1
+    for connection in (trainer, helper):
+        connection.close()
+    wait_for(lambda: relay.heartbeat_message()["beats"] == 1, 10, "the launcher")
+    launcher.close()
+    relay.wait_until_exited(10)
+    assert relay.heartbeat_message()["beats"] == 0
+
+
+def test_process_group_may_be_requested_while_torch_is_imported(monkeypatch):
+    for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert not has_process_group()
