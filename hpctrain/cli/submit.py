@@ -30,12 +30,11 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, Option, OptionValue
 from hpctrain.jobs.options.option_parser import find_replacement, option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
-from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
-from hpctrain.jobs.submit.preflight import PreparedSubmission
-from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobspec.directives import SHORT_NAMES
+from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
+from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES, SBATCH_OPTIONS, SHORT_NAMES
 from hpctrain.text import suggest
 
 #: Key of the context: true if the program follows a `--`.
@@ -77,8 +76,7 @@ class SubmitCommand(click.Command):
             raise click.UsageError(f"No such option {name!r}. {hint}", ctx) from None
         except click.BadOptionUsage as error:
             name = error.option_name[2:]
-            kind = sbatch_type(name)
-            if not (name in sbatch_options().values() and kind.flag and kind.text):
+            if name not in SBATCH_OPTIONAL_VALUES:
                 raise
             hint = f"Use --sbatch {name}=VALUE to pass a value to sbatch."
             raise click.UsageError(f"{error.message} {hint}", ctx) from None
@@ -115,7 +113,7 @@ def describe_sbatch_options() -> str:
 def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete a fixed choice or a path."""
     option = all_options()[str(param.name)]
-    if option.about.is_path:
+    if option.is_path:
         return complete_files(ctx, param, incomplete)
     return [CompletionItem(choice) for choice in option.kind.choices if choice.startswith(incomplete)]
 
@@ -123,7 +121,7 @@ def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str)
 def _sbatch_option(name: str, long_name: str) -> _SbatchOption:
     short_names = [f"-{short}" for short, long in SHORT_NAMES.items() if long == long_name]
     names = [name, *short_names, f"--{long_name}"]
-    if not sbatch_type(name).flag:
+    if long_name not in SBATCH_FLAGS:
         return _SbatchOption(names, callback=_optional_value)
     return _SbatchOption([name, *short_names, f"--{long_name}/--no-{long_name}"], default=None)
 
@@ -140,8 +138,8 @@ def _optional_value(ctx: click.Context, param: click.Parameter, value: str | Non
 
 def _click_option(option: Option) -> click.Option:
     """Return the command-line option. Values remain strings, and are parsed like values from files."""
-    names = [option.name, option.flag, *([option.about.short] if option.about.short else [])]
-    text = option.about.help + (f"  [default: {option.default}]" if option.default else "")
+    names = [option.name, option.flag, *([option.short] if option.short else [])]
+    text = option.help + (f"  [default: {option.default_text}]" if option.default_text else "")
     if option.kind.flag:
         names = [option.name, *(f"{name}/--no-{name[2:]}" for name in names[1:])]
         return click.Option(names, default=None, help=text)
@@ -333,9 +331,9 @@ def _source_rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
             short_key = key.removeprefix("sbatch.").replace("-", "_")
             rows.append(
                 {
-                    "option": short_key if short_key in sbatch_options() else key,
+                    "option": short_key if short_key in SBATCH_OPTIONS else key,
                     "value": setting.value,
-                    "default": option.default or None,
+                    "default": option.default_text or None,
                     "source": source.words or "file",
                     "file": str(source.path) if source.path else None,
                     "line": source.line or None,
@@ -383,8 +381,8 @@ def _misplaced_options(script: str, args: Sequence[str]) -> list[str]:
     ]
 
 
-_params = [_click_option(option) for option in all_options().values() if option.about.on_command_line]
+_params = [_click_option(option) for option in all_options().values() if option.on_command_line]
 # The options of sbatch belong to the section of --sbatch.
 _end = next(i for i, param in enumerate(_params, 1) if param.name == "sbatch")
-_params[_end:_end] = [_sbatch_option(*names) for names in sbatch_options().items()]
+_params[_end:_end] = [_sbatch_option(*names) for names in SBATCH_OPTIONS.items()]
 command.params[:0] = _params

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import JobRecord
 
 if TYPE_CHECKING:
     from hpctrain.schema import Event
@@ -17,18 +17,6 @@ if TYPE_CHECKING:
 
 #: Most events of a long run are checkpoints, which are irrelevant to its state.
 _IGNORED_EVENTS = b'"kind": "checkpoint"'
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """A submitted job, as recorded by the run."""
-
-    job_id: str
-    run: RunDir
-    #: Time of submission in seconds since the epoch.
-    submitted: float = 0.0
-    #: The final job state as reported by the scheduler, if observed.
-    observed_state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,18 +83,3 @@ def summarize_events(run: RunDir, newest_first: Iterable[Event]) -> RunRecord:
             del newest[kind]  # A late event of the previous job.
     kinds = ("submitted", "finished", "failure", "seen", "handover", "started")
     return RunRecord(run, *map(newest.get, kinds))
-
-
-def last_activity(run: RunDir) -> float:
-    """Return the time of the run's last write in seconds since the epoch; 0 without a write."""
-    files = [run.events, run.metrics, run.slurm_log, run.supervisor_log]
-    if attempts := run.attempts():
-        files.append(run.rank_log(attempts[-1], 0))
-    return max(map(_modified, files), default=0.0)
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

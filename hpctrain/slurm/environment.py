@@ -134,6 +134,11 @@ def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
     return outer
 
 
+def loaded_modules(environ: Mapping[str, str]) -> list[str]:
+    """Return the environment modules of this shell, as Environment Modules and Lmod list them."""
+    return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
+
+
 def own_job_id(environ: Mapping[str, str]) -> str:
     """Return the id of this batch script's job for Slurm's commands."""
     # SLURM_JOB_ID of the last task is the number of the array: a request with it would affect all tasks.

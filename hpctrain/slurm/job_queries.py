@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.duration import parse_duration
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.slurm.parsing import parse_number
+from hpctrain.slurm.parsing import SOON_S, parse_number, parse_timestamp
+from hpctrain.slurm.pending_reasons import explain_reason
+from hpctrain.slurm.states import JobStateView, RunState, base_state, parse_job_state
 
 # A control character, which neither a reason nor the path of a run folder may contain.
 _SEPARATOR = "\x1f"
@@ -25,6 +28,8 @@ _QUEUE_COLUMNS = (
     *("State", "RestartCnt", "EligibleTime", "WorkDir", "Reason"),
 )
 _ACCOUNTING_COLUMNS = ("JobID", "JobIDRaw", "State", "Submit", "WorkDir")
+
+_DELAYED = "BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes"
 
 #: The kernel accepts 128 KiB per argument (MAX_ARG_STRLEN). If the ids do not fit, all jobs are queried.
 _MAX_WORD = 120_000
@@ -78,6 +83,18 @@ class JobRow:
     def is_ending(self) -> bool:
         """True if Slurm is ending the job: COMPLETING until the last process has exited (seen with 22.05)."""
         return self.state not in ("", "RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING")
+
+    def view(self) -> JobStateView:
+        state, job_state = parse_job_state(self.state), base_state(self.state)
+        if state.ended or state is RunState.UNKNOWN:
+            return JobStateView(state, f"Slurm reports {self.state}", job_state=job_state)
+        is_requeued = state is RunState.PENDING and self.reason == "BeginTime" and self.restarts > 0
+        begin = parse_timestamp(self.eligible_at)
+        # If the job begins soon, the delay does not matter.
+        held = is_requeued and (begin is None or begin - system.time() > SOON_S)
+        details = [self.state] if self.state != state else []
+        details += [_DELAYED if held else explain_reason(self.reason, self.job_id)] if self.reason else []
+        return JobStateView(state, ", ".join(details), held, job_state)
 
 
 class JobTable:

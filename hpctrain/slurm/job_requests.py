@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from hpctrain import system
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SchedulerError
-from hpctrain.slurm.command import NO_JOB_ID_MESSAGE, is_answer_lost, list_rank_steps, run_slurm
+from hpctrain.slurm.command import CHAOS_STEP, NO_JOB_ID_MESSAGE, is_answer_lost, list_rank_steps, run_slurm
 from hpctrain.text import is_count
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,18 @@ def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) ->
     with tempfile.TemporaryDirectory() as folder:
         update = ["scontrol", "update", f"JobId={job_id}", f"NodeList={compress_hostlist(list(hosts))}"]
         run_slurm(["env", f"--chdir={folder}", *update], environ)
+
+
+def run_on_host(job_id: str, host: str | None, program: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Run a program on a node of the job, by default the first, in a step that overlaps the ranks."""
+    # The raw job id differs from the id of an array task.
+    cells = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
+    if len(cells) != 2:
+        raise SchedulerError(f"squeue does not show the host of job {job_id}.")
+    raw_id, batch_host = cells
+    step = [f"--jobid={raw_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host or batch_host}"]
+    step += ["--mpi=none", f"--job-name={CHAOS_STEP}", "--gres=none", "--input=none", "--quiet"]
+    run_slurm(["srun", *step, *program], environ)
 
 
 def signal_steps(steps: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from hpctrain.rundir import RunDir
+
 
 class RunState(StrEnum):
     PENDING = "PENDING"
@@ -38,6 +40,18 @@ RUN_STATES = {
     RunState.UNKNOWN: "The scheduler gives no definite answer, and the run has not recorded its end. "
     "It may still be running.",
 }
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A submitted job, as recorded by the run."""
+
+    job_id: str
+    run: RunDir
+    #: Time of submission in seconds since the epoch.
+    submitted: float = 0.0
+    #: The final job state as reported by the scheduler, if observed.
+    observed_state: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from helpers.launch_runner import load_recording
 from hpctrain.authentication import Signed, seal, unseal
 from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, launchers, slurm_step, torchrun
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
-from hpctrain.jobs.site import mounts
+from hpctrain.jobs.backends import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
 from hpctrain.runtime import cpu_binding, rendezvous
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver

@@ -6,7 +6,6 @@ from fuzzing import Parser, with_answer
 
 from hpctrain.cluster import hostlist, slurm_step
 from hpctrain.errors import EnvironmentMismatch, SchedulerError, SpecError, UserError
-from hpctrain.jobs.backends import preflight_slurm
 from hpctrain.records import successor
 from hpctrain.slurm import (
     command,
@@ -15,6 +14,7 @@ from hpctrain.slurm import (
     job_array,
     job_queries,
     job_requests,
+    job_test,
     node_queries,
     parsing,
     site_facts,
@@ -143,8 +143,8 @@ PARSERS = [
             "srun: error: n1: task 3: Aborted (core dumped)",
         ],
     ),
-    Parser(preflight_slurm._when, ["2026-11-22T10:00:00", "2026-11-22T10:00:00Z", "Unknown"]),
-    Parser(preflight_slurm._START.search, [FORECAST]),
+    Parser(job_test._when, ["2026-11-22T10:00:00", "2026-11-22T10:00:00Z", "Unknown"]),
+    Parser(job_test._START.search, [FORECAST]),
     Parser(hostlist.expand_hostlist, ["n[01-03,7],gpu-a[1-2]b", "rack[1-2]node[1-16]"], (UserError,)),
     Parser(
         hostlist.compress_hostlist,

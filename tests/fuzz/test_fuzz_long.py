@@ -28,8 +28,7 @@ EXEMPT = {
         checkpoint.interval.InterruptionHistory.from_events jobs.executor.job.Job.from_run
         jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
-        jobs.submit.render._parse_template
-        jobs.runs.run_log_reader.LogPosition.from_json jobs.site.site_check.JobRequest.from_spec
+        jobs.runs.run_log_reader.LogPosition.from_json jobs.backends.site_check.JobRequest.from_spec
         supervisor.monitors.EarlyStoppingMonitor._read_rule
         telemetry.accounting.time_breakdown.TimeBreakdown.from_records
         telemetry.accounting.timeline_events.read_timeline_events telemetry.report.attempts.read_attempts
@@ -50,8 +49,8 @@ EXEMPT = {
     "returns the content without interpreting it": """
         authentication.read_secret checkpoint.tier.local_tier.read_small_files
         cluster.env_variables._read files.read_regular
-        jobs.runs.rank_logs.RankLogReader._read jobs.runs.rank_logs.RankLogReader.read_new
-        jobs.runs.rank_logs.RankLogReader.read_past jobs.runs.rank_logs.RankLogReader.read_rest
+        jobs.runs.run_log_reader.RankLogReader._read jobs.runs.run_log_reader.RankLogReader.read_new
+        jobs.runs.run_log_reader.RankLogReader.read_past jobs.runs.run_log_reader.RankLogReader.read_rest
         jobs.runs.run_log_reader.RunLogReader.read_rest jobs.runs.run_log_reader.RunLogReader._read_logs
         runtime.cpu_binding._read_text
     """,

@@ -21,7 +21,7 @@ def prepare_template(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{% block lanch %}x{% endblock %}", "Line 2 .*cpu.sbatch.j2 has no block 'lanch'. .*'launch'"),
+        ("{% block lanch %}x{% endblock %}", "Line 2 .* extends has no block 'lanch'. .*'launch'"),
         ("{% block launch %}{% endblock %}", "does not start the supervisor"),
         ("{% block directives %}#SBATCH --nodes=3\n{% endblock %}", r"--nodes=3'.* submitted with --nodes=2"),
         ("{% block directives %}#SBATCH -N 3\n{% endblock %}", "-N 3'.* submitted with --nodes=2"),

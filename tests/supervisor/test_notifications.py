@@ -259,23 +259,23 @@ def test_stall_is_reported_once_and_only_after_a_logged_step():
 
 
 @pytest.mark.parametrize(
-    ("notify", "error_message"),
+    ("fields", "error_message"),
     [
-        (NotifyConfig(("https:///path",)), "has no host"),
-        (NotifyConfig(("https://me:sekrit-42@127.0.0.1/hook",)), "--notify"),
-        (NotifyConfig(("https://127.0.0.1:port/sekrit-42",)), "--notify"),
-        (NotifyConfig(("https://[127.0.0.1/sekrit-42",)), "--notify"),
-        (NotifyConfig(("https://127.0.0.1/sekrit-42\x7f",)), "--notify"),
-        (NotifyConfig(("http://a b/",)), "not allowed in a URL"),
-        (NotifyConfig(("ftp://host/path",)), "neither a URL"),
-        (NotifyConfig(("hooks.slack.com/services/x",)), "neither a URL"),
-        (NotifyConfig(on=("end",)), "Unknown event 'end'"),
-        (NotifyConfig(stall_s=0), "at least 1"),
+        ({"targets": ("https:///path",)}, "has no host"),
+        ({"targets": ("https://me:sekrit-42@127.0.0.1/hook",)}, "--notify"),
+        ({"targets": ("https://127.0.0.1:port/sekrit-42",)}, "--notify"),
+        ({"targets": ("https://[127.0.0.1/sekrit-42",)}, "--notify"),
+        ({"targets": ("https://127.0.0.1/sekrit-42\x7f",)}, "--notify"),
+        ({"targets": ("http://a b/",)}, "not allowed in a URL"),
+        ({"targets": ("ftp://host/path",)}, "neither a URL"),
+        ({"targets": ("hooks.slack.com/services/x",)}, "neither a URL"),
+        ({"on": ("end",)}, "Unknown event 'end'"),
+        ({"stall_s": 0}, "at least 1"),
     ],
 )
-def test_invalid_notify_options_are_refused(notify, error_message):
+def test_invalid_notify_options_are_refused(fields, error_message):
     with pytest.raises(SpecError, match=error_message) as error:
-        notify.check()
+        NotifyConfig(**fields)
     assert "sekrit-42" not in str(error.value)
 
 

@@ -19,8 +19,9 @@ from hpctrain.jobs.options.option_parser import (
     option_names,
     parse_option,
 )
-from hpctrain.jobs.options.table import SubmitOptions, all_options, sbatch_type
+from hpctrain.jobs.options.table import SubmitOptions, all_options
 from hpctrain.slurm.environment import SBATCH_VARIABLES, strip_job_env
+from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
@@ -119,7 +120,12 @@ def resolve_options(
         for setting in memory:
             if setting.source.is_variable:
                 del settled[setting.key]
-    return ResolvedOptions({**_defaults(), **settled}, (*standing, *named))
+    defaults = {
+        name: OptionValue(name, option.default, DEFAULT_SOURCE)
+        for name, option in all_options().items()
+        if option.default is not None
+    }
+    return ResolvedOptions(defaults | settled, (*standing, *named))
 
 
 def previous_values(options: Mapping[str, Any]) -> list[OptionValue]:
@@ -153,22 +159,13 @@ def _read(paths: Sequence[Path], environ: Mapping[str, str]) -> list[ConfigFile]
     return [read_config_file(path, environ) for path in paths]
 
 
-def _defaults() -> dict[str, OptionValue]:
-    return {
-        name: OptionValue(name, option.about.default, DEFAULT_SOURCE)
-        for name, option in all_options().items()
-        if option.about.default is not None
-    }
-
-
 def _from_variables(environ: Mapping[str, str]) -> Iterator[OptionValue]:
     """Yield the options that environment variables of sbatch set."""
     outer = strip_job_env(environ)
     for name, variable in SBATCH_VARIABLES.items():
         if value := outer.get(variable):
             key = {"job-name": "name", "time": "time"}.get(name, f"sbatch.{name}")
-            kind = sbatch_type(name)
-            is_flag = key.startswith("sbatch.") and kind.flag and not kind.text
+            is_flag = name in SBATCH_FLAGS - SBATCH_OPTIONAL_VALUES
             yield from parse_option(key, True if is_flag else value, variable, OptionSource(variable))
 
 

@@ -6,31 +6,44 @@ import json
 import os
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import jinja2
+import jinja2.bccache
 import jinja2.nodes
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_parser import find_replacement
-from hpctrain.jobspec.directives import SHORT_NAMES, all_directives, directive_lines
+from hpctrain.jobspec.directives import all_directives, program_words, srun_options
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.redaction import redact_args
 from hpctrain.jobspec.shell_setup import ShellSetup
-from hpctrain.jobspec.step_options import program_words, srun_options
+from hpctrain.slurm.sbatch_options import directive_lines, directive_options
 from hpctrain.text import suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"
 #: Maximum length of the command in the comments of a script.
 _MAX_CHARACTERS = 2_000
-_DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(\S.*)$", re.MULTILINE)
 _NOT_PLAIN = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
 #: Exceptions that an invalid expression in a template may raise.
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
+    """Templates that are compiled only once, like modules: compiling takes as long as importing Jinja."""
+
+    def dump_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        with suppress(OSError):
+            if not sys.dont_write_bytecode:
+                os.makedirs(self.directory, exist_ok=True)
+                super().dump_bytecode(bucket)
 
 
 def template_folder() -> Path:
@@ -79,8 +92,6 @@ def _render(spec: JobSpec, *, launch: str | None) -> str:
     path = _find_template(name)
     environment = _jinja_environment(name, path.parent)
     try:
-        if os.sep in name:
-            _check_blocks(environment, path.name)
         template = environment.get_template(path.name)
         if launch is not None:
             template = environment.from_string(
@@ -88,15 +99,21 @@ def _render(spec: JobSpec, *, launch: str | None) -> str:
                 "{% block teardown %}{% endblock %}",
                 {"parent": template},
             )
-        return template.render(
-            spec=spec,
-            directives=directive_lines(all_directives(spec)),
-            summary=describe_job(spec),
-            step=[shlex.quote(option) for option in srun_options(spec, spec.nodes)],
-            program=shlex.join(program_words(spec)),
-            template=name if os.sep in name else f"slurm_templates/{path.name}",
-            version=__version__,
+        context = template.new_context(
+            {
+                "spec": spec,
+                "directives": directive_lines(all_directives(spec)),
+                "summary": describe_job(spec),
+                "step": [shlex.quote(option) for option in srun_options(spec, spec.nodes)],
+                "program": shlex.join(program_words(spec)),
+                "template": name if os.sep in name else f"slurm_templates/{path.name}",
+                "version": __version__,
+            }
         )
+        text = "".join(template.root_render_func(context))
+        if os.sep in name and launch is None:
+            _check_blocks(environment.parse(path.read_text(encoding="utf-8")), context, path.name)
+        return text
     except SpecError:
         raise
     except jinja2.TemplateSyntaxError as error:
@@ -140,6 +157,7 @@ def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
         raise SpecError(f"The template {name!r} (--template) requires {option}. Add this option.")
 
     environment = ImmutableSandboxedEnvironment(
+        bytecode_cache=_CompiledTemplates(str(Path(__file__).parent / "__pycache__")),
         loader=jinja2.FileSystemLoader([folder, template_folder()]),
         undefined=jinja2.StrictUndefined,
         autoescape=False,
@@ -152,38 +170,19 @@ def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
     return environment
 
 
-def _check_blocks(environment: jinja2.Environment, file_name: str) -> None:
+def _check_blocks(tree: jinja2.nodes.Template, context: jinja2.runtime.Context, file_name: str) -> None:
     """Refuse a block that replaces nothing, because the script would not contain it."""
-    tree, parents = _parse_template(environment, file_name)
-    names = set[str]().union(*(_block_names(environment, parent) for parent in parents))
-    for node in tree.body if parents else ():
-        if isinstance(node, jinja2.nodes.Block) and node.name not in names:
+    if tree.find(jinja2.nodes.Extends) is None:
+        return
+    blocks = {node.name: node.lineno for node in tree.body if isinstance(node, jinja2.nodes.Block)}
+    for name, line in blocks.items():
+        # The functions of a block: its own, and those that it replaces.
+        if len(context.blocks[name]) == 1:
+            names = sorted(context.blocks.keys() - blocks.keys())
             raise SpecError(
-                f"Line {node.lineno} of the template {file_name!r} (--template): {parents[0]} has no block "
-                f"{node.name!r}. {suggest(node.name, sorted(names))}"
+                f"Line {line} of the template {file_name!r} (--template): the template that it extends has "
+                f"no block {name!r}. {suggest(name, names)}"
             )
-
-
-def _block_names(environment: jinja2.Environment, file_name: str) -> set[str]:
-    tree, parents = _parse_template(environment, file_name)
-    names = {block.name for block in tree.find_all(jinja2.nodes.Block)}
-    return names.union(*(_block_names(environment, parent) for parent in parents))
-
-
-def _parse_template(
-    environment: jinja2.Environment, file_name: str
-) -> tuple[jinja2.nodes.Template, list[str]]:
-    """Return the syntax tree of a template, and the names of the templates that it extends."""
-    assert environment.loader is not None
-    source, path, _ = environment.loader.get_source(environment, file_name)
-    tree = environment.parse(source, file_name, path)
-    constants = [
-        const.value
-        for extends in tree.find_all(jinja2.nodes.Extends)
-        for const in (extends.template, *extends.template.find_all(jinja2.nodes.Const))
-        if isinstance(const, jinja2.nodes.Const)
-    ]
-    return tree, [value for value in constants if str(value).endswith(TEMPLATE_SUFFIX)]
 
 
 def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:
@@ -285,24 +284,3 @@ def _check_script(text: str, lines: Sequence[str], template: str, *, supervised:
                     f"The template {template!r} (--template) contains {line.strip()!r}, but a template "
                     f"cannot set --{name}. {hint}."
                 )
-
-
-def directive_options(line: str) -> Iterator[tuple[str, str]]:
-    """Yield long names and values of the options in a directive line; nothing for other lines."""
-    if (match := _DIRECTIVE.match(line)) is None:
-        return
-    try:
-        tokens = shlex.split(match[1], comments=True)
-    except ValueError:
-        return
-    while tokens:
-        token = tokens.pop(0)
-        if token.startswith("--"):
-            name, equals, value = token[2:].partition("=")
-        elif token.startswith("-") and token[1:2] in SHORT_NAMES:
-            name, equals, value = SHORT_NAMES[token[1]], token[2:], token[2:].removeprefix("=")
-        else:
-            continue
-        if not equals and tokens and not tokens[0].startswith("-"):
-            value = tokens.pop(0)
-        yield name, value

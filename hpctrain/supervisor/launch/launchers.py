@@ -15,8 +15,8 @@ from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.amd_gpus import HIP_VARIABLES, list_amd_gpus
 from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, gpu_variables, visible_devices
 from hpctrain.errors import SpecError
+from hpctrain.jobspec.directives import srun_options
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.jobspec.step_options import srun_options
 from hpctrain.rundir import ATTEMPT_VARIABLE, CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
 from hpctrain.slurm.command import job_step_name
 from hpctrain.slurm.environment import apply_env_defaults, own_job_id

@@ -1,8 +1,7 @@
-"""Check a job against the facts about its site, and explain refusals of `sbatch`.
+"""Check a job against the facts about its site, explain refusals of `sbatch`, and forecast start and cost.
 
-`sbatch --test-only` judges the request. `check_request` finds what it accepts nevertheless: unless
-EnforcePartLimits is set, a job that exceeds the limits of its partition is queued, and pends forever (seen
-with Slurm 22.05 and 26.05).
+`check_request` finds what `sbatch --test-only` accepts nevertheless: unless EnforcePartLimits is set, a job
+that exceeds the limits of its partition is queued, and pends forever (seen with Slurm 22.05 and 26.05).
 """
 
 from __future__ import annotations
@@ -12,13 +11,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.backends.base import PreflightResult
+from hpctrain.jobs.backends.mounts import path_notes
 from hpctrain.jobspec.directives import all_directives
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm import parsing
+from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env
-from hpctrain.slurm.pending_reasons import suggest_remedy
+from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env, strip_job_env
+from hpctrain.slurm.job_array import JobArray
+from hpctrain.slurm.job_test import JobTest, describe_start
+from hpctrain.slurm.pending_reasons import REMEDIES, suggest_remedy
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
 from hpctrain.text import join_or, pluralize, suggest
 
@@ -26,36 +30,6 @@ _QOS_FLAGS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qo
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 _RESUBMIT_HINT = "Submit the run again with the same --run-dir to continue."
 _SUCCESSOR_NOTE = "continues in a successor job, which starts after the previous job has ended"
-
-_SIZE = "The job requests {request}. {offers} Request less, or choose another --partition."
-_NO_ACCESS = (
-    "The partition may be limited to some users, or require a --reservation. {offers} Choose another "
-    "--partition."
-)
-_ACCOUNTS = "`sacctmgr show assoc user=$USER` lists yours"
-
-#: Remedies by a part of Slurm's message (slurm_errno.c).
-REMEDIES = {
-    "Invalid partition name": "{partition_hint}",
-    "No partition specified": "Use --partition. {partition_hint}",
-    "Required partition not available": "Choose another --partition, or wait.",
-    "not permitted to use this partition": _NO_ACCESS,
-    "Access/permission denied": _NO_ACCESS,
-    "node configuration is not available": _SIZE,
-    "Node count specification invalid": _SIZE,
-    "More processors requested": _SIZE,
-    "Memory required by task": _SIZE,
-    "generic resource (gres) specification": _SIZE,
-    "Invalid feature specification": "Choose from the features of the nodes (--constraint): {features}.",
-    "Invalid node name": "Correct --nodelist or --exclude: {offers}",
-    "nodes not in this partition": "Correct --nodelist, or choose another --partition. {offers}",
-    "Requested time limit is invalid": "{offers} Use a --time within the limit.",
-    "Invalid job array": "The highest task number at this site is {last_task} (MaxArraySize). Use smaller "
-    "numbers, or submit several arrays.",
-    "Invalid account": f"Use another --account or --partition; {_ACCOUNTS}.",
-    "Invalid qos": f"Use another --qos; {_ACCOUNTS[:-7]} format=qos` lists yours.",
-    "reservation": "Use another --reservation; `scontrol show reservation` lists them.",
-}
 
 
 @dataclass(frozen=True)
@@ -74,7 +48,6 @@ class JobRequest:
         return cls(spec, directives, sbatch_env(environ, directives))
 
     def value(self, key: str) -> str:
-        """Return the value of an option; empty if it is not given."""
         return self.directives.get(key, "")
 
     def origin(self, key: str) -> str:
@@ -82,18 +55,14 @@ class JobRequest:
         variable = SBATCH_VARIABLES.get(key, "")
         return variable if variable in self.variables else f"--{key}"
 
-    def is_given(self, key: str) -> bool:
-        return key in self.directives
-
     @property
     def partitions(self) -> list[str]:
-        """Partitions in which the job may run; empty if the site chooses."""
         return [name for name in self.value("partition").split(",") if name]
 
     @property
     def time_limit_s(self) -> float | None:
         """The requested time limit; None if it is unlimited or not given."""
-        return parsing.parse_time_limit(self.value("time")) if self.is_given("time") else None
+        return parsing.parse_time_limit(self.value("time"))
 
     @property
     def cpus_per_node(self) -> int:
@@ -101,7 +70,7 @@ class JobRequest:
 
     @property
     def memory_option(self) -> str | None:
-        return next((key for key in _MEMORY if self.is_given(key)), None)
+        return next((key for key in _MEMORY if key in self.directives), None)
 
     @property
     def memory_per_node_mib(self) -> int:
@@ -113,7 +82,7 @@ class JobRequest:
 
     @property
     def whole_nodes(self) -> bool:
-        return self.is_given("exclusive") and self.value("exclusive") in ("", "exclusive")
+        return self.directives.get("exclusive") in ("", "exclusive")
 
     def describe(self) -> str:
         """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib`."""
@@ -158,19 +127,13 @@ def explain_refusal(refusal: str, request: JobRequest, site: Site) -> str:
 
 
 class ExceededLimit(NamedTuple):
-    """A limit of a partition that a job exceeds."""
-
     message: str
     qos_flag: str | None = None
     """Flag of a QOS that lifts the limit (sacctmgr(1), FLAGS of a QOS)."""
 
 
 def check_request(request: JobRequest, site: Site, ask: RunQuery) -> tuple[list[str], list[Partition]]:
-    """Return notes for the user, and the partitions in which the job may run.
-
-    Raises:
-        SpecError: the job cannot run as requested; the message has a line per reason.
-    """
+    """Return notes for the user, and the partitions in which the job may run."""
     if violations := list(_violated_conventions(request, site)):
         raise SpecError("\n".join(violations))
     candidates = _candidate_partitions(request, site)
@@ -212,7 +175,7 @@ def _violated_conventions(request: JobRequest, site: Site) -> Iterator[str]:
         )
     if habits.needs_memory and option is None:
         yield "This site rejects jobs without a memory request (needs_memory in the site profile). Use --mem."
-    if habits.needs_time and not request.is_given("time"):
+    if habits.needs_time and "time" not in request.directives:
         yield "This site rejects jobs without a time limit (needs_time in the site profile). Use --time."
 
 
@@ -220,7 +183,7 @@ def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> I
     """Yield the limits of the partition that the job exceeds, although `sbatch --test-only` may accept it."""
     name, limit_s, time_s, spec = partition.name, partition.max_time_s, request.time_limit_s, request.spec
     lead_s, default_s = spec.stop_before_limit_s, partition.time_without_option_s
-    if not request.is_given("time"):
+    if "time" not in request.directives:
         if default_s is not None and default_s <= lead_s:
             setting = "DefaultTime" if partition.default_time_s is not None else "MaxTime"
             yield ExceededLimit(
@@ -311,7 +274,7 @@ def _fits(request: JobRequest, group: NodeGroup) -> bool:
 def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
     """Yield what the site's defaults mean for a job without a time limit or a memory request."""
     defaults = {}
-    if not request.is_given("time"):
+    if "time" not in request.directives:
         limit_s = partition.time_without_option_s
         limit = "no time limit" if limit_s is None else f"a time limit of {format_time_limit(limit_s)}"
         defaults["--time"] = limit
@@ -326,14 +289,6 @@ def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Ite
             f"Without {' and '.join(defaults)}, the job has {' and '.join(defaults.values())} (default of "
             f"partition {partition.name})."
         )
-
-
-def is_preemptible(partition: Partition, site: Site) -> bool:
-    """Return true if jobs of another partition can preempt jobs of the partition. QOS are not considered."""
-    # PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).
-    if site.slurm is None or site.slurm.preempt_type != "partition_prio" or partition.preempt_mode == "OFF":
-        return False
-    return any(competitor.priority_tier > partition.priority_tier for competitor in site.partitions)
 
 
 def _requeue_notes(request: JobRequest, partition: Partition, site: Site) -> Iterator[str]:
@@ -352,10 +307,71 @@ def _requeue_notes(request: JobRequest, partition: Partition, site: Site) -> Ite
             f"This site does not requeue jobs by default (JobRequeue=0). {saves} {_SUCCESSOR_NOTE} "
             "(--resume-mode)."
         )
-    if is_preemptible(partition, site) and partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
+    if site.is_preemptible(partition) and partition.preempt_mode == "CANCEL" and not partition.grace_time_s:
         end = f"ends as FAILED. {_RESUBMIT_HINT}" if mode == "requeue" else f"{_SUCCESSOR_NOTE}."
         yield (
             f"A preempted job in partition {partition.name} is cancelled immediately, not requeued "
             f"(PreemptMode=CANCEL, GraceTime=0). The run has {slurm.kill_wait_s:g} s to save "
             f"(KillWait), and then {end}"
         )
+
+
+def preflight_slurm(
+    spec: JobSpec, script: str, environ: Mapping[str, str], site: Site, gaps: Sequence[str] = ()
+) -> PreflightResult:
+    """Check a job against its site, and start `sbatch --test-only`, which changes nothing."""
+    outer, request = strip_job_env(environ), JobRequest.from_spec(spec, environ)
+
+    def ask(command: Sequence[str]) -> str:
+        return run_slurm(command, outer)
+
+    notes, partitions = check_request(request, site, ask)
+    notes = [
+        *(f"{gap}. Checks that require this information are skipped." for gap in gaps),
+        *notes,
+        *path_notes(spec, ask),
+    ]
+    cost = estimate_cost(request, partitions, site)
+    # Slurm 22.05 also predicts starts in partitions that are down.
+    if partitions and all(partition.state == "DOWN" for partition in partitions):
+        names = join_or(partition.name for partition in partitions)
+        notes.append(f"Partition {names} is down. The job will wait until the partition is up again.")
+        return PreflightResult(tuple(notes), lambda: (cost,))
+    test = JobTest(script, request.variables)
+
+    def refusal() -> str:
+        if "node configuration" in (error := test.refusal) and waits_for_nodes(request, partitions):
+            return ""
+        return error and explain_refusal(error, request, site)
+
+    return PreflightResult(
+        tuple(notes), lambda: (describe_start(request.directives, *test.answer), cost), refusal
+    )
+
+
+def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Site) -> str:
+    spec = request.spec
+    num_tasks = len(JobArray.parse(array).indices) if (array := request.value("array")) else 1
+    gpus, cpus = spec.gpus_per_node, request.cpus_per_node
+    groups = [group for partition in partitions for group in partition.groups if group.num_gpus >= gpus]
+    is_linear = site.slurm is not None and site.slurm.select == "linear"
+    whole_nodes = request.whole_nodes or is_linear or any(partition.whole_nodes for partition in partitions)
+    if groups and whole_nodes:
+        gpus = max(group.num_gpus for group in groups) if gpus else 0
+        cpus = max(group.cpus for group in groups)
+    amount, unit = (gpus, "GPU") if gpus else (cpus, "CPU")
+    size = f"{pluralize(spec.nodes, 'node')} × {pluralize(amount, unit)}"
+    if num_tasks > 1:
+        size = f"{num_tasks} tasks × {size}"
+    limits = (
+        [request.time_limit_s]
+        if "time" in request.directives
+        else [partition.time_without_option_s for partition in partitions]
+    )
+    if not limits or None in limits:
+        name = " " + join_or(partition.name for partition in partitions) if partitions else ""
+        return f"No cost estimate ({size}): neither --time nor partition{name} sets a time limit."
+    limit_s = max(limit for limit in limits if limit is not None)
+    hours = num_tasks * spec.most_granted * amount * limit_s / 3600
+    cost = pluralize(round(hours, 2) if hours < 100 else round(hours), f"{unit}-hour")
+    return f"Maximum cost: {cost} ({size} × {format_time_limit(limit_s)}) per allocation."

@@ -1,22 +1,20 @@
-"""Slurm's view of the jobs of runs, from several sources; each is queried once for all jobs.
+"""Determine the state of the jobs of runs from several sources; each is queried once for all jobs.
 
-The sources, in order of preference, are squeue, sacct and scontrol. squeue is best: it reports the job as it
-is now, while accounting records are delayed and may describe the submission before a requeue. A job counts as
-ended only with evidence. The evidence is its state in one of the sources, or a controller without a record of
-the job. In the second case, the run must also have been silent for longer than the controller keeps job
-records. A query without an answer is not evidence.
+squeue is best: it reports the job as it is now, while accounting records (sacct) are delayed and may describe
+the submission before a requeue. A job counts as ended only with evidence: its state in squeue, sacct or
+scontrol, or a controller without a record of the job, if the run has also been silent for longer than the
+controller keeps job records. A query without an answer is not evidence.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError
-from hpctrain.records.run_record import JobRecord, last_activity
 from hpctrain.slurm.command import is_transient
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.job_queries import (
@@ -28,15 +26,18 @@ from hpctrain.slurm.job_queries import (
     query_scontrol,
     query_squeue,
 )
-from hpctrain.slurm.parsing import SOON_S, parse_timestamp
-from hpctrain.slurm.pending_reasons import explain_reason
-from hpctrain.slurm.states import JobStateView, RunState, base_state, combine_views, parse_job_state
+from hpctrain.slurm.parsing import parse_timestamp
+from hpctrain.slurm.states import (
+    JobRecord,
+    JobStateView,
+    RunState,
+    base_state,
+    combine_views,
+    parse_job_state,
+)
 
 #: Seconds: a requeued job that starts within a second of its stop fails with "Job credential revoked".
 REQUEUE_DELAY_S = 2
-
-
-_DELAYED = "BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes"
 
 #: Job states that a requeue may have followed; accounting records the requeue only later.
 _REQUEUABLE_STATES = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
@@ -50,6 +51,7 @@ _REMOVED_VIEW = JobStateView(
     "cancelled before it started: the task is no longer in Slurm's job array",
     job_state="CANCELLED",
 )
+
 
 _QueryFunction = Callable[[Sequence[str], Mapping[str, str]], JobTable]
 
@@ -78,7 +80,7 @@ def _listed(
         return {}, str(error)
     mine = {job: _rows_of(job, rows) for job in jobs}
     views = {
-        job: combine_views([_view(row) for row in rows_of_job])
+        job: combine_views([row.view() for row in rows_of_job])
         for job, rows_of_job in mine.items()
         if rows_of_job
     }
@@ -153,7 +155,7 @@ def _unreachable(trouble: str, end: JobStateView | None) -> JobStateView:
 def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
     """Return the view of a job that is unknown to the controller and has no recorded end."""
     explanation = f"Slurm has no record of job {job.job_id}"
-    silent_s = time.time() - max(job.submitted, last_activity(job.run))
+    silent_s = system.time() - max(job.submitted, job.run.last_activity())
     if silent_s > remembered_s:
         return JobStateView(
             RunState.FAILED, f"{explanation}, and the run has not written anything for {silent_s:.0f} s"
@@ -181,21 +183,3 @@ def _belongs_to_job(row: JobRow, job: JobRecord) -> bool:
     with suppress(OSError, ValueError):  # A path with a NUL raises ValueError.
         return os.path.samefile(row.workdir, folder)
     return False
-
-
-def _view(row: JobRow) -> JobStateView:
-    state = parse_job_state(row.state)
-    job_state = base_state(row.state)
-    if state.ended or state is RunState.UNKNOWN:
-        return JobStateView(state, f"Slurm reports {row.state}", job_state=job_state)
-    requeued = state is RunState.PENDING and row.reason == "BeginTime" and row.restarts > 0
-    held = requeued and not _is_about_to_start(row.eligible_at)
-    details = [row.state] if row.state != state else []
-    details += [_DELAYED if held else explain_reason(row.reason, row.job_id)] if row.reason else []
-    return JobStateView(state, ", ".join(details), held, job_state)
-
-
-def _is_about_to_start(eligible_at: str) -> bool:
-    """Return true if the begin time of a job is too near for the delay to matter."""
-    begin = parse_timestamp(eligible_at)
-    return begin is not None and begin - time.time() <= SOON_S

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.slurm.site_facts import RunQuery
+from hpctrain.slurm.site_facts import RunQuery, nodes_are_this_machine
 
 _MOUNTS = Path("/proc/self/mounts")
 
@@ -24,8 +23,7 @@ _PER_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
-@dataclass(frozen=True)
-class Mount:
+class Mount(NamedTuple):
     source: str
     point: str
     type: str
@@ -85,17 +83,7 @@ def path_notes(spec: JobSpec, ask: RunQuery) -> list[str]:
         return []
     listed = " and the ".join(filter(None, [", the ".join(local[:-1]), local[-1]]))
     verb, pronoun = ("is", "it") if len(local) == 1 else ("are", "them")
-    note = (
-        f"The {listed} {verb} in a node-local folder, so ranks on other nodes may not find {pronoun}. "
-        f"Move {pronoun} to a folder that all nodes share, such as your home folder."
-    )
-    return [note]
-
-
-def nodes_are_this_machine(ask: RunQuery) -> bool:
-    """Return true if all nodes of the cluster run on this machine."""
-    try:
-        hosts = set(ask(["sinfo", "--all", "--noheader", "--format=%n"]).split())
-    except SchedulerError:
-        return False
-    return hosts == {os.uname().nodename.partition(".")[0]}
+    move = f"Move {pronoun} to a folder that all nodes share, such as your home folder."
+    return [
+        f"The {listed} {verb} in a node-local folder, so ranks on other nodes may not find {pronoun}. {move}"
+    ]
