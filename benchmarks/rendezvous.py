@@ -26,10 +26,10 @@ from torch.distributed import TCPStore
 
 from hpctrain.authentication import new_secret
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.fd_limit import raise_fd_limit
+from hpctrain.cluster.ports import raise_fd_limit
 from hpctrain.rundir import SUPERVISOR_ADDRESS_VARIABLE
 from hpctrain.runtime.supervisor_connection import SupervisorConnection
-from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
+from hpctrain.supervisor.launch.job_step import RendezvousStore
 from hpctrain.supervisor.workers.heartbeat_server import HeartbeatServer
 
 NUM_PROCESSES = 2

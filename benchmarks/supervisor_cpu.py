@@ -26,8 +26,9 @@ from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json_lines
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.srun_step import StepEnded, TaskExit
 from hpctrain.supervisor.job_control import LocalJobControl
-from hpctrain.supervisor.launch.job_step import EmitEvent, StepEnded, TaskExit
+from hpctrain.supervisor.launch.job_step import EmitEvent
 from hpctrain.supervisor.supervise import Supervisor
 
 #: Seconds to wait after the start of the last log, until all ranks are idle.

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from hpctrain import system
 
-_Record = TypeVar("_Record")
+Record = TypeVar("Record")
 
 #: Modes of a run's files. The umask controls read access; only the owner has write access, regardless of the
 #: umask.
@@ -241,8 +241,8 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(
-    path: Path, decode: Callable[[bytes], _Record], *, follow_links: bool = True
-) -> Iterator[_Record]:
+    path: Path, decode: Callable[[bytes], Record], *, follow_links: bool = True
+) -> Iterator[Record]:
     """Yield the records of a file with one record per line. Damaged lines are skipped with a warning.
 
     A missing file yields no records.
@@ -271,8 +271,8 @@ def read_new_lines(path: Path, offset: int) -> tuple[bytes, int]:
 
 
 def decode_line(
-    line: bytes, path: Path, decode: Callable[[bytes], _Record], *, ended: bool | None = None
-) -> _Record | None:
+    line: bytes, path: Path, decode: Callable[[bytes], Record], *, ended: bool | None = None
+) -> Record | None:
     """Return the record in a line; None if the line is damaged, with one warning per file.
 
     A last line without a line end may still be incomplete, so it causes no warning.

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec
@@ -102,7 +103,6 @@ class RunStorage:
 
     def read_events(self, path: Path) -> Iterator[Event]:
         """Yield the events in a file. Damaged lines are skipped with a warning."""
-        # Imported here because a submission reads no records.
         from hpctrain.schema import Event, read_records
 
         return read_records(path, Event)
@@ -247,6 +247,17 @@ class RunDir:
     def run_id(self) -> str:
         """The name of the folder; for a job array task, preceded by the name of the array."""
         return f"{self.path.parent.name}/{self.path.name}" if self.array else self.path.name
+
+    def last_activity(self) -> float:
+        """Return the time of the run's last write in seconds since the epoch; 0 without a write."""
+        files = [self.events, self.metrics, self.slurm_log, self.supervisor_log]
+        if attempts := self.attempts():
+            files.append(self.rank_log(attempts[-1], 0))
+        times = [0.0]
+        for path in files:
+            with suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return max(times)
 
     def new_code(self) -> Path:
         """Return the path for the code of a new submission."""

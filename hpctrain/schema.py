@@ -1,7 +1,8 @@
 """Define the records that hpctrain writes and sends, and decode and validate them.
 
 Fields that a newer version has added are ignored. Files are written with `json.dumps`: a loss can be NaN or
-infinite, which msgspec does not write.
+infinite, which msgspec does not write. A submission imports this module only if it reads records, because the
+import takes a tenth of the time of a submission.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ import json
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from hpctrain.files import read_lines, read_regular
-
-Record = TypeVar("Record")
+from hpctrain.files import Record, read_lines, read_regular
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 #: A duration, or a time since the epoch; Python's calendar ends with the year 9999.
@@ -345,8 +344,6 @@ class RankMessage(Struct, frozen=True):
     modules: list[str] = []
     changed: list[str] = []
     """Environment variables that the script has changed."""
-    group: bool = False
-    """True if the rank has formed a process group."""
     stop: bool = False
     paused: tuple[float, float] | None = None
     """Seconds of suspension, by the system clock and the monotonic clock."""

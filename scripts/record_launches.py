@@ -1,4 +1,4 @@
-"""Run every launch of `launches.py` and record its variables, for `test_recorded_launches.py`.
+"""Run every launch of `launches.py` and record its variables, for `test_detection.py`.
 
     python scripts/record_launches.py [--horovodrun PATH] [--sshd PATH] [--to FOLDER] [NAME ...]
 

@@ -142,8 +142,8 @@ def _options(context: click.Context) -> Iterator[Explanation]:
     for ((name, *aliases), meaning), paths in commands.items():
         yield Explanation(name, f"option of hpctrain {', '.join(paths)}".rstrip(), meaning, tuple(aliases))
     for option in all_options().values():
-        if not option.about.on_command_line:
-            yield Explanation(option.name, "option in configuration files", option.about.help)
+        if not option.on_command_line:
+            yield Explanation(option.name, "option in configuration files", option.help)
 
 
 def _indented(text: str) -> str:

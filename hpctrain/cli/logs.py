@@ -70,7 +70,7 @@ def command(run: Run, follow: bool, ranks: tuple[int, ...], attempt: int | None,
 
 
 def _print_logs(run: Run, log_filter: LogFilter) -> None:
-    from hpctrain.jobs.runs.rank_logs import RankLogReader
+    from hpctrain.jobs.runs.run_log_reader import RankLogReader
 
     attempts, has_output = run.dir.attempts(), False
     attempt = log_filter.attempt if log_filter.attempt is not None else attempts[-1] if attempts else 0

@@ -41,9 +41,9 @@ def env_command(as_json: bool) -> None:
 
     `hpctrain exec` runs a program with these settings.
     """
+    from hpctrain.cluster.addresses import host_name
     from hpctrain.cluster.amd_gpus import list_amd_gpus
     from hpctrain.cluster.device_plan import plan_device
-    from hpctrain.cluster.host_name import host_name
     from hpctrain.telemetry.sampling import nvml
 
     environ, refusal = os.environ, None
@@ -90,7 +90,7 @@ def exec_command(program: tuple[str, ...]) -> None:
     is not set, the port is computed from the ids of the job.
     """
     from hpctrain.cluster.addresses import gloo_variables, master_host, own_address
-    from hpctrain.cluster.env_defaults import apply_env_defaults
+    from hpctrain.slurm.environment import apply_env_defaults
 
     ranks = detect(os.environ)
     tasks = os.environ.get("SLURM_NTASKS", "1")

@@ -17,12 +17,13 @@ from hpctrain.cli.common import program_name, run_argument, run_reference, short
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.resolved_options import previous_values
 from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
-from hpctrain.jobs.options.table import BATCH_KEYS, all_options, sbatch_options, sbatch_type
+from hpctrain.jobs.options.table import BATCH_KEYS, all_options
 from hpctrain.jobspec.directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONS
 from hpctrain.text import is_finite
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
             arguments += (_directive(key, text) for key, text in _pairs(value))
         elif option.kind.pairs:
             arguments += (f"{option.flag}={key}={text}" for key, text in _pairs(value))
-        elif not option.about.on_command_line:
+        elif not option.on_command_line:
             arguments.append(f"--set={name}={','.join(value) if option.kind.many else value}")
         elif option.kind.many:
             arguments += (f"{option.flag}={text}" for text in value)
@@ -219,7 +220,7 @@ def repeated_options(spec: Mapping[str, Any], *, started: bool = True) -> dict[s
         if option.kind.many:
             value = _texts(value)
         is_of_batch = spec.get("program") == "batch" and name in _OF_DIRECTIVES
-        if value not in (None, "", [], option.about.default) and not is_of_batch:
+        if value not in (None, "", [], option.default) and not is_of_batch:
             values[name] = value
     return values
 
@@ -274,9 +275,8 @@ def _values(spec: Mapping[str, Any], *, started: bool) -> dict[str, Any]:
 
 def _directive(name: str, value: str) -> str:
     # On the command line, a flag of sbatch has no value.
-    kind = sbatch_type(name)
-    is_named = name.replace("-", "_") in sbatch_options()
-    is_flag = is_named and ((kind.flag and not value) or (not kind.flag and value))
+    is_named = name.replace("-", "_") in SBATCH_OPTIONS
+    is_flag = is_named and (name in SBATCH_FLAGS) != bool(value)
     option = f"--{name}" if is_flag else f"--sbatch={name}"
     return f"{option}={value}" if value else option
 

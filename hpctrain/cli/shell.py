@@ -15,16 +15,14 @@ from hpctrain.cli import submit
 from hpctrain.cli.common import open_run
 from hpctrain.cli.ranks import become, terminal_options
 from hpctrain.cli.resume import repeated_options
-from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values
-from hpctrain.jobs.submit.preflight import check_backend, check_environment, check_program, check_template
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.render import render_setup
-from hpctrain.jobspec.batch_header import parse_batch_header
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.load_spec import load_spec
-from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.slurm.batch_header import parse_batch_header
+from hpctrain.slurm.environment import apply_env_defaults, sbatch_env, strip_job_env
 
 #: Options of a submission that do not affect a shell.
 _WITHOUT_EFFECT = frozenset(
@@ -83,7 +81,7 @@ def command(
         cwd=cwd,
         python=sys.executable,
         program="command",
-        checks=(check_program, check_environment, check_template, check_backend),
+        is_run=False,
     )
     for line in (*submission.notes, *submission.forecast):
         click.echo(line, err=True)

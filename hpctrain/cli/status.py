@@ -103,7 +103,7 @@ def _describe_restarts(run: RunDir) -> str | None:
 
 
 def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
-    from hpctrain.records.run_record import starts_over
+    from hpctrain.records.checkpoint_health import starts_over
 
     if status.checkpoint:
         return short_path(status.checkpoint)
@@ -137,7 +137,7 @@ def list_command(runs_dir: Path, as_json: bool) -> None:
 
 
 def _row(status: RunStatus, time_now: float) -> tuple[str, ...]:
-    from hpctrain.jobs.runs.status_poller import describe_unknown
+    from hpctrain.jobs.runs.run_status import describe_unknown
     from hpctrain.slurm.states import RunState
 
     note = status.words if status.tasks is not None else ""

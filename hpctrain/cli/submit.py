@@ -32,12 +32,12 @@ from hpctrain.jobs.options.batch_options import BatchScript
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, Option, OptionValue
 from hpctrain.jobs.options.option_parser import find_replacement, option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
-from hpctrain.jobs.options.table import BATCH_OPTIONS, all_options, sbatch_options, sbatch_type
-from hpctrain.jobs.submit.preflight import PreparedSubmission
-from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobspec.batch_header import SHORT_NAMES
+from hpctrain.jobs.options.table import BATCH_OPTIONS, all_options
+from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
+from hpctrain.slurm.batch_header import SHORT_NAMES
+from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES, SBATCH_OPTIONS
 from hpctrain.text import suggest
 
 #: Key of the context: true if the program follows a `--`.
@@ -86,8 +86,7 @@ class SubmitCommand(click.Command):
             raise click.UsageError(f"No such option {name!r}. {hint}", ctx) from None
         except click.BadOptionUsage as error:
             name = error.option_name[2:]
-            kind = sbatch_type(name)
-            if not (name in sbatch_options().values() and kind.flag and kind.text):
+            if name not in SBATCH_OPTIONAL_VALUES:
                 raise
             hint = f"Use --sbatch {name}=VALUE to pass a value to sbatch."
             raise click.UsageError(f"{error.message} {hint}", ctx) from None
@@ -131,7 +130,7 @@ def describe_sbatch_options() -> str:
 def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete a fixed choice or a path."""
     option = all_options()[str(param.name)]
-    if option.about.is_path:
+    if option.is_path:
         return complete_files(ctx, param, incomplete)
     return [CompletionItem(choice) for choice in option.kind.choices if choice.startswith(incomplete)]
 
@@ -139,7 +138,7 @@ def _complete_value(ctx: click.Context, param: click.Parameter, incomplete: str)
 def _sbatch_option(name: str, long_name: str) -> _SbatchOption:
     short_names = [f"-{short}" for short, long in SHORT_NAMES.items() if long == long_name]
     names = [name, *short_names, f"--{long_name}"]
-    if name != "requeue" and not sbatch_type(name).flag:
+    if name != "requeue" and long_name not in SBATCH_FLAGS:
         return _SbatchOption(names, callback=_optional_value)
     return _SbatchOption([name, *short_names, f"--{long_name}/--no-{long_name}"], default=None)
 
@@ -156,8 +155,8 @@ def _optional_value(ctx: click.Context, param: click.Parameter, value: str | Non
 
 def _click_option(option: Option) -> click.Option:
     """Return the command-line option. Values remain strings, and are parsed like values from files."""
-    names = [option.name, option.flag, *([option.about.short] if option.about.short else [])]
-    text = option.about.help + (f"  [default: {option.default}]" if option.default else "")
+    names = [option.name, option.flag, *([option.short] if option.short else [])]
+    text = option.help + (f"  [default: {option.default_text}]" if option.default_text else "")
     if option.kind.flag:
         names = [option.name, *(f"{name}/--no-{name[2:]}" for name in names[1:])]
         return click.Option(names, default=None, help=text)
@@ -372,9 +371,9 @@ def _source_rows(settings: ResolvedOptions) -> list[dict[str, Any]]:
             short_key = key.removeprefix("sbatch.").replace("-", "_")
             rows.append(
                 {
-                    "option": short_key if short_key in (*sbatch_options(), *BATCH_OPTIONS) else key,
+                    "option": short_key if short_key in (*SBATCH_OPTIONS, *BATCH_OPTIONS) else key,
                     "value": setting.value,
-                    "default": option.default or None,
+                    "default": option.default_text or None,
                     "source": source.words or "file",
                     "file": str(source.path) if source.path else None,
                     "line": source.line or None,
@@ -422,9 +421,9 @@ def _misplaced_options(script: str, args: Sequence[str]) -> list[str]:
     ]
 
 
-_params = [_click_option(option) for option in all_options().values() if option.about.on_command_line]
+_params = [_click_option(option) for option in all_options().values() if option.on_command_line]
 # The options of sbatch belong to the section of --sbatch.
 _end = next(i for i, param in enumerate(_params, 1) if param.name == "sbatch")
-_sbatch_names = {**sbatch_options(), **{name: name.replace("_", "-") for name in BATCH_OPTIONS}}
+_sbatch_names = {**SBATCH_OPTIONS, **{name: name.replace("_", "-") for name in BATCH_OPTIONS}}
 _params[_end:_end] = [_sbatch_option(*names) for names in _sbatch_names.items()]
 command.params[:0] = _params

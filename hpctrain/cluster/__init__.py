@@ -1,4 +1,4 @@
-"""Detection of a process's environment: node lists, launchers, ranks. Imports no torch.
+"""Detect the environment of a process: node lists, launchers, ranks. Imports no torch.
 
 Each name is imported on first use: `hpctrain submit` needs few of them and starts faster.
 """

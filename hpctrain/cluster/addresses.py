@@ -1,7 +1,4 @@
-"""Resolve host names with a time limit, and find the addresses for a rendezvous without a supervisor.
-
-An unresponsive resolver would otherwise block its caller for an unlimited time.
-"""
+"""Resolve host names with a time limit, and find the addresses for a rendezvous without a supervisor."""
 
 from __future__ import annotations
 
@@ -48,6 +45,11 @@ def resolve_host(name: str, limit_s: float = RESOLVE_LIMIT_S) -> list[str]:
     if not addresses:
         raise TimeoutError(f"the name was not resolved within {limit_s:.0f} s")
     return addresses
+
+
+def host_name(environ: Mapping[str, str]) -> str:
+    """Return Slurm's node name, if any: simulated nodes on one machine differ only in this name."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def is_loopback(address: str) -> bool:
@@ -145,11 +147,7 @@ def _master_names(ranks: Ranks, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def own_address(ranks: Ranks, environ: Mapping[str, str]) -> str | None:
-    """Return the address of this host for other hosts; None if unknown, or if there are no other hosts.
-
-    It is the address on the route to rank 0. On rank 0's host, which may resolve its own name to a loopback
-    address, it is the address on the route to another host.
-    """
+    """Return this host's address on the route to rank 0, or from there to another host; None if unknown."""
     if ranks.num_nodes == 1:
         return None
     try:

@@ -11,8 +11,10 @@ from hpctrain.cluster.env_variables import (
     override_hint,
     read_int,
 )
-from hpctrain.cluster.environments import mpi, slurm, torchrun
+from hpctrain.cluster.launchers import LAUNCHERS, started_by_orted
 from hpctrain.cluster.ranks import Ranks
+from hpctrain.cluster.slurm_step import detect_slurm
+from hpctrain.cluster.torchrun import REQUIRED_VARIABLES, RUN_ID_VARIABLE, detect_torchrun, is_standalone
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.text import suggest
 
@@ -30,12 +32,9 @@ def detect_local(environ: Mapping[str, str]) -> Ranks:
 
 #: Ordered from inner to outer: a launcher precedes the launchers that may start it.
 _DETECTORS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {
-    "torchrun": torchrun.detect,
-    "horovod": mpi.detect_horovod,
-    "openmpi": mpi.detect_openmpi,
-    "mpich": mpi.detect_mpich,
-    "submitit": mpi.detect_submitit,
-    "slurm": slurm.detect,
+    "torchrun": detect_torchrun,
+    **{launcher.name: launcher.detect for launcher in LAUNCHERS},
+    "slurm": detect_slurm,
     "local": detect_local,
 }
 
@@ -62,9 +61,8 @@ def detect(environ: Mapping[str, str]) -> Ranks:
     """Return the ranks of this process, based only on the variables in `environ`.
 
     `HPCTRAIN_ENVIRONMENT` selects an environment without detection. Otherwise, the innermost launcher is
-    used: it assigns its own ranks, but the variables of the outer launcher remain set. mpirun starts its
-    daemons with srun, and users start torchrun with srun; SLURM_PROCID is then the number of the daemon or
-    agent. The order, with the variables that identify each launcher:
+    used, because the variables of outer launchers remain set. The order, with the variables that identify
+    each launcher:
 
     1. `torchrun`: TORCHELASTIC_RUN_ID, with RANK and WORLD_SIZE
     2. `horovod`: HOROVOD_RANK and HOROVOD_SIZE
@@ -75,10 +73,9 @@ def detect(environ: Mapping[str, str]) -> Ranks:
     7. `torchrun` without TORCHELASTIC_RUN_ID: RANK and WORLD_SIZE, which any program may have set
     8. `local`: none of these, so a single process
 
-    Other variables must not contradict the result. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
-    GROUP_RANK and GROUP_WORLD_SIZE must match if they are set. A single-host launcher inside a job step with
-    several tasks is rejected: either each task would train alone, or the variables belong to an outer job.
-    MASTER_ADDR and MASTER_PORT are used unchanged.
+    RANK, WORLD_SIZE and similar variables must not contradict the result. A single-host launcher inside a job
+    step with several tasks is rejected: either each task would train alone, or the variables belong to an
+    outer job. MASTER_ADDR and MASTER_PORT are used unchanged.
 
     Raises:
         EnvironmentMismatch: variables contradict each other, some are missing, or HPCTRAIN_ENVIRONMENT
@@ -87,7 +84,7 @@ def detect(environ: Mapping[str, str]) -> Ranks:
     if name := environ.get(ENVIRONMENT_VARIABLE):
         return _detect_as(name, environ)
     order = list(_DETECTORS)
-    if not environ.get(torchrun.RUN_ID_VARIABLE):
+    if not environ.get(RUN_ID_VARIABLE):
         order.remove("torchrun")
         order.insert(order.index("local"), "torchrun")
     ranks = next(filter(None, (_DETECTORS[name](environ) for name in order)))
@@ -131,21 +128,18 @@ def _check_generic_variables(ranks: Ranks, environ: Mapping[str, str]) -> None:
     for variable, field in variables.items():
         value = getattr(ranks, field)
         if environ.get(variable) and read_int(environ, variable) != value:
+            alternatives = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
+            hint = override_hint(ranks.environment, *alternatives)
+            if ranks.environment == "local" and variable not in _GENERIC_VARIABLES:
+                hint = (
+                    "An unknown launcher appears to have started this process. Configure the launcher to set "
+                    f"{', '.join(REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does, or set "
+                    f"{ENVIRONMENT_VARIABLE}=local to run a single process."
+                )
             raise EnvironmentMismatch(
                 f"{variable} is {environ[variable]}, but the {field.replace('_', ' ')} is {value} "
-                f"({ranks.sources[field]}). {_override_hint(variable, ranks, environ)}"
+                f"({ranks.sources[field]}). {hint}"
             )
-
-
-def _override_hint(variable: str, ranks: Ranks, environ: Mapping[str, str]) -> str:
-    if ranks.environment == "local" and variable not in _GENERIC_VARIABLES:
-        return (
-            "An unknown launcher appears to have started this process. Configure the launcher to set "
-            f"{', '.join(torchrun.REQUIRED_VARIABLES)} and NODE_RANK, as torchrun does, or set "
-            f"{ENVIRONMENT_VARIABLE}=local to run a single process."
-        )
-    alternatives = ["torchrun"] if "RANK" in environ and "WORLD_SIZE" in environ else []
-    return override_hint(ranks.environment, *alternatives)
 
 
 def _check_outer(ranks: Ranks, outer_names: list[str], environ: Mapping[str, str]) -> None:
@@ -153,10 +147,10 @@ def _check_outer(ranks: Ranks, outer_names: list[str], environ: Mapping[str, str
     if ranks.num_nodes > 1 or ranks.environment == "local":
         return
     # An elastic run may have shrunk to one node, so the number of nodes is not conclusive.
-    standalone = ranks.environment == "torchrun" and torchrun.is_standalone(environ)
+    standalone = ranks.environment == "torchrun" and is_standalone(environ)
     if not (standalone or is_local_address(ranks.master_addr)):
         return
-    if ranks.environment == "openmpi" and mpi.started_by_orted(environ):
+    if ranks.environment == "openmpi" and started_by_orted(environ):
         return
     for name in outer_names:
         try:
@@ -167,7 +161,7 @@ def _check_outer(ranks: Ranks, outer_names: list[str], environ: Mapping[str, str
             continue
         # torchrun assigns its own ranks, even if they are equal to those of the outer launcher.
         is_equal = (outer.rank, outer.world_size) == (ranks.rank, ranks.world_size)
-        if not is_equal or environ.get(torchrun.RUN_ID_VARIABLE):
+        if not is_equal or environ.get(RUN_ID_VARIABLE):
             raise EnvironmentMismatch(
                 f"{ranks.environment} started rank {ranks.rank} of {ranks.world_size} "
                 f"({ranks.sources['rank']}, {ranks.sources['world_size']}) with all ranks on this host, but "

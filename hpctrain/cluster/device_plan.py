@@ -37,11 +37,7 @@ class DevicePlan:
 def plan_device(
     ranks: Ranks, environ: Mapping[str, str], num_visible: int, *, is_rocm: bool = False
 ) -> DevicePlan:
-    """Return the GPU of this rank, according to a plan common to all ranks.
-
-    A task that sees all GPUs of its node uses the GPU with the number of its local rank; a task that Slurm
-    bound to some GPUs uses one of these.
-    """
+    """Return the GPU of this rank: that of its local rank or, if Slurm bound the task, one of the bound."""
     if is_rocm:
         check_amd_variables(environ)
     if num_visible and is_mig(environ):

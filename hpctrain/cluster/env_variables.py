@@ -67,7 +67,7 @@ def _read(environ: Mapping[str, str], name: str) -> str:
 
 
 def override_hint(*environments: str) -> str:
-    """Return the last sentence of a message about contradictory variables: the way to resolve them."""
+    """Return the sentence on how to resolve contradictory variables."""
     choices = join_or(f"{ENVIRONMENT_VARIABLE}={name}" for name in environments)
     purpose = "run a single process" if environments == ("local",) else "select the launcher"
     return f"Unset variables left over from another launcher, or set {choices} to {purpose}."
@@ -82,8 +82,7 @@ def master_endpoint(
 ) -> tuple[str, int, dict[str, str]]:
     """Return the address and port of the rendezvous, and their sources.
 
-    MASTER_ADDR and MASTER_PORT take precedence. Otherwise, `host` returns rank 0's host and its source, and
-    the port is computed from `key`; see `Ranks.rendezvous_id`.
+    MASTER_ADDR and MASTER_PORT take precedence over `host()` and the port computed from `key`.
     """
     sources = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
     address = environ.get("MASTER_ADDR")

@@ -32,14 +32,6 @@ class RankPlacement:
         return f"rank {self.rank} on {self.host}"
 
 
-@dataclass(frozen=True)
-class GpuAssignment:
-    indexes: dict[int, int]
-    """For each rank, the index of its GPU among the visible ones."""
-    shared: bool
-    """True if two ranks use the same GPU, which NCCL does not support."""
-
-
 def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
     """Check that the local ranks of each node are unique, and that either all ranks use GPUs or none."""
     by_place: dict[tuple[int, int], RankPlacement] = {}
@@ -68,8 +60,12 @@ def check_unique_placement(placements: Sequence[RankPlacement]) -> None:
             )
 
 
-def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> GpuAssignment:
-    """Assign a separate GPU to each rank: its preferred one, unless a lower rank prefers the same."""
+def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> tuple[dict[int, int], bool]:
+    """Assign a separate GPU to each rank: its preferred one, unless a lower rank prefers the same.
+
+    Returns the index of each rank's GPU among its visible ones, and true if two ranks share a GPU, which NCCL
+    does not support.
+    """
     owners: dict[str, RankPlacement] = {}
     for placement in placements:
         if placement.gpu is not None:
@@ -84,7 +80,7 @@ def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> GpuA
         raise _collision(owners[str(sharing[0].gpu)], sharing[0], placements)
     indexes = {placement.rank: placement.index for placement in sharing if placement.index is not None}
     indexes |= {placement.rank: placement.gpus.index(gpu) for gpu, placement in owners.items()}
-    return GpuAssignment(indexes, bool(sharing))
+    return indexes, bool(sharing)
 
 
 def _reassign(placement: RankPlacement, owners: dict[str, RankPlacement], tried: set[str]) -> bool:

@@ -156,7 +156,6 @@ def _split_before_bracket(item: str) -> tuple[str, str, str]:
 
 
 def _syntax_error(hostlist: str, place: int) -> UserError:
-    """Return the error for a list that is well formed up to `place`."""
     if hostlist[place] == "]":
         return _malformed(hostlist, place, "a ']' without a matching '['")
     if hostlist[place] != "[":
@@ -175,7 +174,6 @@ def _syntax_error(hostlist: str, place: int) -> UserError:
 
 
 def _range_error(hostlist: str) -> UserError:
-    """Return the error of a well-formed list with a bad range or too many names."""
     for bracket in _BRACKET.finditer(hostlist):
         for piece in _NUMBER_OR_RANGE.finditer(hostlist, *bracket.span(1)):
             # Compared as strings, because Python limits the conversion of numbers to 4300 digits.

@@ -1,13 +1,18 @@
-"""Compute the port of a rendezvous, and bind ports for torch's store."""
+"""Compute the port of a rendezvous, bind ports for torch's store, and raise the limit on connections."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import zlib
 
+from hpctrain.errors import HpctrainError
+
 #: Below Linux's ephemeral ports (32768 and up), above the well-known ones.
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
+#: Open files of a process in addition to its connections.
+_SPARE_FILES = 64
 
 
 def rendezvous_port(key: str) -> int:
@@ -29,3 +34,18 @@ def bind_socket(number: int = 0, *, local_only: bool = False) -> socket.socket:
         sock.bind((address, number))
         on_error.pop_all()
     return sock
+
+
+def raise_fd_limit(number: int) -> None:
+    """Raise the soft limit, which many sites leave at 1024, to `number` connections for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= number:
+        raise HpctrainError(
+            f"This process requires {number} connections, one to each other rank, but may open only {hard} "
+            "files (`ulimit -H -n`). Increase the limit on the nodes (LimitNOFILE of the slurmd service, or "
+            "limits.conf(5)), or start fewer ranks."
+        )
+    required = number + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < required:
+        raised = required if hard == resource.RLIM_INFINITY else min(required, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))

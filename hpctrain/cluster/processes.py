@@ -1,4 +1,4 @@
-"""List and signal processes of this host, identified by pid and start time because pids are reused."""
+"""List, signal and tie together processes of this host, identified by pid and start time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE
+from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE
 from hpctrain.text import is_count
 
+#: prctl(2): the signal that the kernel sends when the parent dies.
+_PR_SET_PDEATHSIG = 1
 #: Index of the end of the command line in `stat_fields`.
 _ARG_END = 46
 #: A killed process ends immediately unless the kernel blocks it.
@@ -132,9 +135,7 @@ def _strings(path: Path) -> list[str]:
 def kill_orphans(run_dir: str, before: int = sys.maxsize) -> list[int]:
     """Kill the processes of attempts before `before` on this host, and return their pids.
 
-    These processes, such as daemons and data workers, would hold GPUs, ports and files. Slurm ends them if it
-    keeps the tasks of a step in a control group. Otherwise, processes outside the session of their rank
-    survive. They are detected by the variables inherited from the rank.
+    Slurm ends daemons and data workers only if it keeps the tasks of a step in a control group.
     """
     killed: list[int] = []
     deadline = time.monotonic() + _ORPHANS_LIMIT_S
@@ -164,3 +165,24 @@ def _is_of_other_job(environ: Mapping[str, str]) -> bool:
     except ValueError:
         return False
     return job is not None and environ.get("SLURM_JOB_ID") != job
+
+
+def die_with_supervisor(environ: MutableMapping[str, str]) -> None:
+    """Kill this process group when the other end of an inherited lifeline closes."""
+    text = environ.pop(LIFELINE_VARIABLE, None)
+    if text is None:
+        return
+    fd = int(text)
+    os.set_inheritable(fd, False)
+
+    def watch() -> None:
+        os.read(fd, 1)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="hpctrain-lifeline", daemon=True).start()
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Request a signal from the kernel when the parent dies. Does nothing except on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -19,9 +19,7 @@ APPTAINER_PROGRAMS = ("apptainer", "singularity")
 #: Suffixes of image files, each with the only supported runtime.
 _FILES: dict[str, ContainerRuntime | None] = {
     ".sif": "apptainer",
-    ".sqsh": None,
-    ".squashfs": None,
-    ".img": None,
+    **dict.fromkeys((".sqsh", ".squashfs", ".img")),
 }
 #: Image sources supported only by apptainer.
 _APPTAINER_SOURCES = ("library://", "oras://", "shub://")
@@ -54,12 +52,11 @@ class Container:
         for mount in self.mounts:
             if (match := _MOUNT.fullmatch(mount)) is None:
                 raise SpecError(f"{mount!r} (--container-mounts) is not of the form SRC:DST or SRC:DST:ro.")
-            for path in match.groups():
-                if not os.path.isabs(path):
-                    raise SpecError(
-                        f"The path {path!r} in {mount!r} (--container-mounts) is relative. Use an absolute "
-                        "path."
-                    )
+            if relative := [path for path in match.groups() if not os.path.isabs(path)]:
+                raise SpecError(
+                    f"The path {relative[0]!r} in {mount!r} (--container-mounts) is relative. Use an "
+                    "absolute path."
+                )
         for name in self.env:
             if not VARIABLE_NAME.fullmatch(name):
                 raise SpecError(

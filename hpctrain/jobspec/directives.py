@@ -1,4 +1,4 @@
-"""The `#SBATCH` lines of a job, quoted for sbatch's parser."""
+"""Determine the options of sbatch and srun for a job, and the command of its ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpctrain.jobspec.batch_header import HET_BORDER, has_value
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
-
-_PLAIN = re.compile(r"[A-Za-z0-9_./:,@%+=~^*-]*", re.ASCII)
 
 
 def all_directives(spec: JobSpec) -> dict[str, str]:
@@ -35,9 +32,11 @@ def all_directives(spec: JobSpec) -> dict[str, str]:
         directives["cpus-per-task"] = str(spec.cpus_per_task)
     if spec.time_limit_s is not None:
         directives["time"] = format_time_limit(spec.time_limit_s)
+    # The path of the log is a file name pattern (sbatch(1), section FILENAME PATTERN).
+    run = RunDir(Path(spec.run_dir.replace("%", "%%")))
     directives |= {
         "chdir": spec.run_dir,
-        "output": _log(spec),
+        "output": str((run if spec.array is None else run.task("%a")).slurm_log),
         "open-mode": "append",
         "requeue": "expedite" if spec.expedite_requeue else "",
         **({"signal": f"USR2@{spec.stop_before_limit_s}"} if spec.supervised else {}),
@@ -51,17 +50,22 @@ def _batch_directives(spec: JobSpec) -> dict[str, str]:
     # Slurm replaces the symbols that begin with %.
     folder = spec.workdir.replace("%", "%%")
     defaults = {
+        **({} if spec.array is None else {"array": spec.array}),
         "job-name": spec.name,
         "chdir": spec.run_dir,
         "output": f"{folder}/slurm-{'%j' if spec.array is None else '%A_%a'}.out",
         "open-mode": "append",
-        "requeue": "expedite" if spec.expedite_requeue else "",
+        **(
+            {}
+            if "no-requeue" in spec.directives
+            else {"requeue": "expedite" if spec.expedite_requeue else ""}
+        ),
         # Only the supervisor receives the signal.
         "signal": f"B:USR2@{spec.stop_before_limit_s}",
     }
     if "no-requeue" in spec.directives:
         del defaults["requeue"]
-    return {**({} if spec.array is None else {"array": spec.array}), **defaults, **spec.directives}
+    return {**defaults, **spec.directives}
 
 
 def _gpus(spec: JobSpec) -> dict[str, str]:
@@ -80,30 +84,44 @@ def directives_after_start(directives: Mapping[str, str]) -> dict[str, str]:
     return lasting
 
 
-def directive_lines(directives: Mapping[str, str], origins: Mapping[str, str] | None = None) -> list[str]:
-    """Format the directives as `#SBATCH` lines of a batch script, with comments on their origins."""
-    comments = {key: f"  # {origin}" for key, origin in (origins or {}).items()}
-    return [
-        f"#SBATCH --{key}{f'={quote_directive(value)}' if value or has_value(key) else ''}"
-        f"{comments.get(key, '')}"
-        for key, value in directives.items()
+def srun_options(spec: JobSpec, num_nodes: int) -> list[str]:
+    """Return the options with which srun starts the ranks, or the torchrun agents, on that many nodes."""
+    processes = spec.processes_per_node
+    options = [
+        f"--nodes={num_nodes}",
+        f"--ntasks={num_nodes * processes}",
+        f"--ntasks-per-node={processes}",
+        "--distribution=block",
+        "--export=ALL",
+        "--input=none",
+        f"--mpi={spec.mpi}",
+        f"--chdir={spec.workdir}",
     ]
+    if spec.supervised:
+        options += [
+            # The supervisor, not the site's default, decides how the exit of a task affects the others.
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+            # For Slurm, another step holds the CPUs and GPUs. For standby workers, this is the running step.
+            # Otherwise it is the previous step, whose end Slurm may detect late, or only after marking a lost
+            # node down.
+            "--overlap",
+        ]
+    else:
+        options.append("--kill-on-bad-exit=1")
+    if spec.cpus_per_task is not None or spec.torchrun is not None or spec.is_elastic:
+        # Since 22.05, srun does not inherit this from sbatch; an agent has the CPUs of all its ranks.
+        cpus = (spec.cpus_per_task or 1) * spec.ntasks_per_node // processes
+        options.append(f"--cpus-per-task={cpus}")
+    return [*options, *spec.srun_args]
 
 
-def _log(spec: JobSpec) -> str:
-    """Return the log path as a file name pattern (sbatch(1), section FILENAME PATTERN)."""
-    run = RunDir(Path(spec.run_dir.replace("%", "%%")))
-    return str((run if spec.array is None else run.task("%a")).slurm_log)
-
-
-def quote_directive(value: str) -> str:
-    r"""Quote a value so that sbatch reads it back unchanged from an `#SBATCH` line.
-
-    The rules, from `_get_argument` in Slurm's src/sbatch/opt.c: quotes group; a backslash escapes the next
-    character, also inside quotes, but not a space outside quotes; an unquoted # starts a comment; newlines
-    are not supported. Nothing is expanded.
-    """
-    if _PLAIN.fullmatch(value) and not HET_BORDER.search(value):
-        return value
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + HET_BORDER.sub(r"\1\\", escaped) + '"'
+def program_words(spec: JobSpec) -> list[str]:
+    python = spec.python if spec.container is None else spec.container.python
+    match spec.program:
+        case "command" | "batch":
+            return [spec.script, *spec.args]
+        case "module":
+            return [python, "-m", spec.script, *spec.args]
+        case "script":
+            return [python, spec.script, *spec.args]

@@ -26,8 +26,7 @@ class TorchrunConfig:
     rdzv_endpoint: str | None = None
     """Address and port of an etcd server. With c10d, the endpoint is the supervisor."""
 
-    def check(self) -> None:
-        """Check that there is exactly one rendezvous endpoint."""
+    def __post_init__(self) -> None:
         if self.rdzv_backend == "c10d":
             if self.rdzv_endpoint is not None:
                 raise SpecError(

@@ -14,7 +14,6 @@ from hpctrain.jobspec.job_spec import CodeRef, JobSpec
 from hpctrain.jobspec.launcher import TorchrunConfig
 from hpctrain.jobspec.notify import NotifyConfig
 from hpctrain.jobspec.shell_setup import ShellSetup
-from hpctrain.jobspec.validation import check_spec
 
 #: Fields that are mappings in the file.
 _SECTIONS: dict[str, Callable[..., Any]] = {
@@ -42,9 +41,7 @@ def load_spec(path: Path) -> JobSpec:
         sections = {
             name: kind(**_with_tuples(values[name])) for name, kind in _SECTIONS.items() if values.get(name)
         }
-        spec = JobSpec(**{**_with_tuples(values), **sections})
-        check_spec(spec)
-        return spec
+        return JobSpec(**{**_with_tuples(values), **sections})
     except SpecError:
         raise
     except OSError as error:

@@ -28,7 +28,7 @@ class NotifyConfig:
     stall_s: int = DEFAULT_STALL_S
     """Seconds without a logged step that count as a stall."""
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         for occasion in self.on:
             if occasion not in NOTIFICATION_KINDS:
                 raise SpecError(

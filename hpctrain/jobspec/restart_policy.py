@@ -13,19 +13,10 @@ from typing import NamedTuple
 from hpctrain.errors import SpecError
 from hpctrain.text import is_count
 
-#: The supervisor shortens the delay of a requeued job. In this time, the job must end if it has no epilog.
-REQUEUE_HOLD_S = 5.0
-#: The ranks start in about one minute.
-START_S = 60.0
-#: Number of early stops without a new checkpoint after which the run counts as stuck.
-_STOPS = 10
-#: Restarts at the time limit: attempts have the maximum length, so two more without a checkpoint are
-#: sufficient.
-_TIME_LIMITS = 2
-#: Attempts after a lack of memory, each with more memory or smaller micro-batches.
-_MEMORY = 3
-#: Restarts after hardware faults: each fault excludes a node, and nodes are limited.
-_MACHINES = 10
+#: Early stops without a new checkpoint; restarts at the time limit, after attempts of the maximum length.
+_STOPS, _TIME_LIMITS = 10, 2
+#: Attempts with more memory or smaller micro-batches; restarts after faults that each exclude a node.
+_MEMORY, _MACHINES = 3, 10
 
 
 class EndKind(StrEnum):
@@ -252,7 +243,6 @@ class RestartPolicy:
 
 
 def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Parse the entries of the option, such as `oom.retries` with the value `0`."""
     changes: dict[str, dict[str, int]] = {}
     for key, text in texts.items():
         kind, _, field = key.partition(".")

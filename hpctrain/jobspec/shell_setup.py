@@ -30,7 +30,7 @@ class ShellSetup:
     teardown: tuple[str, ...] = ()
     """Shell lines to run after the supervisor, verbatim."""
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         if self.conda is not None and self.venv is not None:
             raise SpecError(
                 f"The ranks can use only one Python environment, but both {self.conda!r} (--conda) and "

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Generic
 
-from hpctrain.files import decode_line, open_regular
-from hpctrain.schema import Record, decode
+from hpctrain.files import Record, decode_line, open_regular
 
 _BLOCK_BYTES = 64 * 1024
 #: Limit of a backward search: otherwise, a file without a matching record would be read completely.
@@ -66,6 +65,8 @@ class RecordTail(Generic[Record]):
     """Incremental reader of a JSON Lines file."""
 
     def __init__(self, path: Path, kind: type[Record]) -> None:
+        from hpctrain.schema import decode
+
         self._path, self._decode, self._tail = path, partial(decode, kind=kind), FileTail(path)
         self._partial_line = ""
 
@@ -88,6 +89,7 @@ def read_last_records(
     path: Path, kind: type[Record], *, unless: bytes | None = None, whole: bool = False
 ) -> Iterator[Record]:
     """Yield the records of a JSON Lines file from last to first, without reading in advance."""
+    from hpctrain.schema import decode
 
     def parse(line: bytes, *, ended: bool) -> Record | None:
         if unless is not None and unless in line:

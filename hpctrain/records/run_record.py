@@ -1,87 +1,22 @@
-"""Summarize the events of a run: its submission, outcome and last activity, and whether it can save."""
+"""Summarize the events of a run: its submission, outcome, and last activity."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event
+from hpctrain.slurm.states import JobRecord
 
-
-def save_problem(run: RunDir) -> str | None:
-    """Return the reason why checkpoints are missing, and since when; None if no problem is known."""
-    try:
-        # A full disk cannot record events.
-        cause = _last_failure(run) or full_disk(run)
-    except OSError as error:
-        cause = f"{run.path}: {error.strerror}"
-    if cause is None:
-        return None
-    newest = max(committed_steps(run.checkpoints), default=None)
-    if newest is None:
-        return f"no checkpoint yet: {cause}"
-    since = ""
-    with suppress(OSError):
-        seconds = run.checkpoint(newest).stat().st_mtime
-        since = f" ({datetime.fromtimestamp(seconds).isoformat(' ', 'seconds')})"
-    return f"no checkpoint since step {newest}{since}: {cause}"
-
-
-def starts_over(run: RunDir, pattern: str | None = None) -> bool:
-    """True if the next attempt of a started run has no checkpoint to resume from."""
-    if run.function.exists() or next(committed_steps(run.checkpoints), None) is not None:
-        return False
-    if newest_script_checkpoint(run.checkpoints, pattern) is not None:
-        return False
-    is_started = False
-    for event in run.read_events():
-        is_started |= event.kind == "started"
-        # A checkpoint may be in the local tier, or a copy of the state in memory.
-        if event.kind in ("checkpoint", "memory_copy"):
-            return False
-    return is_started
-
-
-def _last_failure(run: RunDir) -> str | None:
-    """Return the cause of the last save failure; None if the last save succeeded."""
-    for event in read_last_records(run.events, Event):
-        match event.kind:
-            case "checkpoint" | "submitted":
-                return None
-            case "failure" if event.rank is None:
-                return str(event.cause)
-    return None
-
-
-def full_disk(run: RunDir) -> str | None:
-    """Return a message if the run's disk is full, otherwise None."""
-    disk = os.statvfs(run.path)
-    return f"disk full at {run.path}" if disk.f_blocks and not disk.f_bavail else None
+if TYPE_CHECKING:
+    from hpctrain.schema import Event
 
 
 #: Most events of a long run are checkpoints, which are irrelevant to its state.
 _IGNORED_EVENTS = b'"kind": "checkpoint"'
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """A submitted job, as recorded by the run."""
-
-    job_id: str
-    run: RunDir
-    #: Time of submission in seconds since the epoch.
-    submitted: float = 0.0
-    #: The final job state as reported by the scheduler, if observed.
-    observed_state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +63,8 @@ def read_run_record(run: RunDir) -> RunRecord:
     An end is ignored if workers were started afterwards. A failure without a rank is also ignored: it is a
     failed checkpoint, after which the run continues.
     """
+    from hpctrain.schema import Event
+
     return summarize_events(run, read_last_records(run.events, Event, unless=_IGNORED_EVENTS, whole=True))
 
 
@@ -146,18 +83,3 @@ def summarize_events(run: RunDir, newest_first: Iterable[Event]) -> RunRecord:
             del newest[kind]  # A late event of the previous job.
     kinds = ("submitted", "finished", "failure", "seen", "handover", "started")
     return RunRecord(run, *map(newest.get, kinds))
-
-
-def last_activity(run: RunDir) -> float:
-    """Return the time of the run's last write in seconds since the epoch; 0 without a write."""
-    files = [run.events, run.metrics, run.slurm_log, run.supervisor_log]
-    if attempts := run.attempts():
-        files.append(run.rank_log(attempts[-1], 0))
-    return max(map(_modified, files), default=0.0)
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -19,7 +19,7 @@ from hpctrain._version import __version__
 from hpctrain.errors import UserError
 from hpctrain.files import make_folder, read_json, try_lock, write_atomic
 from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
-from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository
+from hpctrain.jobs.submit.code_snapshot import GitRepository, NotARepository
 from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
 from hpctrain.remote.ssh_connection import ClusterUnreachable, SshConnection
 from hpctrain.text import format_size

@@ -17,10 +17,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from hpctrain.checkpoint.io import messages
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.addresses import gloo_variables, own_address
-from hpctrain.cluster.env_defaults import apply_env_defaults
 from hpctrain.errors import RendezvousError
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
 from hpctrain.runtime.rendezvous import assign_device, choose_device, connect_store
+from hpctrain.slurm.environment import apply_env_defaults
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 #: Time limit for the start of all ranks, which may import torch from a cold shared file system.

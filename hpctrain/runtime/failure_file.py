@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.host_name import host_name
+from hpctrain.cluster.addresses import host_name
 from hpctrain.errors import DataWorkerKilled, DiskFull, SilentCorruption, UserError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.records.crash_output import fold, is_peer_lost

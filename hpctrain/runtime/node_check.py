@@ -26,7 +26,7 @@ from hpctrain.cluster.device_plan import (
     plan_device,
     visible_devices,
 )
-from hpctrain.cluster.parent_death import die_with_supervisor
+from hpctrain.cluster.processes import die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir

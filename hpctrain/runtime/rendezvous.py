@@ -18,12 +18,10 @@ import torch
 from torch.distributed import DistError, DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.addresses import master_host, resolve_host
+from hpctrain.cluster.addresses import host_name, master_host, resolve_host
 from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
-from hpctrain.cluster.fd_limit import raise_fd_limit
 from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
-from hpctrain.cluster.host_name import host_name
-from hpctrain.cluster.ports import bind_socket
+from hpctrain.cluster.ports import bind_socket, raise_fd_limit
 from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError
 from hpctrain.files import parse_json_object
 from hpctrain.text import format_ranks
@@ -156,9 +154,9 @@ def assign_device(
                 raise RendezvousError(problem)
             placements = _gather_placements(ranks, store)
             check_unique_placement(placements)
-            assignment = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
-            indexes = [assignment.indexes.get(placement.rank) for placement in placements]
-            _answer({"indexes": indexes, "shared": assignment.shared}, store)
+            indexes, shared = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
+            chosen = [indexes.get(placement.rank) for placement in placements]
+            _answer({"indexes": chosen, "shared": shared}, store)
         except HpctrainError as error:
             _answer({"error": str(error), "missing": isinstance(error, RendezvousError)}, store)
     try:

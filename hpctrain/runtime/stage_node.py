@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
-from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
+from hpctrain.cluster.processes import die_with_parent, die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE, StagingError
 from hpctrain.files import (
     REMOVE_COMMAND,

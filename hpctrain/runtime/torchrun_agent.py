@@ -20,10 +20,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hpctrain.authentication import read_secret
-from hpctrain.cluster.addresses import address_towards
-from hpctrain.cluster.host_name import host_name
-from hpctrain.cluster.parent_death import die_with_supervisor
-from hpctrain.cluster.processes import child_pids
+from hpctrain.cluster.addresses import address_towards, host_name
+from hpctrain.cluster.processes import child_pids, die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.records.crash_output import find_crash_output

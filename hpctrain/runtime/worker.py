@@ -26,8 +26,7 @@ from typing import Any, NoReturn
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import gpus_per_task, own_gpu_variables
-from hpctrain.cluster.parent_death import die_with_parent, die_with_supervisor
-from hpctrain.cluster.processes import kill_orphans, title_writer
+from hpctrain.cluster.processes import die_with_parent, die_with_supervisor, kill_orphans, title_writer
 from hpctrain.errors import EXIT_CONTINUE, DiskFull, Unauthenticated
 from hpctrain.files import make_folder, own_file
 from hpctrain.records.buffered_writer import make_stdio_lossy

@@ -1,1 +1,1 @@
-"""Slurm's text interface: commands, job states, environment, site discovery."""
+"""Talk to Slurm: commands, job states, environment, site discovery."""

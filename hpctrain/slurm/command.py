@@ -1,4 +1,4 @@
-"""Calls of Slurm commands with a time limit; failures raise errors."""
+"""Call Slurm commands with a time limit; failures raise errors."""
 
 from __future__ import annotations
 

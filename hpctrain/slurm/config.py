@@ -1,4 +1,4 @@
-"""The configuration of a Slurm cluster: `scontrol show config`."""
+"""Read the configuration of a Slurm cluster (`scontrol show config`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion between Slurm's notation of durations and seconds."""
+"""Convert between Slurm's notation of durations and seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment of Slurm's commands and of a job, derived from the environment of the submission.
+"""Derive the environment of Slurm's commands and of a job from the environment of the submission.
 
 A job may be submitted from anywhere: a login node, a notebook inside an allocation, a task of an array job, a
 rank of torchrun or mpirun. Variables set by the surrounding job, step and launcher must not be passed to the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.cluster.env_defaults import env_default_names
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
@@ -27,6 +26,9 @@ from hpctrain.rundir import (
     SUPERVISOR_ADDRESS_VARIABLE,
 )
 
+#: Names of the variables to which hpctrain sets default values, so that a job submitted from a rank does not
+#: inherit them.
+DEFAULTS_VARIABLE = "HPCTRAIN_DEFAULTS"
 #: SLURM_* variables that describe the cluster. All others describe the surrounding job, and a new job must
 #: not inherit them.
 _CLUSTER_VARIABLES = frozenset(
@@ -99,6 +101,20 @@ _OVERRULED = frozenset(
 )
 
 
+def apply_env_defaults(environ: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """Return `environ` with those `defaults` that it lacks."""
+    added = {name: value for name, value in defaults.items() if name not in environ}
+    if not added:
+        return dict(environ)
+    names = [*environ.get(DEFAULTS_VARIABLE, "").split(), *added]
+    return {**environ, **added, DEFAULTS_VARIABLE: " ".join(names)}
+
+
+def env_default_names(environ: Mapping[str, str]) -> set[str]:
+    """Return the variables set by `apply_env_defaults`, including `DEFAULTS_VARIABLE` itself."""
+    return {DEFAULTS_VARIABLE, *environ.get(DEFAULTS_VARIABLE, "").split()}
+
+
 def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without variables of a surrounding job or rank, and without output formats."""
     names = env_default_names(environ) | _RANK_VARIABLES
@@ -119,6 +135,11 @@ def strip_job_env(environ: Mapping[str, str]) -> dict[str, str]:
         # All commands must use the cluster to which sbatch submits.
         outer.setdefault("SLURM_CLUSTERS", clusters)
     return outer
+
+
+def loaded_modules(environ: Mapping[str, str]) -> list[str]:
+    """Return the environment modules of this shell, as Environment Modules and Lmod list them."""
+    return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
 
 
 def own_job_id(environ: Mapping[str, str]) -> str:

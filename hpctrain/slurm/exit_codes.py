@@ -1,4 +1,4 @@
-"""Explanations of exit codes, wait statuses and signals."""
+"""Explain exit codes, wait statuses and signals."""
 
 from __future__ import annotations
 

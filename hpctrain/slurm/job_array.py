@@ -1,4 +1,4 @@
-"""Task indices of job arrays, in Slurm's notation."""
+"""Parse the task indices of job arrays in Slurm's notation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Job queries with Slurm's commands: one call for many jobs, one row for each listed job.
+"""Query jobs with Slurm's commands: one call for many jobs, one row for each listed job.
 
 All output is requested as text in fixed columns. The layout of `--json` changes between releases, and some
 releases lack it.
@@ -11,10 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.duration import parse_duration
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.slurm.parsing import parse_number
+from hpctrain.slurm.parsing import SOON_S, parse_number, parse_timestamp
+from hpctrain.slurm.pending_reasons import explain_reason
+from hpctrain.slurm.states import JobStateView, RunState, base_state, parse_job_state
 
 # A control character, which neither a reason nor the path of a run folder may contain.
 _SEPARATOR = "\x1f"
@@ -25,12 +29,16 @@ _QUEUE_COLUMNS = (
 )
 _ACCOUNTING_COLUMNS = ("JobID", "JobIDRaw", "State", "Submit", "WorkDir")
 
+_DELAYED = "BeginTime: waiting for its start time; Slurm delays requeued jobs by 2 minutes"
+
 #: The kernel accepts 128 KiB per argument (MAX_ARG_STRLEN). If the ids do not fit, all jobs are queried.
 _MAX_WORD = 120_000
 
 _JOB_ID = re.compile(r"(\d+)([_+]\d+)?", re.ASCII)
 #: Pending tasks share a record, `17_[0-3,9%2]`.
 _SHARED_ID = re.compile(r"(\d+)_\[(.*)\]", re.ASCII)
+#: No time left, in any notation.
+_ZERO = re.compile(r"[0:-]*0[0:-]*")
 #: Print task lists in full; otherwise, they are truncated after 64 characters.
 _FULL_TASK_LISTS = {"SLURM_BITSTR_LEN": "0"}
 _RECORD = re.compile(
@@ -70,6 +78,23 @@ class JobRow:
     """False if the job was submitted with `--no-requeue`; only set by the controller."""
     expedited: bool = False
     """True if the job was submitted with `--requeue=expedite`; only set by the controller."""
+
+    @property
+    def is_ending(self) -> bool:
+        """True if Slurm is ending the job: COMPLETING until the last process has exited (seen with 22.05)."""
+        return self.state not in ("", "RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING")
+
+    def view(self) -> JobStateView:
+        state, job_state = parse_job_state(self.state), base_state(self.state)
+        if state.ended or state is RunState.UNKNOWN:
+            return JobStateView(state, f"Slurm reports {self.state}", job_state=job_state)
+        is_requeued = state is RunState.PENDING and self.reason == "BeginTime" and self.restarts > 0
+        begin = parse_timestamp(self.eligible_at)
+        # If the job begins soon, the delay does not matter.
+        held = is_requeued and (begin is None or begin - system.time() > SOON_S)
+        details = [self.state] if self.state != state else []
+        details += [_DELAYED if held else explain_reason(self.reason, self.job_id)] if self.reason else []
+        return JobStateView(state, ", ".join(details), held, job_state)
 
 
 class JobTable:
@@ -152,6 +177,17 @@ def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
     for row in _parse_records(output):
         return row
     raise SchedulerError(f"scontrol returned no record of job {job_id}")
+
+
+def query_seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
+    """Return the remaining seconds of a running job; None if unlimited or unknown."""
+    text = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"], environ).strip()
+    if text == "INVALID" or _ZERO.fullmatch(text):
+        return 0.0  # past the limit, which a site may tolerate for some time
+    try:
+        return parse_duration(text)
+    except SpecError:
+        return None  # NOT_SET
 
 
 def _selection(job_ids: Sequence[str]) -> list[str]:

@@ -1,10 +1,11 @@
-"""Requests to Slurm about jobs: submit, cancel, signal, requeue, change.
+"""Send requests about jobs to Slurm: submit, cancel, signal, requeue, change.
 
 Every function raises `SchedulerError` if Slurm rejects a request or does not respond.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,22 @@ from collections.abc import Mapping, Sequence
 from hpctrain import system
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SchedulerError
-from hpctrain.slurm.command import NO_JOB_ID_MESSAGE, is_answer_lost, list_rank_steps, run_slurm
+from hpctrain.slurm.command import CHAOS_STEP, NO_JOB_ID_MESSAGE, is_answer_lost, list_rank_steps, run_slurm
 from hpctrain.text import is_count
+
+log = logging.getLogger(__name__)
 
 #: Seconds to look for a step to signal: steps start and end in between.
 _STEP_LIMIT_S = 3.0
 #: Seconds for a signal. If an array task is requeued in the meantime, scancel 22.05 repeats it for a minute.
 _SIGNAL_LIMIT_S = 10.0
+#: Time limit for killed tasks to exit; usually shorter if the nodes are up.
+_STEPS_END_S = 30.0
+#: Time limit for Slurm to list the steps. Without the controller, srun cannot start a step either.
+_STEPS_LISTED_S = 300.0
+#: Time limit for Slurm to accept changes of a requeued job.
+_UPDATE_LIMIT_S = 15.0
+_POLL_INTERVAL_S = 0.5
 #: Slurm ends a requeued job and all its processes immediately: SIGKILL follows some seconds later.
 _UNTIL_KILLED = ("/bin/sh", "-c", 'trap "" TERM; exec "$@"', "sh")
 
@@ -50,11 +60,41 @@ def update_job(
     run_slurm([*(_UNTIL_KILLED if until_killed else ()), *command], environ)
 
 
+def update_requeued_job(job_id: str, environ: Mapping[str, str], fields: Mapping[str, str]) -> None:
+    """Change a job that Slurm may still be ending; a refused field does not prevent the others."""
+    deadline = system.monotonic() + _UPDATE_LIMIT_S
+    while True:
+        refusals = {}
+        for name, value in fields.items():
+            try:
+                update_job([job_id], environ, until_killed=True, **{name: value})
+            except SchedulerError as error:
+                refusals[name] = str(error)
+        if not refusals:
+            return
+        if system.monotonic() > deadline:
+            raise SchedulerError("; ".join(refusals.values()))
+        fields = {name: fields[name] for name in refusals}
+        system.sleep(_POLL_INTERVAL_S)
+
+
 def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) -> None:
     # scontrol writes a shell script with the new size into its working directory.
     with tempfile.TemporaryDirectory() as folder:
         update = ["scontrol", "update", f"JobId={job_id}", f"NodeList={compress_hostlist(list(hosts))}"]
         run_slurm(["env", f"--chdir={folder}", *update], environ)
+
+
+def run_on_host(job_id: str, host: str | None, program: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Run a program on a node of the job, by default the first, in a step that overlaps the ranks."""
+    # The raw job id differs from the id of an array task.
+    cells = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
+    if len(cells) != 2:
+        raise SchedulerError(f"squeue does not show the host of job {job_id}.")
+    raw_id, batch_host = cells
+    step = [f"--jobid={raw_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host or batch_host}"]
+    step += ["--mpi=none", f"--job-name={CHAOS_STEP}", "--gres=none", "--input=none", "--quiet"]
+    run_slurm(["srun", *step, *program], environ)
 
 
 def signal_steps(steps: Sequence[str], number: signal.Signals, environ: Mapping[str, str]) -> None:
@@ -102,3 +142,20 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
             f"No rank of job {', '.join(sorted(remaining))} is running. The ranks may be starting, or may "
             f"have just exited. Try again in a few seconds.{addition}"
         )
+
+
+def kill_rank_steps(job_id: str, environ: Mapping[str, str]) -> None:
+    """End the remaining ranks of a killed supervisor of this job. Waits for a bounded time."""
+    deadline, is_warned = system.monotonic() + _STEPS_LISTED_S, False
+    while system.monotonic() < deadline:
+        try:
+            if not (steps := list_rank_steps([job_id], environ)):
+                return
+            deadline = min(deadline, system.monotonic() + _STEPS_END_S)
+            signal_steps(steps, signal.SIGKILL, environ)
+        except SchedulerError as error:
+            if not is_warned:
+                log.warning("cannot end the ranks of the killed supervisor yet (%s); will retry", error)
+            is_warned = True
+        system.sleep(_POLL_INTERVAL_S)
+    log.warning("could not end all ranks of the killed supervisor, so some may still be running")

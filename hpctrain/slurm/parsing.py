@@ -1,4 +1,4 @@
-"""Parsers for the output of Slurm's commands: pairs, times, sizes, lists and generic resources."""
+"""Parse the output of Slurm's commands: pairs, times, sizes, lists and generic resources."""
 
 from __future__ import annotations
 

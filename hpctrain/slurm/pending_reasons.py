@@ -1,4 +1,4 @@
-"""Explanations of the reasons for which Slurm keeps a job pending."""
+"""Explain why Slurm keeps a job pending or rejects it."""
 
 from __future__ import annotations
 
@@ -76,6 +76,36 @@ _LIMIT = re.compile(
     rf"(?P<resource>{'|'.join(sorted(_RESOURCES, key=len, reverse=True))})(?:ory|s|Duration)?"
     r"(?P<budget>(?:Run)?Minutes)?(?P<per>Per(?:Job|Node|User|Account))?(?:Limit|NotSatisfied)?"
 )
+
+_SIZE = "The job requests {request}. {offers} Request less, or choose another --partition."
+_NO_ACCESS = (
+    "The partition may be limited to some users, or require a --reservation. {offers} Choose another "
+    "--partition."
+)
+_ACCOUNTS = "`sacctmgr show assoc user=$USER` lists yours"
+
+#: Remedies by a part of the message with which sbatch rejects a job (slurm_errno.c).
+REMEDIES = {
+    "Invalid partition name": "{partition_hint}",
+    "No partition specified": "Use --partition. {partition_hint}",
+    "Required partition not available": "Choose another --partition, or wait.",
+    "not permitted to use this partition": _NO_ACCESS,
+    "Access/permission denied": _NO_ACCESS,
+    "node configuration is not available": _SIZE,
+    "Node count specification invalid": _SIZE,
+    "More processors requested": _SIZE,
+    "Memory required by task": _SIZE,
+    "generic resource (gres) specification": _SIZE,
+    "Invalid feature specification": "Choose from the features of the nodes (--constraint): {features}.",
+    "Invalid node name": "Correct --nodelist or --exclude: {offers}",
+    "nodes not in this partition": "Correct --nodelist, or choose another --partition. {offers}",
+    "Requested time limit is invalid": "{offers} Use a --time within the limit.",
+    "Invalid job array": "The highest task number at this site is {last_task} (MaxArraySize). Use smaller "
+    "numbers, or submit several arrays.",
+    "Invalid account": f"Use another --account or --partition; {_ACCOUNTS}.",
+    "Invalid qos": f"Use another --qos; {_ACCOUNTS[:-7]} format=qos` lists yours.",
+    "reservation": "Use another --reservation; `scontrol show reservation` lists them.",
+}
 
 
 def explain_reason(reason: str, job_id: str) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
-from hpctrain.slurm.command import run_all
-from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_site
+from hpctrain.slurm.command import run_all, run_slurm
+from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_config, query_site
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import pluralize
 
@@ -132,6 +133,19 @@ class Site:
     def default_partition(self) -> Partition | None:
         return next((partition for partition in self.partitions if partition.default), None)
 
+    @property
+    def expedites_requeues(self) -> bool:
+        """True if the site requeues jobs, and can start a requeued job without a delay."""
+        return self.slurm is not None and self.habits.requeue and self.slurm.expedites_requeues
+
+    def is_preemptible(self, partition: Partition) -> bool:
+        """True if jobs of another partition can preempt jobs of the partition. QOS are not considered."""
+        # PreemptMode of partitions only applies if jobs are preempted by partition tier (slurm.conf(5)).
+        by_tier = self.slurm is not None and self.slurm.preempt_type == "partition_prio"
+        if not by_tier or partition.preempt_mode == "OFF":
+            return False
+        return any(competitor.priority_tier > partition.priority_tier for competitor in self.partitions)
+
     def node_groups(self) -> Iterator[NodeGroup]:
         """Yield the node groups of all partitions. A node in two partitions is yielded twice."""
         for partition in self.partitions:
@@ -140,6 +154,35 @@ class Site:
 
 def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[Site, list[str]]:
     return parse_site(run_all(query_site(environ)), habits)
+
+
+def query_grace_s(partition: str, environ: Mapping[str, str]) -> float | None:
+    """Return the seconds from SIGTERM to SIGKILL: the partition's GraceTime, else KillWait. None if unknown.
+
+    If jobs are preempted by QOS, the QOS has the GraceTime, and only accounting can report it.
+    """
+    config = query_config(environ)
+    if config.preempt_type == "qos":
+        return None
+    answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], environ)
+    return parse_partition(answer).grace_time_s or config.kill_wait_s
+
+
+def has_pyxis(environ: Mapping[str, str]) -> bool:
+    """Return true if srun on this machine can start containers."""
+    try:
+        return "--container-image" in run_slurm(["srun", "--help"], environ, timeout_s=10.0)
+    except SchedulerError:
+        return False
+
+
+def nodes_are_this_machine(ask: RunQuery) -> bool:
+    """Return true if all nodes of the cluster run on this machine."""
+    try:
+        hosts = set(ask(["sinfo", "--all", "--noheader", "--format=%n"]).split())
+    except SchedulerError:
+        return False
+    return hosts == {os.uname().nodename.partition(".")[0]}
 
 
 def parse_site(answers: SiteAnswers, habits: SiteConventions) -> tuple[Site, list[str]]:

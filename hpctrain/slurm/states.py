@@ -1,4 +1,4 @@
-"""Run states, and their mapping from Slurm's job states."""
+"""Define the states of a run, and map Slurm's job states to them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from hpctrain.rundir import RunDir
 
 
 class RunState(StrEnum):
@@ -38,6 +40,18 @@ RUN_STATES = {
     RunState.UNKNOWN: "The scheduler gives no definite answer, and the run has not recorded its end. "
     "It may still be running.",
 }
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A submitted job, as recorded by the run."""
+
+    job_id: str
+    run: RunDir
+    #: Time of submission in seconds since the epoch.
+    submitted: float = 0.0
+    #: The final job state as reported by the scheduler, if observed.
+    observed_state: str | None = None
 
 
 @dataclass(frozen=True)

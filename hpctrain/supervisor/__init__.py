@@ -1,1 +1,1 @@
-"""The supervisor: a process on the batch host that starts the workers and acts on the end of each attempt."""
+"""Start the workers on the batch host, and act on the end of each attempt."""

@@ -1,4 +1,4 @@
-"""`python -m hpctrain.supervisor RUN`: entry point of a job's script on the batch host."""
+"""Run the supervisor of a job's script on the batch host (`python -m hpctrain.supervisor RUN`)."""
 
 import os
 import sys
@@ -10,9 +10,9 @@ from hpctrain.supervisor.watchdog import run_under_watchdog
 make_stdio_lossy()
 deaths = run_under_watchdog(os.environ)
 
-from hpctrain.supervisor.job_control import prepare_job_end  # noqa: E402
-from hpctrain.supervisor.launch.local import kill_session  # noqa: E402 (the waiting parent process does not need this)
-from hpctrain.supervisor.main import main  # noqa: E402
+from hpctrain.slurm.job_end import prepare_job_end  # noqa: E402
+from hpctrain.supervisor.batch_main import main  # noqa: E402
+from hpctrain.supervisor.launch.launchers import kill_session  # noqa: E402 (the waiting parent process does not need this)
 
 exit_code = main(sys.argv[1:], os.environ, deaths=deaths)
 kill_session(os.environ)

@@ -15,13 +15,7 @@ from hpctrain.records.successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Event
 from hpctrain.supervisor.job_control import JobControl, SlurmSuccessors
-from hpctrain.supervisor.policy.job_intent import (
-    Continue,
-    Exit,
-    OwnershipDecision,
-    OwnershipState,
-    decide_ownership,
-)
+from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
 from hpctrain.supervisor.run_end import finish_run
 
 log = logging.getLogger(__name__)
@@ -54,15 +48,15 @@ def run_of_this_job(run: RunDir, environ: Mapping[str, str]) -> RunDir:
     return task if task.spec.exists() else run
 
 
-def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> Continue | Exit:
-    """Decide whether this job must train; if so, acquire the lease, and record this job as the newest."""
+def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int = 0) -> int | None:
+    """Acquire the lease and record this job as the newest, if it must train; else, return its exit code."""
     state = _ownership_state(run, job_control)
     decision = decide_ownership(state)
     facts = ", ".join(f"{name}: {value}" for name, value in vars(state).items() if value)
     log.info("job %s: %s (%s)", job_control.job_id, decision.value, facts)
     match decision:
         case OwnershipDecision.SUPERSEDED:
-            return Exit(0)
+            return 0
         case OwnershipDecision.OVER:
             return _over(run, recorded_end(run.read_events()))
         case OwnershipDecision.CANCEL:
@@ -77,14 +71,14 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
     if state.predecessor is not None and state.newest != job_control.job_id:
         # The predecessor was killed before it could record this job.
         record_successor(run, job_control.job_id, state.predecessor)
-    return Continue()
+    return None
 
 
-def _over(run: RunDir, end: Event | None) -> Exit:
+def _over(run: RunDir, end: Event | None) -> int:
     if end is not None and end.state == "FAILED":
         resume = f"hpctrain resume {shlex.quote(str(run.path))}"
         print(f"The run has failed, so this job exits. To continue the run, use {resume}")
-    return Exit(end.exit_code or 0 if end is not None else 0)
+    return end.exit_code or 0 if end is not None else 0
 
 
 def _ownership_state(run: RunDir, job_control: JobControl) -> OwnershipState:

@@ -39,7 +39,7 @@ def describe_disk_error(error: OSError, path: Path) -> str | None:
 
 
 class BufferedLogHandler(logging.Handler):
-    """Handler for the supervisor's log; failed writes are buffered and repeated later, in order."""
+    """Writes the supervisor's log; failed writes are buffered and repeated later, in order."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from hpctrain import system
-from hpctrain.errors import EXIT_CONTINUE, SchedulerError, SpecError
+from hpctrain.cluster import expand_hostlist
+from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import file_size, open_regular
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.jobspec.restart_policy import REQUEUE_HOLD_S
 from hpctrain.records.lease import Lease
-from hpctrain.records.successor import JobChanges, find_successor, submit_successor
+from hpctrain.records.successor import (
+    JobChanges,
+    can_start,
+    excluded_nodes,
+    find_successor,
+    submit_successor,
+)
 from hpctrain.rundir import BATCH_PID_VARIABLE, PREDECESSOR_VARIABLE, RunDir
 from hpctrain.schema import LeaseHolder
-from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import query_config
-from hpctrain.slurm.duration import parse_duration
 from hpctrain.slurm.environment import own_job_id, strip_job_env
-from hpctrain.slurm.job_queries import query_job
-from hpctrain.slurm.job_requests import requeue_job, update_job
-from hpctrain.slurm.parsing import SOON_S
+from hpctrain.slurm.job_end import is_evicted
+from hpctrain.slurm.job_queries import query_job, query_seconds_left
+from hpctrain.slurm.job_requests import (
+    kill_rank_steps,
+    requeue_job,
+    shrink_job,
+    signal_ranks,
+    update_requeued_job,
+)
+from hpctrain.slurm.node_queries import find_draining_nodes, find_idle_nodes, find_lost_nodes, query_nodes
 from hpctrain.supervisor.policy.job_intent import JobDisposition
-from hpctrain.supervisor.slurm_nodes import SlurmNodes
-
-# As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
-_EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) [^*\n]* DUE TO (?:PREEMPTION|NODE FAILURE)")
-
-#: States of a job that Slurm is not ending.
-_CONTINUES = ("", "RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING")
-#: No time left, in any notation.
-_ZERO = re.compile(r"[0:-]*0[0:-]*")
 
 log = logging.getLogger(__name__)
 
 #: Slurm's signal before the time limit may come this much early (sbatch(1), --signal).
 EARLY_SIGNAL_TOLERANCE_S = 60.0
+#: Variables with the memory of a job, in MB; the option of sbatch and the field of scontrol for each.
+_MEMORY_OPTIONS = {
+    "SLURM_MEM_PER_NODE": ("mem", "MinMemoryNode"),
+    "SLURM_MEM_PER_CPU": ("mem-per-cpu", "MinMemoryCPU"),
+}
 
 
 class SlurmJobControl:
@@ -67,26 +73,16 @@ class SlurmJobControl:
 
     def seconds_left(self) -> float | None:
         """Return the remaining seconds of the job; None if unlimited or unknown."""
-        command = ["squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"]
-        text = run_slurm(command, self._environ).strip()
-        if text == "INVALID" or _ZERO.fullmatch(text):
-            return 0.0  # past the limit, which a site may tolerate for some time
-        try:
-            return parse_duration(text)
-        except SpecError:
-            return None  # NOT_SET
+        return query_seconds_left(self.job_id, self._environ)
 
     def disposition(self) -> JobDisposition:
-        """Read the job's state, and the reason for its end from its log.
-
-        For any cause, the state is COMPLETING until the last process has exited (seen with Slurm 22.05).
-        """
+        """Read the job's state, and the reason for its end from its log."""
         job = query_job(self.job_id, self._environ)
-        if job.state in _CONTINUES:
+        if not job.is_ending:
             return JobDisposition.STAYS
         if job.restarts > self._restarts:
             return JobDisposition.REQUEUED
-        return JobDisposition.EVICTED if _EVICTED.search(self._log()) else JobDisposition.ENDS
+        return JobDisposition.EVICTED if is_evicted(self._log()) else JobDisposition.ENDS
 
     def requeue(self) -> bool:
         """Requeue the job. Return true if this process will be ended, false if the run continues in it."""
@@ -105,6 +101,72 @@ class SlurmJobControl:
             return ""
 
 
+class SlurmNodes:
+    """Nodes of the job. Methods raise SchedulerError if Slurm refuses or does not answer."""
+
+    def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
+        self._run, self._spec, self._batch_environ = run, spec, environ
+        self._job_id, self._environ = own_job_id(environ), strip_job_env(environ)
+        self.own_host = environ.get("SLURMD_NODENAME", "")
+
+    def lost(self, hosts: Sequence[str]) -> dict[str, str]:
+        """Return the nodes of the job that can no longer run processes, with the reason."""
+        lost = find_lost_nodes(hosts, self._environ)
+        lost.pop(self.own_host, None)  # this process runs there
+        return lost
+
+    def draining(self, hosts: Sequence[str]) -> dict[str, str]:
+        """Return the nodes that will be taken out of service when this job releases them, with the reason."""
+        return find_draining_nodes(hosts, self._environ)
+
+    def shrink_to(self, hosts: Sequence[str]) -> None:
+        """Release all other nodes of the job, so that their loss does not end the job."""
+        shrink_job(self._job_id, hosts, self._environ)
+
+    def can_reallocate(self, excluded_hosts: Collection[str]) -> bool:
+        return can_start(self._run, self._spec, JobChanges(excluded_hosts), self._batch_environ)
+
+    def num_free(self, excluded_hosts: Collection[str]) -> int:
+        """Return the number of additional nodes that are free and not claimed by waiting jobs."""
+        idle = find_idle_nodes(self._batch_environ.get("SLURM_JOB_PARTITION", ""), self._environ)
+        excluded = expand_hostlist(self._spec.directives.get("exclude", ""))
+        return len(idle.difference(excluded_hosts, excluded))
+
+    def larger_memory(self, hosts: Sequence[str], excluded_hosts: Collection[str]) -> str | None:
+        """Return an option of sbatch, such as `mem=96000`, that gives the job more memory on such nodes."""
+        environ = self._batch_environ
+        variable = next(filter(environ.get, _MEMORY_OPTIONS), None)
+        if variable is None:
+            return None
+        try:
+            node_mib = min(node.memory_mib for node in query_nodes(hosts, self._environ))
+        except (SchedulerError, ValueError) as error:
+            log.warning("cannot determine the memory of the nodes, so no more memory is requested: %s", error)
+            return None
+        option, current = _MEMORY_OPTIONS[variable][0], int(environ[variable])
+        cpus = int(environ.get("SLURM_CPUS_ON_NODE", "1")) if variable == "SLURM_MEM_PER_CPU" else 1
+        larger = min(current * 3 // 2, node_mib // cpus)
+        changes = JobChanges(excluded_hosts, f"{option}={larger}")
+        fits = larger > current and can_start(self._run, self._spec, changes, environ)
+        return changes.memory if fits else None
+
+    def change_job(self, changes: JobChanges) -> None:
+        fields = {}
+        if changes.excluded_hosts:
+            fields["ExcNodeList"] = excluded_nodes(self._spec, changes.excluded_hosts)
+        if changes.memory:
+            option, _, value = changes.memory.partition("=")
+            fields[dict(_MEMORY_OPTIONS.values())[option]] = value
+        update_requeued_job(self._job_id, self._environ, fields)
+
+    def stop_ranks(self) -> None:
+        signal_ranks([self._job_id], signal.SIGTERM, self._environ)
+
+    def kill_steps(self) -> None:
+        """End the remaining tasks of a killed supervisor of this job. Waits for a bounded time."""
+        kill_rank_steps(self._job_id, self._environ)
+
+
 class SlurmSuccessors:
     """The predecessor and the successor of this job, of which only one holds the lease at a time."""
 
@@ -119,10 +181,9 @@ class SlurmSuccessors:
 
     def submit(self, attempt: int, changes: JobChanges) -> str:
         """Submit a job that continues the run after `attempt`, and return its id. This job must then exit."""
+        environ = self._batch_environ
         with self._submission:
-            return submit_successor(
-                self._run, self._spec, self._job_id, attempt, self._batch_environ, changes
-            )
+            return submit_successor(self._run, self._spec, self._job_id, attempt, environ, changes)
 
     def find(self) -> str | None:
         return find_successor(self._run, self._job_id, self._environ)
@@ -187,34 +248,3 @@ def known_seconds_left(job: JobControl) -> float | None:
     except SchedulerError as error:
         log.warning("cannot determine this job's remaining time (%s); assuming that enough remains", error)
         return None
-
-
-def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:
-    """Give a requeued job an early start time, and prevent the requeue of an ended run. Call this last.
-
-    Slurm delays a requeued job by two minutes after its last process and its epilog have ended. An explicit
-    later start time of the job replaces that delay (`batch_requeue_fini`).
-
-    Slurm may requeue a job although its run has ended. In these cases, this function disables the requeue:
-
-    - A job with `--requeue=expedite` is not delayed. But if its script fails, Slurm 26.05 requeues the job
-      and holds it until a user releases it.
-    - Before 26.05, a job that was warned of a preemption is also requeued when its next start completes.
-    """
-    earlier_restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
-    if not exit_code and not earlier_restarts:
-        return
-    job_id, outer = own_job_id(environ), strip_job_env(environ)
-    try:
-        job = query_job(job_id, outer)
-        is_requeued = job.restarts > earlier_restarts
-        has_restarted_and_ended = earlier_restarts > 0 and exit_code != EXIT_CONTINUE
-        if is_requeued and not job.expedited:
-            delay_s = SOON_S if query_config(outer).has_epilog else int(REQUEUE_HOLD_S)
-            update_job([job_id], outer, until_killed=True, StartTime=f"now+{delay_s}")
-        elif not is_requeued and (job.expedited or has_restarted_and_ended):
-            update_job([job_id], outer, until_killed=True, Requeue="0")
-    except SchedulerError as error:
-        consequence = "Slurm may delay the requeued job, or requeue the job although the run has ended"
-        message = f"hpctrain: cannot update this job before its end, so {consequence}: {error}"
-        print(message, file=sys.stderr, flush=True)

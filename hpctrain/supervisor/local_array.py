@@ -19,9 +19,9 @@ from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import BATCH_PID_VARIABLE, STOPPED_EARLY, RunDir
 from hpctrain.slurm.job_array import JobArray
+from hpctrain.slurm.srun_step import TaskExit
 from hpctrain.supervisor.acquire_run import register_job
-from hpctrain.supervisor.launch.job_step import TaskExit
-from hpctrain.supervisor.launch.local import visible_gpus
+from hpctrain.supervisor.launch.launchers import visible_gpus
 from hpctrain.supervisor.run_end import finish_run
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ class LocalArray:
         self._job_id = environ.get(BATCH_PID_VARIABLE) or str(system.getpid())
         self._array = JobArray.parse(spec.array)
         self._events: system.SimpleQueue[int | signal.Signals] = system.SimpleQueue()
-        self._running: dict[int, system.Popen[bytes]] = {}
+        self._running: dict[int, tuple[system.Popen[bytes], int]] = {}
+        """The supervisor and the slot of each running task."""
         self._free_slots = deque(range(self._array.throttle or 1))
-        self._slot_of: dict[int, int] = {}
         self._cancelled = False
 
     def run(self) -> int:
@@ -90,7 +90,7 @@ class LocalArray:
                 os.pwrite(lock, f"{process.pid}\n".encode(), 0)
         finally:
             os.close(lock)
-        self._running[index], self._slot_of[index] = process, slot
+        self._running[index] = process, slot
         system.Thread(target=self._wait_for_task, args=(index, process), daemon=True).start()
         log.info("task %d: started process %d", index, process.pid)
 
@@ -109,18 +109,18 @@ class LocalArray:
             for index in (*self._running, *waiting):
                 with suppress(OSError):
                     self._run.task(index).cancel_request.touch(0o644)
-        for process in self._running.values():
+        for process, _ in self._running.values():
             process.send_signal(number)
 
     def _has_ended(self, index: int) -> None:
-        code = self._running.pop(index).returncode
-        self._free_slots.append(self._slot_of.pop(index))
+        process, slot = self._running.pop(index)
+        self._free_slots.append(slot)
         if self._state(index) is None:
             task = self._run.task(index)
             if task.cancel_request.exists():
                 finish_run(task, "CANCELLED")
             else:
-                end = TaskExit.from_returncode(index, code)
+                end = TaskExit.from_returncode(index, process.returncode)
                 finish_run(task, "FAILED", f"the supervisor of this task {end} without reporting a cause")
         log.info("task %d: %s", index, self._state(index))
 

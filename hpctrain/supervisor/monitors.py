@@ -12,10 +12,10 @@ from hpctrain import system
 from hpctrain.errors import HpctrainError, SchedulerError, UserError
 from hpctrain.files import write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.jobspec.restart_policy import REQUEUE_HOLD_S, START_S
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.schema import StepRecord, TrialLine, read_records
+from hpctrain.slurm.job_end import REQUEUE_HOLD_S
 from hpctrain.supervisor.failures.failure_files import gpu_faults
 from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent, StopRequested
@@ -33,6 +33,8 @@ _DRAIN_INTERVAL_S = 120.0
 _FREE_INTERVAL_S = 60.0
 #: Required ratio of the gain to the cost of the pause: the wait in the queue is unknown.
 _MARGIN = 1.1
+#: The ranks start in about one minute.
+_START_S = 60.0
 #: Assumed remaining time of a job without a time limit.
 _HORIZON_S = 86_400.0
 _TRIAL_INTERVAL_S = 1.0
@@ -139,7 +141,7 @@ class ScaleUpMonitor(PeriodicCheck):
         excluded = History.from_events(self.run.read_events()).excluded
         num_nodes = min(self.spec.nodes, self.num_nodes + nodes.num_free(excluded))
         left_s = self.job_control.seconds_left()
-        pause_s = START_S + (0.0 if self.spec.resume_mode == "successor" else REQUEUE_HOLD_S)
+        pause_s = _START_S + (0.0 if self.spec.resume_mode == "successor" else REQUEUE_HOLD_S)
         if not should_scale_up(self.num_nodes, num_nodes, _HORIZON_S if left_s is None else left_s, pause_s):
             return False
         if self._ended.is_set():

@@ -19,8 +19,8 @@ from hpctrain.errors import SpecError
 from hpctrain.files import file_size
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.jobspec.notify import NotifyConfig, is_address
+from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
-from hpctrain.records.run_record import full_disk
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Event, StepRecord
 
@@ -61,8 +61,7 @@ class Notifier:
     """Reads the run's records, except those that already exist, and sends notifications about them."""
 
     def __init__(self, run: RunDir, notify: NotifyConfig, environ: Mapping[str, str]) -> None:
-        self._run, self._notify = run, notify
-        self._environ = environ
+        self._run, self._notify, self._environ = run, notify, environ
         #: The running command.
         self.process: system.Popen[bytes] | None = None
         self._events, self._logged_bytes = RecordTail(run.events, Event), file_size(run.metrics)
@@ -95,8 +94,10 @@ class Notifier:
             self._last_error = None
 
     def _check_records(self) -> None:
-        size = file_size(self._run.metrics)
-        logged_by = self._newest_attempt() if size != self._logged_bytes else None
+        size, logged_by = file_size(self._run.metrics), None
+        if size != self._logged_bytes:
+            newest = next(read_last_records(self._run.metrics, StepRecord), None)
+            logged_by = None if newest is None else newest.attempt
         self._logged_bytes = size
         now = system.monotonic()
         # A full disk cannot record an event.
@@ -104,36 +105,27 @@ class Notifier:
             self._disk_reported = True
             self._send("stall", f"{full}; the run cannot save until space is freed")
         for event in self._events.read():
-            if event.time < self._not_before:
-                continue
-            self._stall.on_event(event, now)
-            if (occasion := notification_kind(event)) is not None:
-                self._send(occasion, event.cause, event)
+            if event.time >= self._not_before:
+                self._stall.on_event(event, now)
+                self._send(notification_kind(event), event.cause, event)
         if (seconds := self._stall.find_stall(now, logged_by)) is not None:
             self._send("stall", f"no step has been logged for {seconds:.0f} s")
 
-    def _newest_attempt(self) -> int | None:
-        newest = next(read_last_records(self._run.metrics, StepRecord), None)
-        return newest.attempt if newest is not None else None
-
-    def _send(self, occasion: str, cause: str | None, event: Event | None = None) -> None:
-        if occasion in self._notify.on:
-            message = notification_message(self._run, occasion, cause or "", event)
-            for target in self._notify.targets:
-                self._deliver(target, message)
-
-    def _deliver(self, target: str, message: Mapping[str, Any]) -> None:
-        occasion = message["occasion"]
-        try:
-            if is_address(target):
-                post_json(target, message)
+    def _send(self, occasion: str | None, cause: str | None, event: Event | None = None) -> None:
+        if occasion not in self._notify.on:
+            return
+        message = notification_message(self._run, occasion, cause or "", event)
+        for target in self._notify.targets:
+            try:
+                if is_address(target):
+                    post_json(target, message)
+                else:
+                    self._run_command(target, message)
+            except Exception as error:  # noqa: BLE001 (a target must not end the supervisor)
+                problem = f"{type(error).__name__}: {error}"
+                log.warning("a notification (event: %s) was not delivered: %s", occasion, problem)
             else:
-                self._run_command(target, message)
-        except Exception as error:  # noqa: BLE001 (a target must not end the supervisor)
-            problem = f"{type(error).__name__}: {error}"
-            log.warning("a notification (event: %s) was not delivered: %s", occasion, problem)
-        else:
-            log.info("sent a notification (event: %s)", occasion)
+                log.info("sent a notification (event: %s)", occasion)
 
     def _run_command(self, line: str, message: Mapping[str, Any]) -> None:
         """Run a shell command in the run folder, with the message on standard input."""

@@ -21,8 +21,6 @@ from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import StepEvent
 from hpctrain.supervisor.policy.job_intent import (
     ContinuationMethod,
-    Continue,
-    Exit,
     JobDisposition,
     JobIntent,
     continuation_methods,
@@ -55,8 +53,8 @@ class Requeuer:
 
     def relocate(
         self, attempt: int, intent: JobIntent, kind: EndKind, seconds: float, changes: JobChanges
-    ) -> Continue | Exit | RequeueRefused:
-        """Release the allocation after an attempt of `seconds`, and request a new one."""
+    ) -> int | RequeueRefused | None:
+        """Request a new allocation after an attempt; return the exit code, or None to continue here."""
         methods = self._methods(intent)
         fields = {"memory": changes.memory} if changes.memory else {}
         fields |= {"by": methods[0].value, "class": kind}
@@ -76,20 +74,25 @@ class Requeuer:
     def _methods(self, intent: JobIntent) -> Sequence[ContinuationMethod]:
         if self.job_control.successors is None:
             return (ContinuationMethod.REQUEUE,)
-        return continuation_methods(self.spec.resume_mode, intent, can_requeue=self._can_requeue())
+        try:
+            can_requeue = self.job_control.can_requeue()
+        except SchedulerError as error:
+            log.warning("cannot determine whether Slurm can requeue this job (%s); trying it", error)
+            can_requeue = True
+        return continuation_methods(self.spec.resume_mode, intent, can_requeue=can_requeue)
 
     def _try_methods(
         self, methods: Sequence[ContinuationMethod], attempt: int, changes: JobChanges
-    ) -> Continue | Exit | RequeueRefused:
+    ) -> int | RequeueRefused | None:
         refusals, may_pass = [], False
         for method in methods:
             try:
                 if method is ContinuationMethod.REQUEUE:
                     is_ending = self.job_control.requeue()
-                    return self._leave_requeued_job(changes) if is_ending else Continue()
+                    return self._leave_requeued_job(changes) if is_ending else None
                 assert self.job_control.successors is not None
                 log.info("job %s will continue the run", self.job_control.successors.submit(attempt, changes))
-                return Exit(EXIT_CONTINUE)
+                return EXIT_CONTINUE
             except SchedulerError as error:
                 intent = self.intent()
                 is_requeue = method is ContinuationMethod.REQUEUE
@@ -97,7 +100,7 @@ class Requeuer:
                     # Slurm has taken over, or has accepted the requeue and ended scontrol before its answer.
                     if is_requeue:
                         self._change(changes)
-                    return Exit(EXIT_CONTINUE)
+                    return EXIT_CONTINUE
                 if is_requeue and _ALREADY_ENDING in str(error) and intent is not JobIntent.RELOCATE:
                     # Slurm accepted an earlier request whose answer was lost, or ends the job by itself.
                     return self._leave_requeued_job(changes)
@@ -107,7 +110,7 @@ class Requeuer:
                 may_pass = may_pass or is_transient(str(error))
         return RequeueRefused("; ".join(refusals), may_pass)
 
-    def _leave_requeued_job(self, changes: JobChanges) -> Exit:
+    def _leave_requeued_job(self, changes: JobChanges) -> int:
         """Wait for Slurm to end this process, as it does to requeue the job."""
         self._change(changes)
         log.info("requeued; waiting for Slurm to end this job")
@@ -115,7 +118,7 @@ class Requeuer:
             self.events.get(timeout=_REQUEUE_LIMIT_S)
         except queue.Empty:
             log.warning("Slurm did not end this job within %.0f s of the requeue; exiting", _REQUEUE_LIMIT_S)
-        return Exit(EXIT_CONTINUE)
+        return EXIT_CONTINUE
 
     def requeue_orphaned(self) -> None:
         """Continue the run in another job, although Slurm is about to end this process."""
@@ -136,9 +139,8 @@ class Requeuer:
 
     def intent(self, signals: Iterable[Signals] = ()) -> JobIntent:
         """Return the intent for the job, given the signals that its supervisor received."""
-        cancelled = self.run.cancel_request.exists() or bool(
-            self.job_control.cancel_signals.intersection(signals)
-        )
+        cancel_signals = self.job_control.cancel_signals.intersection(signals)
+        cancelled = self.run.cancel_request.exists() or bool(cancel_signals)
         disposition = JobDisposition.STAYS
         if not cancelled:
             try:
@@ -147,20 +149,10 @@ class Requeuer:
                 log.warning("cannot query the state of this job (%s); assuming that the job continues", error)
         return resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=self.spec.resume_mode)
 
-    def _can_requeue(self) -> bool:
-        try:
-            return self.job_control.can_requeue()
-        except SchedulerError as error:
-            log.warning("cannot determine whether Slurm can requeue this job (%s); trying it", error)
-            return True
-
     def _change(self, changes: JobChanges) -> None:
         if changes and self.job_control.nodes is not None:
             try:
                 self.job_control.nodes.change_job(changes)
             except SchedulerError as error:
-                log.warning(
-                    "cannot change the requeued job: %s. It may start on the previous nodes, with the "
-                    "previous memory request",
-                    error,
-                )
+                risk = "It may start on the previous nodes, with the previous memory request"
+                log.warning("cannot change the requeued job: %s. %s", error, risk)

@@ -12,7 +12,6 @@ from hpctrain.errors import RunFailed
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.schema import StepRecord
-from hpctrain.supervisor.policy.job_intent import Exit
 from hpctrain.text import format_number
 
 log = logging.getLogger(__name__)
@@ -26,8 +25,8 @@ def finish_run(
     state: Literal["COMPLETED", "CANCELLED", "FAILED"],
     cause: str | None = None,
     note: str | None = None,
-) -> Exit:
-    """Record the end of a run, with its last attempt, disk problems, and the reason for early stopping."""
+) -> int:
+    """Record the end of a run, with its cause, and return the exit code of its job."""
     final: str = state
     if state == "CANCELLED" and (reason := run.early_stop_reason()):
         final, note = STOPPED_EARLY, reason
@@ -39,7 +38,7 @@ def finish_run(
     run.log_event("finished", attempt, state=final, exit_code=exit_code, cause=cause, **fields)
     reasons = "; ".join(filter(None, [cause, note]))
     log.info("run %s%s", final, reasons and f": {reasons}")
-    return Exit(exit_code)
+    return exit_code
 
 
 def completion_note(run: RunDir) -> str | None:

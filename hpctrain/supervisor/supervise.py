@@ -14,13 +14,12 @@ from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.successor import JobChanges
-from hpctrain.rundir import RunDir
+from hpctrain.rundir import EventKind, RunDir
 from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.failures.diagnosis import FailureAnalyzer
 from hpctrain.supervisor.job_control import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
 from hpctrain.supervisor.monitors import EarlyStoppingMonitor, NodeDrainMonitor, ScaleUpMonitor
-from hpctrain.supervisor.node_steps import check_nodes, drain_local_tier, node_check_is_due, remove_copies
 from hpctrain.supervisor.policy.decide import (
     Action,
     Allocation,
@@ -32,11 +31,18 @@ from hpctrain.supervisor.policy.decide import (
     suspect_nodes,
 )
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.policy.job_intent import Continue, Exit, JobIntent
+from hpctrain.supervisor.policy.job_intent import JobIntent
 from hpctrain.supervisor.requeuer import Requeuer, RequeueRefused
 from hpctrain.supervisor.run_end import completion_note, finish_run
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult, AttemptRunner
-from hpctrain.supervisor.workers.stager import StagePlan, Stager
+from hpctrain.supervisor.workers.node_steps import (
+    StagePlan,
+    Stager,
+    check_nodes,
+    drain_local_tier,
+    node_check_is_due,
+    remove_copies,
+)
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -63,9 +69,8 @@ class FinishedAttempt:
     @property
     def must_release(self) -> bool:
         """True if the ranks were asked to stop, and not to continue on other nodes of the allocation."""
-        return (
-            self.result is not None and self.result.monitor.is_stopping and not self.result.monitor.draining
-        )
+        monitor = None if self.result is None else self.result.monitor
+        return monitor is not None and monitor.is_stopping and not monitor.draining
 
     @property
     def is_clean(self) -> bool:
@@ -108,13 +113,12 @@ class Supervisor:
         """Start the workers as often as needed, after `deaths` killed supervisors; return the exit code."""
         for number in self._job_control.on_signal:
             system.handle_signal(number, self._on_signal)
-        next_step = acquire_run(self._run, self._spec, self._job_control, deaths)
-        if isinstance(next_step, Exit):
+        if (code := acquire_run(self._run, self._spec, self._job_control, deaths)) is not None:
             log.info("nothing to do; this job exits")
-            return next_step.code
+            return code
         self._drop_excluded()
-        if deaths and isinstance(next_step := self._take_over(), Exit):
-            return next_step.code
+        if deaths and (code := self._take_over()) is not None:
+            return code
         with self._worker_group:
             try:
                 return self._run_attempts()
@@ -128,32 +132,30 @@ class Supervisor:
             attempt, begun = self._run.new_attempt(), system.monotonic()
             ended = self._check_nodes(attempt, last_end) or self._train(attempt)
             ended = replace(ended, seconds=system.monotonic() - begun)
-            next_step = self._carry_out(self._decide(ended), ended)
-            if isinstance(next_step, Exit):
-                return next_step.code
+            if (code := self._carry_out(self._decide(ended), ended)) is not None:
+                return code
             last_end = ended.kind
 
     def _check_nodes(self, attempt: int, last_end: EndKind | None) -> FinishedAttempt | None:
         """Check the nodes if necessary. Returns None if the workers can start on these nodes."""
         if not node_check_is_due(self._spec, last_end):
             return None
-        check = check_nodes(self._run, self._spec, self._launcher, attempt)
-        if check.stopped:
+        bad_nodes = check_nodes(self._run, self._spec, self._launcher, attempt)
+        if bad_nodes is None:
             end = AttemptEnd(self._failure_analyzer.stop_kind(attempt))
-        elif check.bad_nodes:
-            end = self._failure_analyzer.record_bad_nodes(attempt, check.bad_nodes, self._launcher.hosts)
+        elif bad_nodes:
+            end = self._failure_analyzer.record_bad_nodes(attempt, bad_nodes, self._launcher.hosts)
         else:
             return None
         return FinishedAttempt(attempt, end, self._requeuer.intent())
 
     def _train(self, attempt: int) -> FinishedAttempt:
+        run, spec, control = self._run, self._spec, self._job_control
         try:
             with (
-                ScaleUpMonitor(self._run, self._spec, self._job_control, attempt, len(self._launcher.hosts)),
-                NodeDrainMonitor(
-                    self._run, self._spec, self._job_control, attempt, self._launcher, self._events
-                ),
-                EarlyStoppingMonitor(self._run, self._events),
+                ScaleUpMonitor(run, spec, control, attempt, len(self._launcher.hosts)),
+                NodeDrainMonitor(run, spec, control, attempt, self._launcher, self._events),
+                EarlyStoppingMonitor(run, self._events),
             ):
                 result = self._attempt_runner.start(attempt)
         finally:
@@ -162,7 +164,7 @@ class Supervisor:
         end = self._failure_analyzer.analyze(result, self._launcher.hosts)
         return FinishedAttempt(attempt, end, self._requeuer.intent(result.monitor.signals), result)
 
-    def _take_over(self) -> Continue | Exit:
+    def _take_over(self) -> int | None:
         """Continue after the previous supervisor was killed; its ranks may still be running."""
         attempts = self._run.attempts()
         attempt = max(attempts, default=0)
@@ -171,7 +173,7 @@ class Supervisor:
         if self._job_control.nodes is not None:
             self._job_control.nodes.kill_steps()
         if not attempts:
-            return Continue()
+            return None
         stop = self._failure_analyzer.recorded_stop(attempt)
         end = self._failure_analyzer.record_supervisor_death(attempt)
         # If the supervisor was killed after the ranks had exited, complete its record.
@@ -186,9 +188,9 @@ class Supervisor:
 
     def _situation(self, ended: FinishedAttempt) -> RunSituation:
         """Return the state of the run; query the controller only if required for the decision."""
-        history, policy = History.from_events(self._run.read_events()), self._spec.policy
+        history, policy, control = self._history(), self._spec.policy, self._job_control.nodes
         situation = RunSituation(
-            policy if self._job_control.nodes is not None else policy.without_exclusions(),
+            policy if control is not None else policy.without_exclusions(),
             history,
             ended.intent,
             lead_s=self._spec.stop_before_limit_s,
@@ -197,15 +199,24 @@ class Supervisor:
         )
         if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.kind is EndKind.DONE:
             return situation
-        nodes = self._allocation(history, ended.end.lost)
-        if ended.kind is EndKind.OOM and self._job_control.nodes is not None:
-            memory = self._job_control.nodes.larger_memory(self._launcher.hosts, history.excluded)
-            situation = replace(situation, larger_memory=memory)
+        hosts, spares = tuple(self._launcher.hosts), tuple(self._launcher.spares)
+        nodes = Allocation(hosts, spares, ended.end.lost, self._spec.min_nodes)
+        memory = None
+        if control is not None:
+            if suspects := suspect_nodes(policy, history):
+                can_reallocate = control.can_reallocate(history.excluded.union(suspects))
+                nodes = replace(nodes, can_reallocate=can_reallocate)
+            if ended.kind is EndKind.OOM:
+                memory = control.larger_memory(hosts, history.excluded)
         left_s = None if ended.kind.releases_nodes else known_seconds_left(self._job_control)
         ends_at = None if left_s is None else system.monotonic() + left_s
-        return replace(situation, nodes=nodes, ends_at=ends_at)
+        return replace(situation, nodes=nodes, ends_at=ends_at, larger_memory=memory)
 
-    def _carry_out(self, decision: Decision, ended: FinishedAttempt) -> Continue | Exit:
+    def _history(self) -> History:
+        return History.from_events(self._run.read_events())
+
+    def _carry_out(self, decision: Decision, ended: FinishedAttempt) -> int | None:
+        """Carry out a decision. Returns the exit code of this job; None if the run continues in it."""
         end, lost = ended.end, ended.end.lost
         if decision.exclude:
             hosts, reason = list(decision.exclude), describe_nodes(decision.exclude)
@@ -223,7 +234,7 @@ class Supervisor:
             case Action.RESTART:
                 risk = {"note": decision.reason} if decision.reason else {}
                 self._run.log_event("restart", ended.number, cause=end.cause, **risk)
-                return Continue()
+                return None
             case Action.SHRINK | Action.REPLACE:
                 # The other nodes may not respond.
                 unused = [host for host in self._launcher.hosts if host not in decision.hosts]
@@ -231,11 +242,11 @@ class Supervisor:
                     drain_local_tier(self._run, self._spec, self._launcher, ended.number, lost)
                 self._remove_staged(ended.number, unused, lost, is_short=True)
                 self._change_nodes(ended.number, decision, lost)
-                return Continue()
+                return None
             case Action.REQUEUE:
                 return self._requeue(ended, decision.memory)
             case Action.LEAVE:
-                return Exit(EXIT_CONTINUE)
+                return EXIT_CONTINUE
             case Action.COMPLETE:
                 note = completion_note(self._run)
                 return finish_run(self._run, "COMPLETED", note=note)
@@ -247,39 +258,19 @@ class Supervisor:
 
     def _drop_excluded(self) -> None:
         """Use only nodes that are not excluded, if the allocation has enough of them."""
-        excluded = History.from_events(self._run.read_events()).excluded
-        all_spares = self._launcher.spares
+        excluded, all_spares = self._history().excluded, self._launcher.spares
         hosts = list(Allocation(tuple(self._launcher.hosts), tuple(all_spares)).usable(excluded))
         if len(hosts) >= self._spec.min_nodes:
             spares = [host for host in all_spares if host not in hosts and host not in excluded]
             self._launcher.hosts, self._launcher.spares = hosts, spares
 
-    def _allocation(self, history: History, lost: Mapping[str, str]) -> Allocation:
-        """Return the state of the allocation; query the scheduler only if nodes must be excluded."""
-        control = self._job_control.nodes
-        suspects = suspect_nodes(self._spec.policy, history) if control is not None else {}
-        return Allocation(
-            in_use=tuple(self._launcher.hosts),
-            spare=tuple(self._launcher.spares),
-            lost=lost,
-            min_nodes=self._spec.min_nodes,
-            can_reallocate=bool(
-                suspects and control and control.can_reallocate(history.excluded.union(suspects))
-            ),
-        )
-
     def _change_nodes(self, attempt: int, decision: Decision, lost: Mapping[str, str]) -> None:
         before, hosts = self._launcher.hosts, list(decision.hosts)
         released = {**lost, **decision.exclude}
-        self._run.log_event(
-            "shrink" if decision.action is Action.SHRINK else "replace",
-            attempt,
-            nodes=len(hosts),
-            nodes_before=len(before),
-            hosts=hosts,
-            lost=[host for host in before if host not in hosts],
-            cause=describe_nodes(released),
-        )
+        kind: EventKind = "shrink" if decision.action is Action.SHRINK else "replace"
+        fields = {"nodes": len(hosts), "nodes_before": len(before), "hosts": hosts}
+        fields |= {"lost": [host for host in before if host not in hosts], "cause": describe_nodes(released)}
+        self._run.log_event(kind, attempt, **fields)
         spares = [host for host in self._launcher.spares if host not in hosts and host not in released]
         if lost and self._job_control.nodes is not None:
             try:
@@ -294,21 +285,20 @@ class Supervisor:
         if self._stager is not None:
             self._stager.remove(attempt, hosts, lost, is_short=is_short)
 
-    def _requeue(self, ended: FinishedAttempt, memory: str | None) -> Continue | Exit:
-        history, nodes = History.from_events(self._run.read_events()), self._job_control.nodes
+    def _requeue(self, ended: FinishedAttempt, memory: str | None) -> int | None:
+        history, nodes = self._history(), self._job_control.nodes
         excluded = history.excluded
         if excluded and nodes is not None and not nodes.can_reallocate(excluded):
-            log.warning(
-                "not excluding %s, without which the job could not start", ", ".join(sorted(excluded))
-            )
+            names = ", ".join(sorted(excluded))
+            log.warning("not excluding %s, without which the job could not start", names)
             excluded = frozenset()
         changes = JobChanges(excluded, memory or history.memory)
         moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, changes)
-        if isinstance(moved, RequeueRefused):
-            if cause := ended.end.cause:
-                return finish_run(self._run, "FAILED", cause, moved.cause)
-            return finish_run(self._run, "FAILED", f"the ranks have stopped, but {moved.cause}")
-        return moved
+        if not isinstance(moved, RequeueRefused):
+            return moved
+        if cause := ended.end.cause:
+            return finish_run(self._run, "FAILED", cause, moved.cause)
+        return finish_run(self._run, "FAILED", f"the ranks have stopped, but {moved.cause}")
 
     def on_watchdog_death(self, _number: int, _frame: FrameType | None) -> None:
         """Continue the run in another job: the batch script was killed, and Slurm is ending this job."""

@@ -1,8 +1,7 @@
 """Restart a killed supervisor of a Slurm job from its parent process.
 
-If the supervisor were the main process, killing it (such as by the OOM killer) would end the job. The
-supervisor therefore runs as the child of a process that only waits. If that parent is killed instead, the job
-ends. The supervisor then uses the remaining time to requeue the job.
+The supervisor is the child of a process that only waits, so that the OOM killer does not end the job with it.
+If that parent is killed instead, the job ends, and the supervisor uses the remaining time to requeue the job.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from types import FrameType
 
 from hpctrain import system
-from hpctrain.cluster.parent_death import die_with_parent
+from hpctrain.cluster.processes import die_with_parent
 from hpctrain.text import signal_name
 
 #: Maximum number of killed supervisors in a job.

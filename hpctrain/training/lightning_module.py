@@ -124,6 +124,13 @@ class LightningRun(ModuleRun):
             ]
             replacements = {**REPLACEMENTS, **_CALLED_REPLACEMENTS}
             refuse_hooks(host, hooks, self._stage, replacements, "hpctrain.lightning.Trainer")
+        for step in ("training_step", "validation_step", "test_step", "predict_step"):
+            parameters = inspect.signature(getattr(self._module, step)).parameters
+            if unknown := parameters.keys() & {"dataloader_iter", "optimizer_idx", "hiddens"}:
+                raise UserError(
+                    f"{type(self._module).__name__}.{step} has the parameter {min(unknown)}, which hpctrain "
+                    "does not pass. Remove the parameter."
+                )
 
     def _check_settings(self, trainer: Any) -> None:
         module, manual = self._module, is_manual(self._module)

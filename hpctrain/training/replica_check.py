@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from hpctrain.cluster.host_name import host_name
+from hpctrain.cluster.addresses import host_name
 from hpctrain.errors import SilentCorruption, Suspect, describe_suspects
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.text import pluralize

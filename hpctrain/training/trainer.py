@@ -99,8 +99,8 @@ class Trainer(TrainerConfig):
             UserError: a data set is empty, or neither map-style nor a stream; or the process has already
                 completed a training in the run folder.
         """
-        data = {"train_dataset": train_dataset, "val_dataset": val_dataset, "datamodule": datamodule}
-        arguments = canonical_arguments("fit", {"module": module, **data}, lightning)
+        arguments = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
+        data = canonical_arguments("fit", {**arguments, "datamodule": datamodule}, lightning)
         run = self._find_run()
         with TrainingMarker("Trainer.fit()", run and run.path, os.environ) as training:
             if run is not None and not self.run_dir and run.path in _TRAINED:
@@ -109,13 +109,11 @@ class Trainer(TrainerConfig):
                     "checkpoints of that training are there. Set a separate folder for one of the trainers "
                     "with Trainer(run_dir=…)."
                 )
-            self._fit(training, **arguments)
+            self._fit(training, data.pop("module"), data)
         if run is not None:
             _TRAINED.add(run.path)
 
-    def _fit(
-        self, training: TrainingMarker, module: Any, train_dataset: Any, val_dataset: Any, datamodule: Any
-    ) -> None:
+    def _fit(self, training: TrainingMarker, module: Any, data: dict[str, Any]) -> None:
         if not hasattr(module, "configure_optimizers"):
             raise UserError(
                 f"fit() received a module of type {type(module).__name__}, which has no "
@@ -125,7 +123,6 @@ class Trainer(TrainerConfig):
         devices = self._selected_devices()
         runs_here = has_launcher(self.ranks) or self._strategy.single_process
         if devices and not runs_here and (self._strategy.spawns or len(devices) > 1):
-            data = {"train_dataset": train_dataset, "val_dataset": val_dataset, "datamodule": datamodule}
             self._fit_in_processes(devices, module, data)
             return
         # Install handlers only after the rendezvous: earlier stop signals end the process immediately,
@@ -133,10 +130,10 @@ class Trainer(TrainerConfig):
         context = self._init_distributed(devices)
         with (
             capture_stop_signals(repeats_late=True) as stop,
-            _run_class(module)(self, module, context, datamodule, "fit") as module_run,
+            _run_class(module)(self, module, context, data["datamodule"], "fit") as module_run,
         ):
-            train_dataset = module_run.find_data(train_dataset, "train")
-            val_dataset = module_run.find_data(val_dataset, "val")
+            train_dataset = module_run.find_data(data["train_dataset"], "train")
+            val_dataset = module_run.find_data(data["val_dataset"], "val")
             if train_dataset is None:
                 raise UserError(
                     "fit() received no training data. Pass train_dataset, or define train_dataloader() in "
@@ -263,7 +260,7 @@ def _run_rank(
     # The device is already chosen, so a warning would be wrong.
     trainer.devices = None
     # The marker belongs to the call in the parent process.
-    trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, **data)
+    trainer._fit(TrainingMarker("Trainer.fit()", None, {}), module, data)
     state = module.state_dict()
     tensors = {name: value.cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
     return tensors, {

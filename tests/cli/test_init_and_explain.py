@@ -35,10 +35,10 @@ def test_init_writes_a_file_without_effect_and_never_overwrites(hpctrain, tmp_pa
 def test_init_file_has_every_option_and_can_be_uncommented(hpctrain, tmp_path):
     text = COMMENTED_OUT.sub("", config_template())
     examples = ["partition", "account", "qos", "constraint", "mem", "exclusive", "mail_type"]
-    in_files = [name for name, option in all_options().items() if option.about.in_files]
+    in_files = [name for name, option in all_options().items() if option.in_files]
     assert list(yaml.safe_load(text)) == [*in_files, *examples, "profiles"]
     for name in in_files:
-        assert all_options()[name].about.help.split()[0] in text
+        assert all_options()[name].help.split()[0] in text
     (tmp_path / "hpctrain.yaml").write_text(text)
     options = ("--dry-run", "--backend", "local", "--run-dir", "r")
     plain = hpctrain("submit", *options, "train.py")

@@ -13,7 +13,7 @@ import sys
 import pytest
 from helpers.commands import environment
 from helpers.processes import assert_no_process_left
-from helpers.run_histories import RunHistory
+from helpers.run_histories import FAILURE, RunHistory
 from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
@@ -175,7 +175,7 @@ def test_terminal_output_keeps_colours_but_no_other_escapes(hpctrain, tmp_path, 
     run.rank_log(0, 0).write_text(HOSTILE)
     run.log_event("submitted", 0, job_id="1", backend="local")
     run.log_event("failure", 0, rank=0, cause=f"x{HOSTILE}", log=str(run.rank_log(0, 0)))
-    run.failure(0, 0).write_text(json.dumps({"rank": 0, "traceback": HOSTILE}))
+    run.failure(0, 0).write_text(json.dumps({**FAILURE, "traceback": HOSTILE}))
     master, slave = pty.openpty()
     argv = [sys.executable, "-m", "hpctrain", "logs", "r", *options]
     subprocess.run(argv, cwd=tmp_path, env=environment(), stdout=slave, check=True, timeout=120)
@@ -203,7 +203,9 @@ def test_errors_do_not_show_native_stacks(hpctrain, tmp_path):
     )
     run.log_event("submitted", 0, job_id="1", backend="local")
     run.log_event("failure", 0, rank=1, cause="rank 1 on n1: SIGABRT", log=str(log))
-    run.failure(0, 1).write_text(json.dumps({"rank": 1, "error": "SIGABRT", "log": str(log)}))
+    run.failure(0, 1).write_text(
+        json.dumps({**FAILURE, "rank": 1, "error": "SIGABRT", "traceback": "", "log": str(log)})
+    )
     shown = hpctrain("logs", "r", "--errors").stdout
     assert "  what(): [enforce fail at pair.cc:446]\n  Fatal Python error: Aborted\n" in shown
     assert "Binary file" not in shown

@@ -1,12 +1,17 @@
-"""`detect` with the variables of every launcher. Each test covers a problem that users have met."""
+"""`detect` with the variables of every launcher, and on the recordings of `scripts/record_launches.py`."""
 
 from __future__ import annotations
 
-import pytest
-from helpers.launch_runner import load_recording
+import json
 
-from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
-from hpctrain.cluster.environments.slurm import parse_tasks_per_node
+import pytest
+from helpers.launch_runner import RECORDINGS, check_detection, load_recording
+from helpers.launches import ALL, SLURM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
+from hpctrain.cluster.slurm_step import parse_tasks_per_node
 from hpctrain.errors import EnvironmentMismatch
 
 
@@ -100,24 +105,13 @@ def test_ranks_of_a_step_share_rendezvous_and_other_steps_do_not():
     peer = detect(
         {**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"}
     )
-    assert (ranks.master_addr, ranks.master_port, ranks.rendezvous_id) == (
-        peer.master_addr,
-        peer.master_port,
-        peer.rendezvous_id,
-    )
-    others = [
-        detect({**STEP, name: value})
-        for name, value in [
-            ("SLURM_JOB_ID", "8"),
-            ("SLURM_STEP_ID", "1"),
-            ("SLURM_RESTART_COUNT", "1"),
-            ("SLURM_ARRAY_JOB_ID", "7"),
-            ("SLURM_CLUSTER_NAME", "other"),
-        ]
-    ]
-    assert len({other.rendezvous_id for other in [ranks, *others]}) == 6
-    assert len({other.master_port for other in [ranks, *others]}) == 6
-    assert all(20_000 <= other.master_port < 32_000 for other in [ranks, *others])
+    assert (ranks.master_addr, ranks.master_port) == (peer.master_addr, peer.master_port)
+    assert ranks.rendezvous_id == peer.rendezvous_id
+    changes = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "1"}
+    changes |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_CLUSTER_NAME": "other"}
+    steps = [ranks, *(detect({**STEP, name: value}) for name, value in changes.items())]
+    assert len({step.rendezvous_id for step in steps}) == len({step.master_port for step in steps}) == 6
+    assert all(20_000 <= step.master_port < 32_000 for step in steps)
 
 
 def test_given_master_address_and_port_are_used():
@@ -178,9 +172,8 @@ def test_contradictory_variable_is_refused_until_environment_is_forced(variable,
 
 
 def test_batch_script_with_world_size_but_without_srun_is_refused():
-    text = refusal(
-        {**variables("batch-script"), "WORLD_SIZE": "8", "MASTER_ADDR": "rec-1", "MASTER_PORT": "29500"}
-    )
+    torch_variables = {"WORLD_SIZE": "8", "MASTER_ADDR": "rec-1", "MASTER_PORT": "29500"}
+    text = refusal(variables("batch-script") | torch_variables)
     assert "WORLD_SIZE is 8, but the world size is 1" in text
 
 
@@ -193,12 +186,8 @@ def test_manual_torch_variables_must_name_the_node_unless_it_is_the_only_one():
 
 
 def test_torch_variables_of_ranks_detect_to_the_same_ranks():
-    for environ in (
-        STEP,
-        variables("openmpi-three-hosts", 2),
-        variables("mpich", 1),
-        variables("horovodrun", 2),
-    ):
+    others = variables("openmpi-three-hosts", 2), variables("mpich", 1), variables("horovodrun", 2)
+    for environ in (STEP, *others):
         ranks = detect(environ)
         assert detect({**environ, **ranks.torch_variables()}) == ranks
 
@@ -220,10 +209,7 @@ def test_separate_torchrun_in_each_task_is_refused():
     assert "of 2 started by slurm (SLURM_PROCID, SLURM_STEP_NUM_TASKS)" in text
 
 
-@pytest.mark.parametrize(
-    "variable",
-    ["PMI_RANK", "PMIX_RANK", "FLUX_TASK_RANK", "PALS_RANKID", "ALPS_APP_PE", "MV2_COMM_WORLD_RANK"],
-)
+@pytest.mark.parametrize("variable", ["PMI_RANK", "PMIX_RANK", "FLUX_TASK_RANK", "MV2_COMM_WORLD_RANK"])
 def test_rank_of_unknown_launcher_is_refused(variable):
     text = refusal({variable: "3"})
     assert f"{variable} is 3, but the rank is 0" in text
@@ -256,11 +242,7 @@ def test_unknown_environment_gets_a_suggestion():
 @pytest.mark.parametrize(
     ("launch", "change", "expected"),
     [
-        (
-            "step",
-            {"SLURM_STEP_NUM_TASKS": "8"},
-            ["8 (SLURM_STEP_NUM_TASKS)", "SLURM_STEP_TASKS_PER_NODE=4,3"],
-        ),
+        ("step", {"SLURM_STEP_NUM_TASKS": "8"}, ["8 (SLURM_STEP_NUM_TASKS)", "TASKS_PER_NODE=4,3"]),
         ("step", {"SLURM_STEP_NODELIST": "n[1-3]"}, ["3 nodes", "SLURM_STEP_NODELIST=n[1-3]", "for 2"]),
         ("step", {"SLURM_LOCALID": "3"}, ["local_rank 3", "SLURM_LOCALID", "local_world_size 3"]),
         ("step", {"SLURM_PROCID": "x"}, ["SLURM_PROCID", "'x'"]),
@@ -271,11 +253,7 @@ def test_unknown_environment_gets_a_suggestion():
         ("step", {"SLURM_GTIDS": "4,5"}, ["n2 has 3 tasks", "2 according to SLURM_GTIDS=4,5"]),
         ("step", {"SLURMD_NODENAME": "n7"}, ["'n7'", "SLURM_STEP_NODELIST=n[1-2]"]),
         ("step", {"SLURM_NODEID": "0"}, ["rank 5 is on n2 (SLURMD_NODENAME), node 0", "MASTER_ADDR"]),
-        (
-            "step",
-            {"SLURM_STEP_NODELIST": ""},
-            ["SLURM_STEP_NODELIST is not set", "HPCTRAIN_ENVIRONMENT=local"],
-        ),
+        ("step", {"SLURM_STEP_NODELIST": ""}, ["NODELIST is not set", "HPCTRAIN_ENVIRONMENT=local"]),
         ("step", {"SLURM_STEP_NODELIST": "n[1-"}, ["SLURM_STEP_NODELIST: ", "'n[1-'"]),
         ("torchrun", {"LOCAL_WORLD_SIZE": "5"}, ["local_world_size 5", "world_size 4"]),
         ("torchrun", {"GROUP_RANK": "2"}, ["node_rank 2", "GROUP_RANK", "num_nodes 2"]),
@@ -300,14 +278,80 @@ def test_contradictory_variables_are_refused_with_both_values(launch, change, ex
     assert [part for part in expected if part not in text] == []
 
 
-# Sources
-
-
-# Regressions
-
-
 @pytest.mark.parametrize(
     "name", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE"]
 )
 def test_incomplete_launcher_variables_are_refused(name):
     assert "not set, although other variables" in refusal({name: "3"})
+
+
+# Recorded launches
+
+
+#: Of a newer Slurm, whose batch scripts and interactive shells have negative step ids.
+NEWER = "slurm-26.05"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recorded_ranks_are_detected(name):
+    check_detection(ALL[name], load_recording(name))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECORDINGS.glob(f"{NEWER}/*.json")))
+def test_ranks_recorded_under_slurm_26_are_detected(name):
+    check_detection(ALL[name], load_recording(f"{NEWER}/{name}"))
+
+
+def test_every_launch_has_a_recording():
+    documents = {path: json.loads(path.read_text()) for path in RECORDINGS.rglob("*.json")}
+    assert {path.stem for path in RECORDINGS.glob("*.json")} == ALL.keys()
+    assert {path.stem for path in RECORDINGS.glob(f"{NEWER}/*.json")} >= {launch.name for launch in SLURM}
+    for path, document in documents.items():
+        assert document["launch"] == path.stem
+        assert document["command"].endswith(ALL[path.stem].command), "record it again"
+
+
+def detect_or_none(variables: dict[str, str]) -> Ranks | None:
+    try:
+        return detect(variables)
+    except EnvironmentMismatch:
+        return None
+
+
+NO_STEPS = ["batch-script", "array-batch-script", "het-batch-script", "salloc-shell"]
+NO_STEPS += ["salloc-interactive-step"]
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [*NO_STEPS, "ssh-session-with-leftovers", *(f"{NEWER}/{name}" for name in NO_STEPS)]
+)
+@settings(deadline=None)
+@given(data=st.data())
+def test_session_with_some_allocation_variables_is_a_single_process(name, data):
+    (process,) = load_recording(name)
+    kept = data.draw(st.sets(st.sampled_from(sorted(process.variables))))
+    ranks = detect_or_none({variable: process.variables[variable] for variable in kept})
+    assert ranks is None or (ranks.environment, ranks.world_size) == ("local", 1)
+
+
+STEPS = ["srun-uneven", "srun-on-a-part-of-the-nodes", "het-job-unsorted", "array", "srun-pmi2"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+@settings(deadline=None)
+@given(data=st.data())
+def test_step_with_lost_variables_is_detected_or_refused_but_never_wrong(name, data):
+    process = data.draw(st.sampled_from(load_recording(name)))
+    lost = data.draw(st.sets(st.sampled_from(sorted(process.variables))))
+    ranks = detect_or_none({k: v for k, v in process.variables.items() if k not in lost})
+    if ranks is None:
+        return
+    if ranks.environment == "local":
+        # Without its rank, a process looks like a session; with rank 0, like a batch script.
+        assert "SLURM_PROCID" in lost or process.truth["rank"] == 0
+        return
+    detected = {field: getattr(ranks, field) for field in process.truth if hasattr(ranks, field)}
+    assert detected == {field: process.truth[field] for field in detected}
+    assert ranks.master_addr == process.truth["main_host"]

@@ -41,56 +41,31 @@ def test_visible_devices_are_parsed_like_cuda(text, entries):
     assert is_mig(environ) is bool(entries and entries[0].startswith("MIG"))
 
 
+FOUR_ON_NODE = {"SLURM_GPUS_ON_NODE": "4"}
+BOUND = "bound to this task by Slurm; the node has 4"
+HIDDEN, LISTED, SLICES = ({"CUDA_VISIBLE_DEVICES": text} for text in ("NoDevFiles", "0,1", "MIG-a,MIG-b"))
+
+
 @pytest.mark.parametrize(
     ("local_ranks", "visible", "variables", "index", "source"),
     [
         # All GPUs visible.
         ((0, 4), 4, {}, 0, "the local rank; 4 GPUs are visible"),
-        ((3, 4), 4, {"SLURM_GPUS_ON_NODE": "4"}, 3, "the local rank; 4 GPUs are visible"),
-        ((1, 2), 4, {"SLURM_GPUS_ON_NODE": "4"}, 1, "the local rank; 4 GPUs are visible"),
+        ((3, 4), 4, FOUR_ON_NODE, 3, "the local rank; 4 GPUs are visible"),
+        ((1, 2), 4, FOUR_ON_NODE, 1, "the local rank; 4 GPUs are visible"),
         # One visible: bound by Slurm, or the only one.
-        (
-            (3, 4),
-            1,
-            {"SLURM_GPUS_ON_NODE": "4"},
-            0,
-            "the only GPU bound to this task by Slurm; the node has 4",
-        ),
+        ((3, 4), 1, FOUR_ON_NODE, 0, f"the only GPU {BOUND}"),
         ((0, 1), 1, {"SLURM_GPUS_ON_NODE": "1"}, 0, "the only visible GPU"),
         # Several per task: --gpus-per-task=2.
-        (
-            (1, 2),
-            2,
-            {"SLURM_GPUS_ON_NODE": "4"},
-            0,
-            "the first of 2 GPUs bound to this task by Slurm; the node has 4",
-        ),
+        ((1, 2), 2, FOUR_ON_NODE, 0, f"the first of 2 GPUs {BOUND}"),
         # Several shared: --gpu-bind=closest.
-        (
-            (3, 4),
-            2,
-            {"SLURM_GPUS_ON_NODE": "4"},
-            1,
-            "one of 2 GPUs bound to this task by Slurm; the node has 4",
-        ),
+        ((3, 4), 2, FOUR_ON_NODE, 1, f"one of 2 GPUs {BOUND}"),
         # None visible.
         ((0, 4), 0, {}, None, "no driver reports a GPU"),
-        (
-            (0, 4),
-            0,
-            {"CUDA_VISIBLE_DEVICES": "NoDevFiles"},
-            None,
-            "CUDA_VISIBLE_DEVICES='NoDevFiles' hides all GPUs",
-        ),
-        (
-            (0, 4),
-            0,
-            {"CUDA_VISIBLE_DEVICES": "0,1"},
-            None,
-            "no driver reports a GPU, although CUDA_VISIBLE_DEVICES=0,1",
-        ),
+        ((0, 4), 0, HIDDEN, None, "CUDA_VISIBLE_DEVICES='NoDevFiles' hides all GPUs"),
+        ((0, 4), 0, LISTED, None, "no driver reports a GPU, although CUDA_VISIBLE_DEVICES=0,1"),
         # CUDA shows one MIG slice, whatever is listed.
-        ((0, 2), 2, {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 0, "the only visible GPU"),
+        ((0, 2), 2, SLICES, 0, "the only visible GPU"),
     ],
 )
 def test_plan_chooses_the_expected_device(local_ranks, visible, variables, index, source):
@@ -114,34 +89,27 @@ def test_more_ranks_than_gpus_is_refused_on_every_rank(visible, on_node):
 
 
 @pytest.mark.parametrize(
-    "variables",
+    ("variables", "is_shared"),
     [
-        {"HPCTRAIN_SHARE_GPUS": "1"},
-        {"SLURMD_TRES_BIND": "gpu:single:2"},
-        {"SLURM_NTASKS_PER_GPU": "2"},
-        {"SLURM_NTASKS_PER_TRES": "2"},
-        {"SLURM_SHARDS_ON_NODE": "4"},
+        ({"HPCTRAIN_SHARE_GPUS": "1"}, True),
+        ({"SLURMD_TRES_BIND": "gpu:single:2"}, True),
+        ({"SLURM_NTASKS_PER_GPU": "2"}, True),
+        ({"SLURM_NTASKS_PER_TRES": "2"}, True),
+        ({"SLURM_SHARDS_ON_NODE": "4"}, True),
+        ({}, False),
+        ({"HPCTRAIN_SHARE_GPUS": ""}, False),
+        ({"HPCTRAIN_SHARE_GPUS": "0", "SLURM_NTASKS_PER_GPU": "2"}, False),
+        ({"SLURMD_TRES_BIND": "gpu:single:1"}, False),
+        ({"SLURMD_TRES_BIND": "gpu:map_gpu:0,1"}, False),
+        ({"SLURM_NTASKS_PER_GPU": "1"}, False),
     ],
 )
-def test_requested_gpu_sharing_assigns_gpus_round_robin(variables):
-    indexes = [plan_device(ranks(i, 4), variables, 2).index for i in range(4)]
-    assert indexes == [0, 1, 0, 1]
-    assert "modulo 2" in plan_device(ranks(0, 4), variables, 2).source
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {"HPCTRAIN_SHARE_GPUS": ""},
-        {"HPCTRAIN_SHARE_GPUS": "0", "SLURM_NTASKS_PER_GPU": "2"},
-        {"SLURMD_TRES_BIND": "gpu:single:1"},
-        {"SLURMD_TRES_BIND": "gpu:map_gpu:0,1"},
-        {"SLURM_NTASKS_PER_GPU": "1"},
-    ],
-)
-def test_gpus_are_not_shared_without_a_request(variables):
-    assert gpu_sharing_reason(variables) is None
+def test_gpus_are_shared_round_robin_only_on_request(variables, is_shared):
+    assert (gpu_sharing_reason(variables) is not None) is is_shared
+    if is_shared:
+        plans = [plan_device(ranks(i, 4), variables, 2) for i in range(4)]
+        assert [plan.index for plan in plans] == [0, 1, 0, 1]
+        assert "modulo 2" in plans[0].source
 
 
 def test_invalid_sharing_switch_is_refused():

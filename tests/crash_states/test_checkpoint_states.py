@@ -26,7 +26,7 @@ from hpctrain.jobs.submit.submit import _write
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
 
-SCRIPT = SCRIPTS / "save_every_step.py"
+SCRIPT = SCRIPTS / "train_small.py"
 #: The last save deletes the first checkpoint.
 LAST_STEP = 4
 COMMANDS = (["status", "--json"], ["resume", "--dry-run"], ["report", "--json"], ["checkpoints", "--verify"])
@@ -85,11 +85,12 @@ def train(disk_folder, tmp_path):
         )
         calls = record(disk_folder, [(submit, (spec,))])
         env = {"HPCTRAIN_RUN_DIR": str(run), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        env |= {"LOCAL_CHECKPOINTS": str(tier)} if tier else {}
+        args = [str(LAST_STEP), "checkpoint_every=1", "validate_every=null", "norm=false"]
+        args += [f'local_checkpoints="{tier}"'] if tier else []
         processes = []
         for rank in range(ranks):
             variables = environment(env) | torchrun_variables(rank, ranks, 1, port)
-            arguments = SCRIPT, [str(LAST_STEP)], variables, tmp_path / f"output-{rank}"
+            arguments = SCRIPT, args, variables, tmp_path / f"output-{rank}"
             processes.append((run_script, arguments))
         calls += record(disk_folder, processes)
         return Training(disk_folder, run, tier, calls, before)

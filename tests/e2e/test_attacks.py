@@ -33,7 +33,7 @@ def test_attacker_in_the_store_of_the_ranks_runs_no_code_and_the_run_completes(t
     with subprocess.Popen(attack, **pipes, text=True, cwd="/", env=environ) as attacker:
         assert attacker.stdout.readline() == "ready\n"
         options = [*SHAPE, f"--env=ATTACKED={attacked}"]
-        script = SCRIPTS / "train_after_attack.py"
+        script = SCRIPTS / "train_classifier.py"
         run = submit_script(tmp_path_factory.mktemp("run"), script, "--epochs=1", options=options)
         attacker.stdin.write(f"{store_port(run)}\n")
         attacker.stdin.flush()

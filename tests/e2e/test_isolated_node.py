@@ -17,9 +17,9 @@ from helpers.separate_hosts import SeparateHosts, need_separate_hosts
 from helpers.training_runs import Run, assert_undisturbed, submit
 from helpers.waiting import scaled, wait_for
 
-from hpctrain.sandbox.cluster import create_folder, remove
 from hpctrain.sandbox.daemons import Daemon, daemons
 from hpctrain.sandbox.layout import ROOT, SandboxSize, folder_of, sandbox_lock
+from hpctrain.sandbox.sandbox import create_folder, remove
 
 _START_LIMIT_S = 60.0
 

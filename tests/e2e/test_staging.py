@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 from helpers.commands import run_command
+from helpers.run_histories import make_spec
 from helpers.training_runs import Run, submit_script
 from helpers.waiting import wait_for
 
 from hpctrain.files import make_folder, read_json, try_lock
 from hpctrain.jobs.runs.run_log_reader import describe_event
-from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.supervisor.workers.stager import StagePlan
+from hpctrain.schema import Event, to_record
+from hpctrain.supervisor.workers.node_steps import StagePlan
 
 sys.path.append(str(REPOSITORY / "benchmarks"))
 from stage import PACKAGES, count_operations, make_environment, start
@@ -57,16 +58,7 @@ def submit(folder: Path, shape: list[str], env=None, fault="os.kill(os.getpid(),
 
 
 def staged_folder(run: Run, environ: Mapping[str, str] = os.environ) -> Path:
-    spec = JobSpec(
-        script="/train.py",
-        name="train",
-        run_id="run",
-        run_dir=str(run.path),
-        backend="local",
-        python=sys.executable,
-        workdir="/",
-        stage={"data": "/data"},
-    )
+    spec = make_spec(run.path, backend="local", python=sys.executable, stage={"data": "/data"})
     plan = StagePlan.create(spec, environ)
     assert plan is not None
     return Path(plan.folder)
@@ -101,7 +93,7 @@ def test_files_are_staged_once_on_slurm(slurm, folder):
         assert "read content content" in run.dir.rank_log(1, rank).read_text()
     assert not staged_folder(run).exists()
     assert not run.dir.staging_result(0, 0).parent.exists()
-    assert "staged 0 B in " in str(describe_event(second))
+    assert "staged 0 B in " in str(describe_event(to_record(second, Event)))
     assert "; 4 copies reused, " in run.dir.supervisor_log.read_text()
 
 

@@ -11,10 +11,9 @@ from fuzzing import FOLDER, Parser, encode, parse_environment, write_file
 from helpers.launch_runner import load_recording
 
 from hpctrain.authentication import Signed, seal, unseal
-from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables
-from hpctrain.cluster.environments import mpi, slurm, torchrun
+from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, launchers, slurm_step, torchrun
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
-from hpctrain.jobs.site import mounts
+from hpctrain.jobs.backends import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
 from hpctrain.runtime import cpu_binding, rendezvous
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
@@ -26,6 +25,12 @@ from hpctrain.telemetry.sampling.sampler import ProcfsReader
 LAUNCHES = ["srun-cyclic", "het-job-unsorted", "array", "batch-script", "openmpi-three-hosts"]
 LAUNCHES += ["mpich-told-the-nodes", "horovodrun-two-hosts-told-the-address", "torchrun-under-srun"]
 LAUNCHES += ["submitit-local"]
+NAMES_BY_LAUNCHER = {
+    "horovod": ["horovodrun-two-hosts-told-the-address"],
+    "openmpi": ["openmpi-three-hosts", "openmpi-in-sbatch-by-node"],
+    "mpich": ["mpich-told-the-nodes", "mpich-in-salloc"],
+    "submitit": ["submitit-local"],
+}
 
 
 def environments(*names: str) -> list[str]:
@@ -98,14 +103,11 @@ PARSERS = [
         for function in (rendezvous._parse_entry, rendezvous._parse_placement)
     ),
     detector(detection.detect, *LAUNCHES),
-    detector(slurm.detect, "srun-cyclic", "het-job-unsorted", "array"),
-    detector(mpi.detect_openmpi, "openmpi-three-hosts", "openmpi-in-sbatch-by-node"),
-    detector(mpi.detect_mpich, "mpich-told-the-nodes", "mpich-in-salloc"),
-    detector(mpi.detect_horovod, "horovodrun-two-hosts-told-the-address"),
-    detector(torchrun.detect, "torchrun-under-srun"),
-    detector(mpi.detect_submitit, "submitit-local"),
+    detector(slurm_step.detect_slurm, "srun-cyclic", "het-job-unsorted", "array"),
+    *(detector(launcher.detect, *NAMES_BY_LAUNCHER[launcher.name]) for launcher in launchers.LAUNCHERS),
+    detector(torchrun.detect_torchrun, "torchrun-under-srun"),
     detector(detection.detect_local, "nothing"),
-    of_environment(slurm.read_layout, *environments("srun-cyclic", "het-job-unsorted")),
+    of_environment(slurm_step.read_layout, *environments("srun-cyclic", "het-job-unsorted")),
     of_variable(env_variables.read_int, "17", EnvironmentMismatch),
     of_variable(env_variables.read_port, "29500", EnvironmentMismatch),
     of_variable(env_variables.read_hosts, "n[1-3]", EnvironmentMismatch),

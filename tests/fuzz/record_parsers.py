@@ -18,14 +18,13 @@ from hpctrain.checkpoint.io import messages
 from hpctrain.errors import CheckpointError, RendezvousError, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
-from hpctrain.records import lease, log_tail, run_record, successor
+from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.schema import Event, StepRecord
-from hpctrain.supervisor import node_steps
 from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.workers import attempt_runner, worker_group
+from hpctrain.supervisor.workers import attempt_runner, node_steps, worker_group
 from hpctrain.sweeps import sweep_record
 from hpctrain.telemetry.loggers import dispatcher
 from hpctrain.telemetry.loggers.dispatcher import GpuMetrics, load_state
@@ -167,7 +166,7 @@ PARSERS = [
     of_path(log_tail.FileTail.read, "a\né\n", lambda path: log_tail.FileTail(path).read()),
     of_path(log_tail.RecordTail.read, EVENT_LINES, lambda path: log_tail.RecordTail(path, Event).read()),
     of_run(run_record.read_run_record, RUN.events, EVENT_LINES, lambda: run_record.read_run_record(RUN).job),
-    of_run(run_record.save_problem, RUN.events, EVENT_LINES),
+    of_run(checkpoint_health.save_problem, RUN.events, EVENT_LINES),
     of_run(
         lease.newest_lease, RUN.lease(0), lease.encode_holder(schema.LeaseHolder("17", 0, "n1", 5)).decode()
     ),

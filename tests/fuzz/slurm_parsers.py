@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from fuzzing import Parser, with_answer
 
-from hpctrain.cluster import hostlist
-from hpctrain.cluster.environments import slurm
+from hpctrain.cluster import hostlist, slurm_step
 from hpctrain.errors import EnvironmentMismatch, SchedulerError, SpecError, UserError
-from hpctrain.jobs.backends import preflight_slurm
 from hpctrain.records import successor
 from hpctrain.slurm import (
     command,
@@ -16,13 +14,14 @@ from hpctrain.slurm import (
     job_array,
     job_queries,
     job_requests,
+    job_test,
     node_queries,
     parsing,
     site_facts,
+    srun_step,
     states,
 )
 from hpctrain.slurm.site_facts import SiteConventions
-from hpctrain.supervisor.launch import srun
 
 CONFIG = """Configuration data as of 2026-11-22T10:00:00
 AccountingStorageEnforce = associations,limits
@@ -138,14 +137,14 @@ PARSERS = [
         call=lambda text: successor.replace_dependency(text, "17", "18"),
     ),
     Parser(
-        srun.parse_task_report,
+        srun_step.parse_task_report,
         [
             "srun: error: n1: tasks 0-2,5: Exited with exit code 75\n",
             "srun: error: n1: task 3: Aborted (core dumped)",
         ],
     ),
-    Parser(preflight_slurm._when, ["2026-11-22T10:00:00", "2026-11-22T10:00:00Z", "Unknown"]),
-    Parser(preflight_slurm._START.search, [FORECAST]),
+    Parser(job_test._when, ["2026-11-22T10:00:00", "2026-11-22T10:00:00Z", "Unknown"]),
+    Parser(job_test._START.search, [FORECAST]),
     Parser(hostlist.expand_hostlist, ["n[01-03,7],gpu-a[1-2]b", "rack[1-2]node[1-16]"], (UserError,)),
     Parser(
         hostlist.compress_hostlist,
@@ -153,5 +152,7 @@ PARSERS = [
         (UserError,),
         lambda text: hostlist.compress_hostlist(text.split(",")),
     ),
-    Parser(slurm.parse_tasks_per_node, ["4(x2),3", "1"], (EnvironmentMismatch,), slow=[("4", "(x#),3", "")]),
+    Parser(
+        slurm_step.parse_tasks_per_node, ["4(x2),3", "1"], (EnvironmentMismatch,), slow=[("4", "(x#),3", "")]
+    ),
 ]

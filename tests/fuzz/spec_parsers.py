@@ -11,6 +11,7 @@ from fuzzing import FOLDER, Parser, write_file
 
 from hpctrain.cli import resume, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
+from hpctrain.jobs.backends.site_check import JobRequest
 from hpctrain.jobs.options import (
     config_files,
     option,
@@ -19,10 +20,10 @@ from hpctrain.jobs.options import (
     spec_builder,
 )
 from hpctrain.jobs.options.table import all_options
-from hpctrain.jobs.site.site_check import JobRequest
-from hpctrain.jobs.submit import dependency, render
-from hpctrain.jobspec import batch_header, container, launcher, load_spec, notify, restart_policy
+from hpctrain.jobs.submit import complete_options, render
+from hpctrain.jobspec import container, launcher, load_spec, notify, restart_policy
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.slurm import batch_header
 from hpctrain.sweeps import search_space
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.telemetry import hparams
@@ -84,7 +85,7 @@ def as_changes(text: str) -> dict:
 
 
 def check_notify(text: str) -> None:
-    notify.NotifyConfig(targets=(text,)).check()
+    notify.NotifyConfig(targets=(text,))
 
 
 def check_container(text: str) -> str:
@@ -94,7 +95,7 @@ def check_container(text: str) -> str:
 
 
 def check_endpoint(text: str) -> None:
-    launcher.TorchrunConfig(rdzv_backend="etcd", rdzv_endpoint=text).check()
+    launcher.TorchrunConfig(rdzv_backend="etcd", rdzv_endpoint=text)
 
 
 PARSERS = [
@@ -155,13 +156,15 @@ PARSERS = [
     ),
     Parser(container.split_list_values, ["a,b"], call=lambda text: container.split_list_values([text])),
     Parser(container.Container.check, ["data:ro", "data"], (SpecError,), check_container),
-    Parser(notify.NotifyConfig.check, ["https://example.org:80/x", "mail me"], (SpecError,), check_notify),
-    Parser(launcher.TorchrunConfig.check, ["host:2379", "[::1]:2379"], (SpecError,), check_endpoint),
     Parser(
-        dependency.resolve_dependency,
+        notify.NotifyConfig.__post_init__, ["https://example.org:80/x", "mail me"], (SpecError,), check_notify
+    ),
+    Parser(launcher.TorchrunConfig.__post_init__, ["host:2379", "[::1]:2379"], (SpecError,), check_endpoint),
+    Parser(
+        complete_options.resolve_dependency,
         ["afterok:123:124_5,afterany:9", "after:17+5?afterok:18"],
         (HpctrainError,),
-        lambda text: dependency.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}, "runs"),
+        lambda text: complete_options.resolve_dependency(text, FOLDER, {"PATH": "/nonexistent"}, "runs"),
     ),
     Parser(
         batch_header.parse_batch_header,

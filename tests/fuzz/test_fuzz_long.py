@@ -28,14 +28,13 @@ EXEMPT = {
         checkpoint.interval.InterruptionHistory.from_events jobs.executor.job.Job.from_run
         jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
-        jobs.submit.render._parse_template
-        jobs.runs.run_log_reader.LogPosition.from_json jobs.site.site_check.JobRequest.from_spec
+        jobs.runs.run_log_reader.LogPosition.from_json jobs.backends.site_check.JobRequest.from_spec
         supervisor.monitors.EarlyStoppingMonitor._read_rule
         telemetry.accounting.time_breakdown.TimeBreakdown.from_records
         telemetry.accounting.timeline_events.read_timeline_events telemetry.report.attempts.read_attempts
         telemetry.report.metric_curves.MetricCurves.from_records telemetry.report.run_results.read_checkpoints
         training.observe.loss_guard.read_excluded_steps sweeps.stopping_rules.TrialReport.from_line
-        supervisor.launch.job_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
+        slurm.srun_step.TaskExit.from_returncode telemetry.sampling.nvml.GpuActivity.read
         telemetry.sampling.nvml.GpuReader.read telemetry.sampling.nvml.read_driver_facts
         telemetry.sampling.nvml.read_gpu
         training.base.device_selection.parse_devices training.base.rng._from_tensors
@@ -50,13 +49,13 @@ EXEMPT = {
     "returns the content without interpreting it": """
         authentication.read_secret checkpoint.tier.local_tier.read_small_files
         cluster.env_variables._read files.read_regular
-        jobs.runs.rank_logs.RankLogReader._read jobs.runs.rank_logs.RankLogReader.read_new
-        jobs.runs.rank_logs.RankLogReader.read_past jobs.runs.rank_logs.RankLogReader.read_rest
+        jobs.runs.run_log_reader.RankLogReader._read jobs.runs.run_log_reader.RankLogReader.read_new
+        jobs.runs.run_log_reader.RankLogReader.read_past jobs.runs.run_log_reader.RankLogReader.read_rest
         jobs.runs.run_log_reader.RunLogReader.read_rest jobs.runs.run_log_reader.RunLogReader._read_logs
         runtime.cpu_binding._read_text
     """,
     "part of functions in the tables, or composed of them": """
-        jobs.options.batch_options.BatchScript.read jobspec.batch_header._parse_words
+        jobs.options.batch_options.BatchScript.read slurm.batch_header._parse_words
         cli.report.read_runs cli.report._read_logs cluster.detection._detect_as
         cluster.hostlist._expand jobs.executor.job.JobFailed.from_status
         jobs.options.config_files._read_habits jobs.options.config_files._read_option
@@ -71,8 +70,8 @@ EXEMPT = {
         records.log_tail.RecordTail.read_in_parts supervisor.buffered_storage.BufferedStorage.read_events
         schema.read_records
         runtime.worker._detect_ranks
-        telemetry.report.run_results._read_sweep_ranking supervisor.launch.srun.SrunStep._read
-        supervisor.policy.history._parse_failure sweeps.search_space._parse
+        telemetry.report.run_results._read_sweep_ranking slurm.srun_step.SrunStep._read
+        sweeps.search_space._parse
         telemetry.sampling.sampler.TelemetrySampler.read
     """,
     "content is covered by a checksum or an authentication code": """
@@ -82,7 +81,6 @@ EXEMPT = {
         checkpoint.convert.conversion._read jobs.executor.job._read_result
         records.serialization.CallPayload.read
         telemetry.loggers.dispatcher.LoggerConfig.read telemetry.loggers.dispatcher._read_ending
-        training.loop.spawn._read_result
     """,
     "set by hpctrain itself for its own processes": """
         training.saving.checkpoint_schedule.VerificationSteps.from_env

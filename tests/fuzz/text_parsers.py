@@ -9,7 +9,7 @@ from fuzzing import Parser, write_file
 from hpctrain import files, text
 from hpctrain.jobspec import redaction
 from hpctrain.records import crash_output
-from hpctrain.supervisor import job_control
+from hpctrain.slurm import job_end
 from hpctrain.supervisor.failures import failure_files
 from hpctrain.supervisor.failures.failure_files import RankFailure
 from hpctrain.supervisor.policy import history
@@ -71,7 +71,7 @@ PARSERS = [
     Parser(failure_files.classify, ERRORS, call=classify_message),
     Parser(history.normalize_cause, ["rank 3 on n1: ValueError: at 0xdeadbeef"]),
     Parser(
-        job_control._EVICTED.search,
+        job_end._EVICTED.search,
         ["slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***"],
         slow=[("", "error: *** JOB 1", "\n")],
     ),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Event, StepRecord, to_record
 
@@ -125,3 +126,8 @@ def step_record(step: int, **fields: Any) -> StepRecord:
 
 def to_jsonl(records: list[dict]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def make_spec(run_dir: object = "/x", **fields: Any) -> JobSpec:
+    facts = {"script": "/x.py", "name": "x", "run_id": "x", "run_dir": str(run_dir), "workdir": "/"}
+    return JobSpec(**facts, **{"backend": "slurm", "python": "python", **fields})

@@ -25,7 +25,7 @@ from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
 
 if sys.argv[1] == "-m":
-    from hpctrain.supervisor.launch.srun import SrunLauncher
+    from hpctrain.supervisor.launch.launchers import SrunLauncher
     from hpctrain.supervisor.launch.job_step import StepEnded
 
     run = RunDir(Path(sys.argv[3]))

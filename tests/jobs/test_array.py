@@ -64,7 +64,7 @@ def test_throttle_beyond_the_machines_gpus_is_refused(prepared, monkeypatch):
 
 
 def test_concurrent_tasks_have_distinct_gpus(make_spec, monkeypatch):
-    monkeypatch.setattr("hpctrain.supervisor.launch.local.count_gpus", lambda environ: 4)
+    monkeypatch.setattr("hpctrain.supervisor.launch.launchers.count_gpus", lambda environ: 4)
     spec = make_spec(backend="local", array="0-3%2", nodes=2, gpus_per_node=1)
     array = LocalArray(RunDir(Path(spec.run_dir)), spec, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert [array._gpus_of(slot) for slot in (0, 1)] == [

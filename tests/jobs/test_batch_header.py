@@ -15,7 +15,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.options.batch_options import BatchScript, build_batch_spec
 from hpctrain.jobs.options.resolved_options import resolve_options
 from hpctrain.jobs.submit.render import render
-from hpctrain.jobspec.batch_header import parse_batch_header, shell_of
+from hpctrain.slurm.batch_header import parse_batch_header, shell_of
 
 #: Values of options that the test cluster accepts; None for a flag.
 TEXTS = ["a", "two words", "it's", "x # y", 'say "no"', "back\\slash", "a=b,c", "#", "é"]

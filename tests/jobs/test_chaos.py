@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from helpers.run_histories import event
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.runs import chaos
@@ -15,7 +16,7 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 
-STARTED = {"attempt": 3, "world_size": 6, "hosts": ["n1", "n2", "n5"]}
+STARTED = event("started", attempt=3, world_size=6, hosts=["n1", "n2", "n5"])
 
 
 def test_all_ranks_of_a_node_are_killed_together():

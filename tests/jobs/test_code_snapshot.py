@@ -1,9 +1,14 @@
-"""The code snapshot of a submission, which a run uses whatever happens to the original files."""
+"""The code snapshot of a submission, which a run uses whatever happens to the original files.
+
+The last tests have working trees that try to read outside files, run programs, or never end.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +21,7 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.jobspec.load_spec import load_spec
+from hpctrain.rundir import RunDir
 from hpctrain.runtime.snapshot_imports import describe_missing_copy
 
 #: They start many processes, so `make test-fast` leaves them out.
@@ -59,9 +65,12 @@ def repo(tmp_path) -> Path:
 
 def submit_and_get_copy(prepared, repo: Path, **options) -> Path:
     """Return the code snapshot of a submission."""
-    run = submit_prepared(prepared(script=repo / "train.py", **options))
+    submission = prepared(script=repo / "train.py", **options)
+    run = submit_prepared(submission)
     run.wait(timeout=120)
-    code = load_spec(run.dir.spec).code
+    spec = load_spec(run.dir.spec)
+    assert spec == submission.spec, "the specification was changed after it was prepared"
+    code = spec.code
     assert code is not None
     assert code.script == f"{code.copy}/train.py"
     return Path(code.copy)
@@ -141,6 +150,14 @@ def test_resubmitted_run_gets_a_new_copy(prepared, repo):
     assert [(copy / "changed.py").read_text() for copy in (first, second)] == ["value = 2\n", "value = 4\n"]
 
 
+def test_submission_prepared_before_another_one_is_refused(prepared, repo):
+    late = prepared(script=repo / "train.py", run_dir="r")
+    copy = submit_and_get_copy(prepared, repo, run_dir="r")
+    with pytest.raises(SpecError, match="was submitted again in the meantime"):
+        submit_prepared(late)
+    assert (copy / "train.py").exists()
+
+
 def test_missing_repository_is_noted_if_the_job_waits(prepared, script):
     _, (note,) = plan_snapshot(str(script), 1, environment())
     assert "the code is not copied (not in a git repository)" in note
@@ -154,7 +171,7 @@ def test_missing_repository_is_noted_if_the_job_waits(prepared, script):
     assert not (run.dir.path / "code").exists()
 
 
-def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, repo):
+def test_snapshot_that_cannot_be_copied_is_refused(prepared, repo):
     (repo / "weights.bin").write_bytes(bytes(3_000_000))
     with pytest.raises(
         SpecError, match=r"3\.\d+ MB in 10 files.*2 MB.*'weights.bin' \(3 MB\).*--no-code-snapshot"
@@ -162,6 +179,8 @@ def test_snapshot_above_the_limit_is_refused_with_the_largest_file(prepared, rep
         prepared(script=repo / "train.py", code_snapshot_limit=2)
     assert prepared(script=repo / "train.py", code_snapshot_limit=4).snapshot.size_bytes > 3_000_000
     assert prepared(script=repo / "train.py", code_snapshot_limit=2, code_snapshot=False).snapshot is None
+    with pytest.raises(SpecError, match=r"Cannot access the run folder .*: File name too long"):
+        prepared(script=repo / "train.py", run_dir="x" * 300)
     with pytest.raises(SpecError, match="must be at least 1"):
         prepared(script=repo / "train.py", code_snapshot_limit=0)
 
@@ -290,3 +309,140 @@ def test_ignored_file_is_named_when_it_is_not_found(tmp_path):
 def test_missing_git_is_noted(prepared, repo, tmp_path):
     submission = prepared(script=repo / "train.py", environ=environment({"PATH": str(tmp_path)}))
     assert "the code is not copied (git not found on PATH)" in submission.notes[-1]
+
+
+SECRET = "outside-secret-42"
+
+
+def make_repository(folder: Path) -> Path:
+    folder.mkdir()
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    (folder / "train.py").write_text("print('here')\n")
+    (folder / "data").mkdir()
+    (folder / "data" / "x.txt").write_text("inside\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message=first")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Path:
+    return make_repository(tmp_path_factory.mktemp("template") / "repo")
+
+
+@pytest.fixture
+def small_repo(tmp_path, template) -> Path:
+    return shutil.copytree(template, tmp_path / "repo")
+
+
+@pytest.fixture
+def outside(tmp_path) -> Path:
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "x.txt").write_text(SECRET)
+    return folder
+
+
+def copy_code(small_repo: Path, limit_mb: int = 20) -> Path:
+    """Return the snapshot that a submission would make."""
+    snapshot, notes = plan_snapshot(str(small_repo / "train.py"), limit_mb, environment())
+    assert snapshot is not None, notes
+    run = RunDir(small_repo.parent / "run")
+    run.path.mkdir(exist_ok=True)
+    copy = Path(snapshot.reference(run).copy)
+    with snapshot.copied_to(copy):
+        return copy
+
+
+def assert_nothing_from_outside(copy: Path) -> None:
+    for path in copy.rglob("*"):
+        assert path.is_symlink() or path.is_dir() or SECRET not in path.read_text(errors="replace"), path
+
+
+def test_symlinks_stay_symlinks(small_repo, outside):
+    targets = {
+        "loop": "loop",
+        "there": "back",
+        "back": "there",
+        "up": "..",
+        "root": "/",
+        "endless": "/dev/zero",
+        "terminal": "/dev/tty",
+        "process": "/proc/self/environ",
+        "far": "../" * 60 + "etc/passwd",
+        "outside": str(outside),
+        "data/further": "../outside/x.txt",
+        "new\nline": "../outside/x.txt",
+    }
+    for name, target in targets.items():
+        (small_repo / name).symlink_to(target)
+    git(small_repo, "add", "--all")
+    copy = copy_code(small_repo)
+    assert all((copy / name).is_symlink() for name in targets)
+    assert_nothing_from_outside(copy)
+    assert (outside / "x.txt").read_text() == SECRET
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    cwd = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket has a length limit
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path.name)
+    finally:
+        os.chdir(cwd)
+
+
+@pytest.mark.parametrize("make", [make_fifo, make_socket])
+@pytest.mark.parametrize("name", ["data/x.txt", "new.py"])
+def test_special_file_is_refused_or_ignored(small_repo, make, name):
+    (small_repo / name).unlink(missing_ok=True)
+    make(small_repo / name)
+    if name == "new.py":
+        assert not (copy_code(small_repo) / name).exists()
+    else:
+        with pytest.raises(
+            SpecError,
+            match=r"data/x\.txt': it is neither a regular file nor a symbolic link.*--no-code-snapshot",
+        ):
+            copy_code(small_repo)
+
+
+def test_repository_with_an_outside_worktree_copies_nothing_from_it(small_repo, outside):
+    """A `.git` file names a repository with another working tree."""
+    git(outside, "init", "--quiet")
+    git(outside, "add", ".")
+    git(outside, "config", "core.worktree", str(outside))
+    victim = small_repo.parent / "victim"
+    victim.mkdir()
+    (victim / "train.py").write_text("print('victim')\n")
+    (victim / ".git").write_text(f"gitdir: {outside / '.git'}\n")
+    snapshot, notes = plan_snapshot(str(victim / "train.py"), 20, environment())
+    assert snapshot is None
+    assert str(outside) in notes[0]
+
+
+@pytest.mark.parametrize("location", [".", "inner"])
+def test_programs_of_the_repository_are_not_run(small_repo, location, tmp_path):
+    """Hooks, file system monitors, external diffs and converters."""
+    executed = tmp_path / "executed"
+    inner = small_repo / location
+    if location != ".":
+        shutil.copytree(small_repo, tmp_path / location).rename(inner)
+    program = inner / ".git" / "program"
+    program.write_text(f"#!/bin/sh\ntouch {executed}\ncat\n")
+    program.chmod(0o755)
+    for name in ("core.fsmonitor", "diff.external", "diff.evil.command", "diff.evil.textconv", "core.pager"):
+        git(inner, "config", name, str(program))
+    for hook in ("post-index-change", "query-watchman", "pre-commit", "fsmonitor-watchman"):
+        (inner / ".git" / "hooks").mkdir(exist_ok=True)
+        (inner / ".git" / "hooks" / hook).symlink_to(program)
+    (inner / ".gitattributes").write_text("*.txt diff=evil\n")
+    (inner / "data" / "x.txt").write_text("changed\n")
+    executed.unlink(missing_ok=True)
+    copy_code(small_repo)
+    assert not executed.exists()

@@ -15,9 +15,11 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.jobs.runs.run import Run
+from hpctrain.jobs.submit.complete_options import complete_options
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.jobspec.container import Container
+from hpctrain.slurm.site_facts import SiteConventions
 from hpctrain.supervisor.launch.task_command import containerize
 
 pytestmark = pytest.mark.ranks
@@ -262,16 +264,12 @@ def test_unsupported_container_options_are_refused(prepared, options, message):
     ],
 )
 def test_auto_chooses_the_runtime_of_the_site(tmp_path, available, image, runtime):
-    from hpctrain.jobs.submit.container_builder import build_container
-
-    container = build_container(
-        {"container_image": image}, backend="slurm", runtimes=available, cwd=tmp_path, environ={}
-    )
-    assert container.runtime == runtime
+    options = {"container_image": image}
+    complete_options(options, "slurm", SiteConventions(containers=available), None, tmp_path, {})
+    assert options["container_runtime"] == runtime
+    habits = SiteConventions(containers=("enroot",))
     with pytest.raises(SpecError, match="No container runtime found on this machine"):
-        build_container(
-            {"container_image": "x"}, backend="slurm", runtimes=("enroot",), cwd=tmp_path, environ={}
-        )
+        complete_options({"container_image": "x"}, "slurm", habits, None, tmp_path, {})
 
 
 def check_interactive(project, run: Run, env) -> None:

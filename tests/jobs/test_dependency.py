@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hpctrain.errors import RunNotFound, SpecError
-from hpctrain.jobs.submit.dependency import resolve_dependency
+from hpctrain.jobs.submit.complete_options import resolve_dependency
 from hpctrain.rundir import RunDir
 
 

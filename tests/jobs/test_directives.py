@@ -10,15 +10,11 @@ from hpctrain.errors import SpecError
 from hpctrain.files import make_folder
 from hpctrain.jobs.options.option_parser import parse_sbatch_option
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobspec.directives import (
-    all_directives,
-    directive_lines,
-    directives_after_start,
-    quote_directive,
-)
+from hpctrain.jobspec.directives import all_directives, directives_after_start
 from hpctrain.records.successor import JobChanges, submit_successor
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
+from hpctrain.slurm.sbatch_options import directive_lines, quote_directive
 
 
 def test_node_files_are_read_at_the_submission(tmp_path):
@@ -106,32 +102,6 @@ def parse_like_sbatch(line: str) -> list[str]:
 @example("\\")
 def test_quoted_values_are_read_back_by_sbatch(value):
     assert parse_like_sbatch(f" --comment={quote_directive(value)}") == [f"--comment={value}"]
-
-
-def test_directives_of_a_job(make_spec):
-    spec = make_spec(
-        nodes=2,
-        gpus_per_node=4,
-        cpus_per_task=8,
-        time_limit_s=3600.0,
-        directives={"partition": "big", "exclusive": ""},
-    )
-    assert directive_lines(all_directives(spec)) == [
-        "#SBATCH --job-name=train",
-        "#SBATCH --nodes=2",
-        "#SBATCH --ntasks-per-node=4",
-        "#SBATCH --gres=gpu:4",
-        "#SBATCH --cpus-per-task=8",
-        "#SBATCH --time=01:00:00",
-        "#SBATCH --chdir=/home/me/runs/train-1",
-        "#SBATCH --output=/home/me/runs/train-1/logs/slurm.log",
-        "#SBATCH --open-mode=append",
-        "#SBATCH --requeue",
-        "#SBATCH --signal=USR2@120",
-        "#SBATCH --export=ALL",
-        "#SBATCH --partition=big",
-        "#SBATCH --exclusive",
-    ]
 
 
 @pytest.mark.parametrize(

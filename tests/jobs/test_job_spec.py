@@ -58,6 +58,7 @@ def test_every_text_round_trips(args, value, script, limit):
         ({"backend": "cloud"}, "Unknown backend 'cloud'"),
         ({"time_limit_s": 60.0, "stop_before_limit_s": 60}, "60 s .* 60 s"),
         ({"env": {"A B": "1"}}, "'A B'"),
+        ({"env": {"RANK": "3"}}, "hpctrain sets the variable RANK for each rank, so --env RANK=3"),
         ({"env": {"A": "\x00"}}, "NUL"),
         ({"args": ("\x00",)}, "NUL"),
         ({"args": ("\udcff",)}, "UTF-8.* Change it"),

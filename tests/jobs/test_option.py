@@ -69,8 +69,9 @@ def test_other_values_are_refused_and_the_type_is_described(hint, value, descrip
     assert str(kind) == description
 
 
-def test_table_has_exactly_the_python_options():
-    assert set(option_names()) == set(get_type_hints(SubmitOptions))
+def test_table_has_the_python_options():
+    typed = get_type_hints(SubmitOptions).keys()
+    assert all_options().keys() <= typed <= option_names().keys()
 
 
 def test_command_line_of_submit_is_frozen():
@@ -81,13 +82,18 @@ def test_command_line_of_submit_is_frozen():
 
 @pytest.mark.parametrize("option", all_options().values(), ids=lambda option: option.name)
 def test_every_option_is_documented(option):
-    about = option.about
-    assert about.help[0].isupper() or about.help.startswith("sbatch ")
-    assert about.help.endswith(".")
-    assert "`" not in about.help
+    assert option.help[0].isupper() or option.help.startswith("sbatch ")
+    assert option.help.endswith(".")
+    assert "`" not in option.help
     assert option.metavar or option.kind.flag
     # A new user needs an example value.
-    assert option.default or about.example or option.kind.choices or option.kind.flag or not about.in_files
-    for value in filter(None, [about.example, about.default]):
+    assert (
+        option.default_text
+        or option.example
+        or option.kind.choices
+        or option.kind.flag
+        or not option.in_files
+    )
+    for value in filter(None, [option.example, option.default]):
         if not option.kind.pairs:
             assert option.kind.parse(yaml.safe_load(value) if option.kind.many else value) is not None

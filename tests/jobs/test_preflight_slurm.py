@@ -16,12 +16,12 @@ from helpers.waiting import wait_for
 
 from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.backends.preflight_slurm import expected_start
-from hpctrain.jobs.site.mounts import path_notes
-from hpctrain.jobs.site.site_check import JobRequest, check_request, explain_refusal
+from hpctrain.jobs.backends.mounts import path_notes
+from hpctrain.jobs.backends.site_check import JobRequest, check_request, explain_refusal
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
+from hpctrain.slurm.job_test import describe_start
 from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site, parse_partition
 
 STRICT = [
@@ -329,17 +329,17 @@ def request_of(make_spec):
     ],
     ids=["Slurm 26.05", "jobs without a limit", "nothing", "unknown", "error"],
 )
-def test_forecast_is_parsed(request_of, output, error, sentence):
-    assert expected_start(request_of(), output, error) == sentence
+def test_forecast_is_parsed(output, error, sentence):
+    assert describe_start({}, output, error) == sentence
 
 
-def test_forecast_shows_the_year_and_no_start_after_a_year(request_of):
+def test_forecast_shows_the_year_and_no_start_after_a_year():
     soon, late = (datetime.now() + timedelta(days=days) for days in (300, 366))
     answer = "sbatch: Job 4 to start at {:%Y-%m-%dT%H:%M:%S} using 1 processors on nodes n1 in partition p\n"
-    assert expected_start(request_of(), answer.format(soon)) == (
+    assert describe_start({}, answer.format(soon)) == (
         f"Estimated start: {soon:%Y-%m-%d %H:%M}, on n1, partition p."
     )
-    assert expected_start(request_of(), answer.format(late)).startswith("No estimated start: according to")
+    assert describe_start({}, answer.format(late)).startswith("No estimated start: according to")
 
 
 def test_unknown_cpus_are_noted(fake_slurm, prepared):

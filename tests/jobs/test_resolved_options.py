@@ -70,15 +70,7 @@ def test_later_sources_win_and_each_value_has_its_source(files):
     command_line = dict.fromkeys(names[next(layers) - 1 :], "x2")
     settings = files.resolve("begin=x1", profile="fast", config="mine.yaml", **command_line)
     assert settings.options["name"] == "x8"
-    assert [settings.options["sbatch"][name] for name in names[1:]] == [
-        "x7",
-        "x6",
-        "x5",
-        "x4",
-        "x3",
-        "x2",
-        "x1",
-    ]
+    assert [settings.options["sbatch"][name] for name in names[1:]] == [f"x{i}" for i in range(7, 0, -1)]
     assert sources(settings) == {
         "name": f"{files.site}/a.yaml:1",
         "sbatch.account": f"{files.site}/b.yaml:1",
@@ -246,6 +238,7 @@ class TestConfigSearchPath:
         ("gpus-per-node: 8\n", 1, "unknown option 'gpus-per-node'. Use --gpus-per-node"),
         ("profile: {}\n", 1, "'profile' is only accepted on the command line, as --profile"),
         ("profilse: {}\n", 1, "Did you mean 'profiles'"),
+        ("profiles:\n  a:\n    profiles: {}\n", 3, "'profiles' is a section of configuration files"),
         ("profiles:\n  a:\n    nodse: 3\n", 3, r".profile a.: unknown option 'nodse'. Did you mean 'nodes'"),
         ("\ncpus_per_task: many\n", 2, "cpus_per_task is 'many', but must be an integer"),
         ("gpu_request_style: grse\n", 1, "gpu_request_style is 'grse', but must be gres or gpus-per-node"),

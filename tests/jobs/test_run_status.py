@@ -14,11 +14,10 @@ from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.status_poller import UnknownStateTracker
-from hpctrain.records import run_record, successor
-from hpctrain.records.run_record import JobRecord
+from hpctrain.jobs.runs.run_status import UnknownStateTracker
+from hpctrain.records import checkpoint_health, successor
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.states import JobStateView, RunState
+from hpctrain.slurm.states import JobRecord, JobStateView, RunState
 
 PENDING, RUNNING, UNKNOWN = RunState.PENDING, RunState.RUNNING, RunState.UNKNOWN
 
@@ -312,6 +311,6 @@ def test_running_run_that_cannot_save_reports_why_and_since_when(fake_slurm, run
     full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     assert run.status().not_saved == f"no checkpoint yet: disk full at {run.dir.path}"
-    monkeypatch.setattr(run_record, "committed_steps", lambda folder: {3, 7})
+    monkeypatch.setattr(checkpoint_health, "committed_steps", lambda folder: {3, 7})
     run.dir.checkpoint(7).mkdir(parents=True)
     assert run.status().not_saved.startswith("no checkpoint since step 7 (20")

@@ -17,11 +17,10 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.submit.dependency import resolve_dependency
-from hpctrain.records.run_record import JobRecord
+from hpctrain.jobs.submit.complete_options import resolve_dependency
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox import Sandbox
-from hpctrain.slurm.states import RunState
+from hpctrain.slurm.states import JobRecord, RunState
 
 #: A function for scripts: it records the run's end, as a supervisor does, after the submission's event.
 _END = """

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.env_defaults import apply_env_defaults
-from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.slurm.environment import apply_env_defaults, sbatch_env, strip_job_env
 
 RECORDINGS = Path(__file__).parents[1] / "cluster" / "recordings"
 

@@ -21,7 +21,7 @@ def prepare_template(prepared, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{% block lanch %}x{% endblock %}", "Line 2 .*cpu.sbatch.j2 has no block 'lanch'. .*'launch'"),
+        ("{% block lanch %}x{% endblock %}", "Line 2 .* extends has no block 'lanch'. .*'launch'"),
         ("{% block launch %}{% endblock %}", "does not start the supervisor"),
         ("{% block directives %}#SBATCH --nodes=3\n{% endblock %}", r"--nodes=3'.* submitted with --nodes=2"),
         ("{% block directives %}#SBATCH -N 3\n{% endblock %}", "-N 3'.* submitted with --nodes=2"),
@@ -52,10 +52,10 @@ def test_valid_template_is_accepted(prepare_template, text):
 
 def test_non_python_script_is_refused(prepared, tmp_path):
     (tmp_path / "t.sh").write_text("echo\n")
-    (tmp_path / "train").write_text("#!/bin/bash\necho\n")
+    (tmp_path / "train").write_text("#!/usr/bin/perl\nprint\n")
     (tmp_path / "ok").write_text("#!/usr/bin/env python3\nprint()\n")
     with pytest.raises(SpecError, match=r"ends in \.sh, but every rank runs it with Python"):
         prepared(script="t.sh")
-    with pytest.raises(SpecError, match="begins with #!/bin/bash"):
+    with pytest.raises(SpecError, match="begins with #!/usr/bin/perl"):
         prepared(script="train")
     prepared(script="ok")

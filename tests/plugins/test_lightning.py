@@ -182,7 +182,7 @@ def test_resized_run_with_lightnings_sampler_is_refused(tmp_path):
 def test_lightning_cli_accepts_the_trainer(tmp_path):
     pytest.importorskip("jsonargparse")
     options = ["fit", "--trainer.max_epochs=2", "--trainer.accelerator=cpu", "--trainer.logger=false"]
-    run, steps = train(tmp_path, "train_with_lightning_cli.py", *options, disturb="kill:10")
+    run, steps = train(tmp_path, "train_with_lightning.py", *options, disturb="kill:10")
     assert (len(run.dir.attempts()), steps) == (2, 64)
     # LightningCLI refuses to overwrite it by itself.
     assert (run.path / "config.yaml").exists()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.sandbox.cluster import check_requirements
 from hpctrain.sandbox.layout import (
     SandboxLayout,
     SandboxSize,
@@ -17,6 +16,7 @@ from hpctrain.sandbox.layout import (
     list_names,
     slurm_conf,
 )
+from hpctrain.sandbox.sandbox import check_requirements
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
 

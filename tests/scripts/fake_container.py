@@ -81,13 +81,8 @@ def srun(args: list[str]) -> None:
     container_options = dict(option.split("=", 1) for option in options if option.startswith("--container-"))
     options = [option for option in options if not option.startswith("--container-")]
     if container_options:
-        command = [
-            sys.executable,
-            os.path.realpath(__file__),
-            "task",
-            json.dumps(container_options),
-            *command,
-        ]
+        this_file = os.path.realpath(__file__)
+        command = [sys.executable, this_file, "task", json.dumps(container_options), *command]
     os.execv(real, [real, *options, *command])
 
 

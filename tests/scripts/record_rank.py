@@ -22,14 +22,10 @@ def mpi_ranks(library: str) -> dict[str, int]:
         else ctypes.c_void_p(ctypes.addressof(ctypes.c_char.in_dll(mpi, "ompi_mpi_comm_world")))
     )
     rank, size = ctypes.c_int(), ctypes.c_int()
-    for failed in (
-        mpi.MPI_Init(None, None),
-        mpi.MPI_Comm_rank(world, ctypes.byref(rank)),
-        mpi.MPI_Comm_size(world, ctypes.byref(size)),
-        mpi.MPI_Finalize(),
-    ):
-        if failed:
-            sys.exit(f"{library}: error {failed}")
+    errors = [mpi.MPI_Init(None, None), mpi.MPI_Comm_rank(world, ctypes.byref(rank))]
+    errors += [mpi.MPI_Comm_size(world, ctypes.byref(size)), mpi.MPI_Finalize()]
+    if any(errors):
+        sys.exit(f"{library}: errors {errors}")
     return {"rank": rank.value, "world_size": size.value}
 
 
@@ -37,12 +33,8 @@ def horovod_ranks() -> dict[str, int]:
     import horovod.torch as hvd
 
     hvd.init()
-    return {
-        "rank": hvd.rank(),
-        "world_size": hvd.size(),
-        "local_rank": hvd.local_rank(),
-        "local_world_size": hvd.local_size(),
-    }
+    ranks = {"rank": hvd.rank(), "world_size": hvd.size()}
+    return ranks | {"local_rank": hvd.local_rank(), "local_world_size": hvd.local_size()}
 
 
 def main(argv: list[str]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from bit_flips import BitFlip
 from torch import nn
+from torch.distributed import PrefixStore
 from torch.nn import functional as F
 
 import hpctrain
@@ -48,14 +49,7 @@ def never_return(mode: str) -> None:
 
 
 class Small(hpctrain.Module):
-    def __init__(
-        self,
-        step_s: float,
-        dropout: float = 0.1,
-        slow_attempts: int = 1,
-        hang: str | None = None,
-        slow_node: str | None = None,
-    ) -> None:
+    def __init__(self, step_s, dropout=0.1, slow_attempts=1, hang=None, slow_node=None) -> None:
         super().__init__()
         self.hang, self.slow_node = hang, slow_node
         self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 4))
@@ -65,11 +59,7 @@ class Small(hpctrain.Module):
         time.sleep(self.step_s)
         if os.environ.get("SLURMD_NODENAME") == self.slow_node:
             time.sleep(9 * self.step_s)
-        if (
-            self.hang
-            and batch_idx == 7
-            and (os.environ["RANK"], os.environ["HPCTRAIN_ATTEMPT"]) == ("1", "0")
-        ):
+        if self.hang and (batch_idx, os.environ["RANK"], os.environ["HPCTRAIN_ATTEMPT"]) == (7, "1", "0"):
             never_return(self.hang)
         x, y = batch
         return {"logits": self.net(x), "y": y}
@@ -104,6 +94,19 @@ class Stop(hpctrain.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def wait_for_attack(path: str) -> None:
+    """Let this rank read the answers of others only after the file exists."""
+    get = PrefixStore.get
+
+    def get_after_attack(store: PrefixStore, key: str) -> bytes:
+        deadline = time.monotonic() + 60
+        while "answer" in key and not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return get(store, key)
+
+    PrefixStore.get = get_after_attack
+
+
 def slow_down_saves() -> None:
     commit = CheckpointDir.commit
 
@@ -132,19 +135,19 @@ if __name__ == "__main__":
     args = parser.parse_args()
     PAUSES.append(args.pause)
     pause("start")
+    if "ATTACKED" in os.environ:
+        wait_for_attack(os.environ["ATTACKED"])
     slow_down_saves()
+    names = ("checkpoint_every", "algorithm", "grain_size", "witness_every")
     trainer = hpctrain.Trainer(
         max_epochs=args.epochs,
         global_batch_size=16,
-        checkpoint_every=args.checkpoint_every,
         checkpoint_async=args.pause != "save",
         seed=1,
         record_samples=True,
-        algorithm=args.algorithm,
         elastic_determinism=args.grain_size is not None,
-        grain_size=args.grain_size,
-        witness_every=args.witness_every,
         callbacks=[Stop(args.stop), *([BitFlip(**args.flip_bit)] if args.flip_bit else [])],
+        **{name: getattr(args, name) for name in names},
     )
     data = dataset()
     module = Small(args.step_s, args.dropout, args.slow_attempts, args.hang, args.slow_node)

@@ -54,13 +54,9 @@ def pairs(num_samples: int = 40) -> torch.utils.data.TensorDataset:
 
 
 if __name__ == "__main__":
-    last_step, global_batch_size, out, kind, strategy = sys.argv[1:]
-    trainer = hpctrain.Trainer(
-        max_steps=int(last_step),
-        global_batch_size=int(global_batch_size),
-        strategy=strategy,
-        seed=1,
-    )
+    last_step, batch_size, out, kind, strategy = sys.argv[1:]
+    sizes = {"max_steps": int(last_step), "global_batch_size": int(batch_size)}
+    trainer = hpctrain.Trainer(strategy=strategy, seed=1, **sizes)
     module = Contrast() if kind == "Module" else lightning_contrast()()
     trainer.fit(module, pairs())
     if trainer.is_main:

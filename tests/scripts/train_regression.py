@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 
 import torch
@@ -56,6 +58,26 @@ class Regression(hpctrain.Module):
 class Noisy(Regression):
     def __init__(self) -> None:
         super().__init__(noisy=True)
+
+
+class Long(Noisy):
+    """Draws a random number in each validated batch, and keeps the largest one in a buffer."""
+
+    stop_at: str = ""
+    """Rank and validated batch at which it gets SIGTERM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+        self.validated = 0
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += 1
+        if self.stop_at == f"{os.environ.get('RANK', '0')}:{self.validated}":
+            os.kill(os.getpid(), signal.SIGTERM)
+        drawn = torch.rand((), dtype=torch.float64)
+        self.largest.fill_(max(self.largest, drawn))
+        return {"val_loss": self.training_step(batch, batch_idx), "drawn": drawn}
 
 
 class Tokens(Regression):
@@ -114,7 +136,7 @@ class Named(Regression):
         return metrics
 
 
-KINDS = {kind.__name__.lower(): kind for kind in (Regression, Noisy, Tokens, Gan, Named)}
+KINDS = {kind.__name__.lower(): kind for kind in (Regression, Noisy, Long, Tokens, Gan, Named)}
 
 
 class EndOnOneRank(hpctrain.Callback):
@@ -129,7 +151,7 @@ class EndOnOneRank(hpctrain.Callback):
 if __name__ == "__main__":
     options = dict(word.split("=", 1) for word in sys.argv[3:])
     settings = {name: json.loads(value) for name, value in options.items()}
-    Named.names = settings.pop("names", "order")
+    Named.names, Long.stop_at = settings.pop("names", "order"), settings.pop("stop_at", "")
     patience, ends_at = settings.pop("patience", None), settings.pop("ends_at", None)
     callbacks: list[hpctrain.Callback] = []
     if patience:
@@ -140,8 +162,12 @@ if __name__ == "__main__":
         max_steps=int(sys.argv[2]), seed=3, callbacks=callbacks, **{"global_batch_size": 10, **settings}
     )
     module = KINDS[sys.argv[1]]()
-    data = samples()
-    trainer.fit(module, data, data if patience or "validate_every" in settings else None)
+    data, val_data = samples(), samples(400 if isinstance(module, Long) else 23)
+    try:
+        trainer.fit(module, data, val_data if patience or "validate_every" in settings else None)
+    finally:
+        if trainer.is_main and isinstance(module, Long):
+            print("validated", module.validated)
     state = torch.cat([value.double().flatten() for value in module.state_dict().values()]).tolist()
     everyone = [state] * trainer.ranks.world_size
     if dist.is_initialized():

@@ -49,7 +49,8 @@ if __name__ == "__main__":
     step_s = float(options.pop("step_s", "0"))
     num_val = int(options.pop("num_val", "77"))
     settings = {"checkpoint_every": 4, **{name: json.loads(value) for name, value in options.items()}}
-    trainer = hpctrain.Trainer(max_steps=int(sys.argv[1]), global_batch_size=32, seed=1, **settings)
+    settings = {"global_batch_size": 32, "seed": 1} | settings
+    trainer = hpctrain.Trainer(max_steps=int(sys.argv[1]), **settings)
     module = Small(norm, step_s)
     trainer.fit(module, dataset(), dataset(num_val))
     if trainer.is_main:

@@ -55,14 +55,8 @@ if __name__ == "__main__":
     settings = {"checkpoint_every": None, **{name: json.loads(value) for name, value in options.items()}}
     name = sys.argv[1]
     algorithm = CONFIGURED[name]() if name in CONFIGURED else find_algorithm(name)
-    trainer = hpctrain.Trainer(
-        max_steps=int(sys.argv[2]),
-        global_batch_size=64,
-        seed=1,
-        validate_every=10**6,
-        algorithm=algorithm,
-        **settings,
-    )
+    settings |= {"max_steps": int(sys.argv[2]), "algorithm": algorithm}
+    trainer = hpctrain.Trainer(global_batch_size=64, seed=1, validate_every=10**6, **settings)
     (x, y), module = samples(), Digits()
     trainer.fit(module, (x[:1400], y[:1400]), (x[1400:], y[1400:]))
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])

@@ -1,4 +1,7 @@
-"""A Lightning script: dropout, validation, accumulated gradients, a schedule; the Trainer is hpctrain's."""
+"""A Lightning script: dropout, validation, accumulated gradients, a schedule; the Trainer is hpctrain's.
+
+Arguments after the path of the result are for Lightning's command line, with one of its own modules.
+"""
 
 from __future__ import annotations
 
@@ -61,5 +64,19 @@ def main(result: str) -> None:
         torch.save([*(p.detach() for p in module.parameters()), torch.tensor(trainer.global_step)], result)
 
 
+def run_command_line(result: str) -> None:
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+    class Model(BoringModel):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            after_step(self.global_step)
+
+    cli = LightningCLI(Model, BoringDataModule, trainer_class=Trainer)
+    if cli.trainer.is_global_zero:
+        torch.save(cli.trainer.global_step, result)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    result = sys.argv.pop(1)
+    run_command_line(result) if sys.argv[1:] else main(result)

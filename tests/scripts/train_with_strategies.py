@@ -35,15 +35,8 @@ class BlocksBase:
     """
 
     def __init__(
-        self,
-        *,
-        norm: bool = False,
-        stop_at: int | None = None,
-        overflow_at: int | None = None,
-        sleep: float = 0,
-        optimizers: int = 1,
-        sometimes: bool = False,
-    ):
+        self, *, norm=False, stop_at=None, overflow_at=None, sleep=0.0, optimizers=1, sometimes=False
+    ) -> None:
         super().__init__()
         middle = [nn.BatchNorm1d(5)] if norm else []
         self.net = nn.Sequential(
@@ -56,9 +49,9 @@ class BlocksBase:
         self.double()
         for i, parameter in enumerate(self.parameters()):
             generator = torch.Generator().manual_seed(i + 100 * int(os.environ.get("RANK", "0")))
-            nn.init.normal_(parameter, generator=generator) if parameter.ndim > 1 else nn.init.constant_(
-                parameter, 0.5
-            )
+            nn.init.constant_(parameter, 0.5)
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, generator=generator)
         self.stop_at, self.overflow_at = stop_at, overflow_at
         self.steps, self.sleep, self.optimizers = 0, sleep, optimizers
 
@@ -169,12 +162,8 @@ def train(settings: dict) -> dict:
     except hpctrain.UserError as error:
         return {"error": str(error)}
     weights = module.state_dict()
-    result = {
-        "weights": weights,
-        "alike": equal_on_all_ranks(weights),
-        "metrics": trainer.metrics,
-        "step": trainer.step,
-    }
+    result = {"weights": weights, "alike": equal_on_all_ranks(weights)}
+    result |= {"metrics": trainer.metrics, "step": trainer.step}
     if predicts:
         result["predictions"] = torch.cat(trainer.predict(module, samples()))
     return result

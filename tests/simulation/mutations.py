@@ -13,11 +13,11 @@ from hpctrain.checkpoint.io.checkpoint_dir import Retention
 from hpctrain.errors import SchedulerError
 from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
+from hpctrain.supervisor.job_control import SlurmNodes
 from hpctrain.supervisor.monitors import ScaleUpMonitor
 from hpctrain.supervisor.notifications import Notifier
 from hpctrain.supervisor.policy import job_intent
 from hpctrain.supervisor.policy.history import History
-from hpctrain.supervisor.slurm_nodes import SlurmNodes
 from hpctrain.supervisor.workers.rank_monitor import StopAgreement
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 
@@ -91,7 +91,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a requeue is tried only once": [
         _edit(requeuer.Requeuer, "relocate", "or not moved.is_transient", "or moved")
     ],
-    "failures are not counted": [_edit(History, "from_events", "failures.append(past)", "pass")],
+    "failures are not counted": [_edit(History, "_add_failure", "self.failures.append(failure)", "pass")],
     "ranks stop at the earliest step": [_edit(StopAgreement, "_common_step", "max(steps)", "min(steps)")],
     "a request to cancel is ignored": [
         _edit(requeuer.Requeuer, "intent", "self.run.cancel_request.exists()", "False")

@@ -24,10 +24,9 @@ from unittest import mock
 
 from hpctrain import system as real_system
 from hpctrain.records import lease
-from hpctrain.supervisor import main as supervisor_main
-from hpctrain.supervisor import node_steps, notifications, supervise
-from hpctrain.supervisor.launch import srun
-from hpctrain.supervisor.workers import attempt_runner, worker_group
+from hpctrain.supervisor import batch_main, notifications, supervise
+from hpctrain.supervisor.launch import launchers
+from hpctrain.supervisor.workers import attempt_runner, node_steps, worker_group
 from simulation import simulated_system
 from simulation.config import Fault, make_config, make_faults
 from simulation.rank_step import HeartbeatServer
@@ -108,17 +107,17 @@ def simulated_supervisor(*, log: bool = False) -> Iterator[None]:
 
         for name, value in names.items():
             put(real_system, name, value)
-        put(supervisor_main, "load_spec", lambda _: _world().config.spec)
+        put(batch_main, "load_spec", lambda _: _world().config.spec)
         put(notifications, "load_spec", lambda _: _world().config.spec)
         put(notifications, "_POLL_INTERVAL_S", 20.0)
-        put(supervisor_main, "BufferedLogHandler", _NoLog)
-        put(supervisor_main, "raise_fd_limit", lambda _: None)
+        put(batch_main, "BufferedLogHandler", _NoLog)
+        put(batch_main, "raise_fd_limit", lambda _: None)
         put(supervise, "kill_orphans", _kill_orphans)
         put(worker_group, "HeartbeatServer", HeartbeatServer)
         put(worker_group, "TICK_INTERVAL_S", _REQUESTS_INTERVAL_S)
         put(attempt_runner, "RendezvousStore", _Store)
         put(node_steps, "RendezvousStore", _Store)
-        put(srun, "_address_of_this_host", lambda hosts: hosts[0])
+        put(launchers, "_address_of_this_host", lambda hosts: hosts[0])
         put(lease, "_now", lambda _: simulated_system.time())
         stack.enter_context(simulated_files())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

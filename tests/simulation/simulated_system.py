@@ -37,10 +37,6 @@ def gethostname() -> str:
     return _own_process().host
 
 
-def get_ident() -> int:
-    return 1
-
-
 def handle_signal(number: int, handler: Callable[[int, None], object]) -> None:
     _own_process().handlers[number] = handler
 
@@ -106,9 +102,6 @@ class Lock:
             if self._waiting:
                 Scheduler.current.wake(self._waiting.popleft())
 
-    def locked(self) -> bool:
-        return self._count > 0
-
     def __enter__(self) -> bool:
         return self.acquire()
 
@@ -141,9 +134,6 @@ class SimpleQueue:
                 raise Empty
         return self._items.popleft()
 
-    def qsize(self) -> int:
-        return len(self._items)
-
     def __class_getitem__(cls, _: object) -> type[SimpleQueue]:
         return cls
 
@@ -162,13 +152,6 @@ class ThreadPoolExecutor:
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         return map(function, items)
-
-
-class Timer:
-    """Not used by anything that runs in the simulation."""
-
-    def __init__(self, *_: object) -> None:
-        raise NotImplementedError
 
 
 Thread = SimThread

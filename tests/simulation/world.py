@@ -17,8 +17,8 @@ from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, encode_holder
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.schema import LeaseHolder
-from hpctrain.supervisor import main as supervisor_main
-from hpctrain.supervisor.job_control import prepare_job_end
+from hpctrain.slurm.job_end import prepare_job_end
+from hpctrain.supervisor import batch_main
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
 from simulation import simulated_system as system
 from simulation.config import Fault, SimConfig
@@ -87,7 +87,7 @@ class World:
     def run_supervisor(self, job: Job, environ: Mapping[str, str], deaths: int) -> int:
         """The main thread of a supervisor process. See `hpctrain.supervisor.__main__`."""
         system.sleep(self.scheduler.random.uniform(0.2, 2.0))
-        code = supervisor_main.main([str(self.run.array or self.run)], environ, deaths=deaths)
+        code = batch_main.main([str(self.run.array or self.run)], environ, deaths=deaths)
         prepare_job_end(environ, code)
         return code
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from helpers.run_histories import make_spec
 
 from hpctrain.files import read_json_lines
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor import acquire_run
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, register_job
-from hpctrain.supervisor.policy.job_intent import Continue, Exit
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +29,7 @@ def run(tmp_path) -> RunDir:
 
 @pytest.fixture
 def spec(run) -> JobSpec:
-    folder = str(run.path)
-    return JobSpec(
-        script="/x.py", name="x", run_id="x", run_dir=folder, backend="slurm", python="/p", workdir="/"
-    )
+    return make_spec(run.path)
 
 
 def newest_job(run):
@@ -60,7 +57,7 @@ def test_requeued_job_of_a_failed_run_exits_with_its_code(run, spec, capsys):
     """Slurm requeues a job that is preempted, or loses a node, while its supervisor is exiting."""
     run.log_event("finished", 0, state="FAILED", exit_code=4, cause="x")
     job_control = SimpleNamespace(job_id="7", successors=SimpleNamespace(predecessor=None))
-    assert acquire_run.acquire_run(run, spec, job_control) == Exit(4)
+    assert acquire_run.acquire_run(run, spec, job_control) == 4
     assert f"To continue the run, use hpctrain resume {run.path}" in capsys.readouterr().out
 
 
@@ -74,7 +71,7 @@ def test_one_of_two_successors_continues_after_the_other_was_recorded(run, spec)
         successors = SimpleNamespace(predecessor="7", lease=lease)
         job_control = SimpleNamespace(job_id=job_id, successors=successors)
         found[job_id] = acquire_run.acquire_run(run, spec, job_control)
-    assert found == {"8": Continue(), "9": Exit(0)}
+    assert found == {"8": None, "9": 0}
     assert newest_job(run) == "8"
 
 

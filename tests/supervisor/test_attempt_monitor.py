@@ -7,19 +7,19 @@ import signal
 import time
 
 import pytest
+from helpers.run_histories import make_spec
 from helpers.waiting import slowness
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.srun_step import StepEnded, TaskExit
 from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,
+    LauncherStuck,
     RankSignalled,
     SignalReceived,
-    StepEnded,
     StopRequested,
-    TaskExit,
 )
 from hpctrain.supervisor.workers import attempt_monitor
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
@@ -83,6 +83,7 @@ TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
         ([StopRequested("x")], {}, AttemptOutcome.STOPPED, [TERM], True),
         ([RankSignalled(1, "SIGTERM"), HangDetected("hung", 1, "n1")], {}, AttemptOutcome.STOPPED, [], True),
         ([HangDetected("hung", 1, "n1")], {}, AttemptOutcome.FAILED, [], True),
+        ([LauncherStuck()], {}, AttemptOutcome.FAILED, [], True),
         ([], {"ends_in": 0.3, "lead": 0.2}, AttemptOutcome.OUT_OF_TIME, [USR2], True),
     ],
 )
@@ -140,10 +141,7 @@ def test_second_cancel_kills_unresponsive_ranks(monkeypatch):
 
 
 def test_signal_sent_by_slurm_is_not_forwarded(tmp_path):
-    spec = JobSpec(
-        script="/x.py", name="x", run_id="x", run_dir="/x", backend="slurm", python="p", workdir="/"
-    )
-    job = SlurmJobControl(RunDir(tmp_path), spec, {"SLURM_JOB_ID": "1"})
+    job = SlurmJobControl(RunDir(tmp_path), make_spec(), {"SLURM_JOB_ID": "1"})
     outcome, step, attempt = monitor(SignalReceived(signal.SIGTERM), TaskExit(0, 75), StepEnded(75), job=job)
     assert step.signals == []
     assert not step.killed

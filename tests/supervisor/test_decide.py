@@ -18,9 +18,8 @@ from hpctrain.jobspec.restart_policy import (
     RestartPolicy,
     RestartRule,
 )
+from hpctrain.slurm.srun_step import TaskExit, parse_task_report
 from hpctrain.supervisor.failures.failure_files import RankFailure, classify, is_deterministic, root_cause
-from hpctrain.supervisor.launch.job_step import TaskExit
-from hpctrain.supervisor.launch.srun import parse_task_report
 from hpctrain.supervisor.policy.decide import (
     Action,
     Allocation,
@@ -78,13 +77,13 @@ def test_documentation_has_the_causes_and_actions_that_explain_prints():
 def failed(kind, count, host="n2", causes=None):
     """Return a history of failures of a kind, each on its own node unless `host` is given."""
     past = [PastFailure(kind, host, str(i) if causes is None else causes) for i in range(count)]
-    return History(tuple(past), tuple(failure_.kind for failure_ in past))
+    return History(past, [failure_.kind for failure_ in past])
 
 
 def after(
     kind, count=1, *, nodes=None, intent=JobIntent.CONTINUE, policy=POLICY, causes=None, host=None, **fields
 ) -> Decision:
-    history = History(stops=(kind,) * count) if kind.is_stop else failed(kind, count, host, causes)
+    history = History(stops=[kind] * count) if kind.is_stop else failed(kind, count, host, causes)
     fields = {"larger_memory": "mem=96"} | fields
     state = RunSituation(policy, history, intent, nodes or Allocation(FOUR, min_nodes=4), **fields)
     return decide(state, AttemptEnd(kind, "cause", 4 if kind is EndKind.GPU_OOM else None), now=0.0)
@@ -172,12 +171,12 @@ def test_run_in_an_ending_job_is_requeued_unless_it_failed(kind):
 
 def test_kinds_without_a_number_share_max_failures():
     history = History(
-        (PastFailure(EndKind.KILLED), PastFailure(EndKind.COMMUNICATION), PastFailure(EndKind.PYTHON)), ()
+        [PastFailure(EndKind.KILLED), PastFailure(EndKind.COMMUNICATION), PastFailure(EndKind.PYTHON)], []
     )
     decision = decide(RunSituation(POLICY, history), AttemptEnd(EndKind.PYTHON), 0.0)
     assert decision.action is Action.FAIL
     assert decision.reason == "3 consecutive failures without a new checkpoint (limit: --max-failures)"
-    others = History((PastFailure(EndKind.OOM), PastFailure(EndKind.GPU), PastFailure(EndKind.PYTHON)), ())
+    others = History([PastFailure(EndKind.OOM), PastFailure(EndKind.GPU), PastFailure(EndKind.PYTHON)], [])
     assert decide(RunSituation(POLICY, others), AttemptEnd(EndKind.PYTHON), 0.0).action is Action.RESTART
 
 
@@ -187,7 +186,7 @@ def test_kinds_without_a_number_share_max_failures():
 )
 def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed, action):
     """A long attempt may have saved by its own means, unless its ranks agreed to stop."""
-    history = History(stops=(EndKind.TIME_LIMIT,) * 2, agreed_to_stop=agreed)
+    history = History(stops=[EndKind.TIME_LIMIT] * 2, agreed_to_stop=agreed)
     decision = decide(RunSituation(POLICY, history, seconds=seconds), AttemptEnd(EndKind.TIME_LIMIT), 0.0)
     assert decision.action is action
     if action is Action.FAIL:
@@ -198,22 +197,14 @@ def test_attempts_without_progress_at_the_time_limit_end_the_run(seconds, agreed
 
 
 def test_rules_can_be_changed():
-    policy = RestartPolicy.with_changes(
-        {"killed": {"retries": 5}, "python": {"repeats": 0}, "gpu": {"exclude": 0}}, 3
-    )
+    changes = {"killed": {"retries": 5}, "python": {"repeats": 0}, "gpu": {"exclude": 0}}
+    changes |= {"user-error": {"retries": 1}, "out-of-time": {"retries": 1}}
+    policy = RestartPolicy.with_changes(changes, 3)
     assert [after(EndKind.KILLED, n, policy=policy).action for n in (5, 6)] == [Action.RESTART, Action.FAIL]
     assert after(EndKind.PYTHON, 1, policy=policy).action is Action.FAIL
     assert suspect_nodes(policy, failed(EndKind.GPU, 1)) == {}
-    assert (
-        after(EndKind.USER_ERROR, policy=RestartPolicy.with_changes({"user-error": {"retries": 1}}, 3)).action
-        is Action.RESTART
-    )
-    assert (
-        after(
-            EndKind.OUT_OF_TIME, policy=RestartPolicy.with_changes({"out-of-time": {"retries": 1}}, 3)
-        ).action
-        is Action.RESTART
-    )
+    for kind in (EndKind.USER_ERROR, EndKind.OUT_OF_TIME):
+        assert after(kind, policy=policy).action is Action.RESTART
 
 
 def test_crash_shortly_before_the_time_limit_requeues():
@@ -245,35 +236,20 @@ LOST = {"n3": "slurmd is not responding"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "nodes", "action", "hosts"),
+    ("kind", "spares", "lost", "min_nodes", "action", "hosts"),
     [
-        (EndKind.NODE_LOST, Allocation(FOUR, lost=LOST, min_nodes=2), Action.SHRINK, ("n1", "n2", "n4")),
-        (EndKind.NODE_LOST, Allocation(FOUR, lost=LOST, min_nodes=4), Action.REQUEUE, ()),
-        (
-            EndKind.NODE_LOST,
-            Allocation(FOUR, ("n5", "n6"), LOST, min_nodes=4),
-            Action.REPLACE,
-            ("n1", "n2", "n4", "n5"),
-        ),
-        (
-            EndKind.NODE_LOST,
-            Allocation(FOUR, ("n5",), {**LOST, "n5": "down"}, min_nodes=4),
-            Action.REQUEUE,
-            (),
-        ),
-        (
-            EndKind.NODE_LOST,
-            Allocation(FOUR, ("n5",), {**LOST, "n1": "down"}, min_nodes=3),
-            Action.SHRINK,
-            ("n2", "n4", "n5"),
-        ),
-        (EndKind.NOT_STARTED, Allocation(FOUR, lost=LOST, min_nodes=2), Action.SHRINK, ("n1", "n2", "n4")),
-        (EndKind.NOT_STARTED, Allocation(FOUR, min_nodes=2), Action.REQUEUE, ()),
-        (EndKind.KILLED, Allocation(FOUR, min_nodes=2), Action.RESTART, FOUR),
+        (EndKind.NODE_LOST, (), LOST, 2, Action.SHRINK, ("n1", "n2", "n4")),
+        (EndKind.NODE_LOST, (), LOST, 4, Action.REQUEUE, ()),
+        (EndKind.NODE_LOST, ("n5", "n6"), LOST, 4, Action.REPLACE, ("n1", "n2", "n4", "n5")),
+        (EndKind.NODE_LOST, ("n5",), {**LOST, "n5": "down"}, 4, Action.REQUEUE, ()),
+        (EndKind.NODE_LOST, ("n5",), {**LOST, "n1": "down"}, 3, Action.SHRINK, ("n2", "n4", "n5")),
+        (EndKind.NOT_STARTED, (), LOST, 2, Action.SHRINK, ("n1", "n2", "n4")),
+        (EndKind.NOT_STARTED, (), {}, 2, Action.REQUEUE, ()),
+        (EndKind.KILLED, (), {}, 2, Action.RESTART, FOUR),
     ],
 )
-def test_lost_nodes_shrink_replace_or_requeue(kind, nodes, action, hosts):
-    decision = after(kind, nodes=nodes)
+def test_lost_nodes_shrink_replace_or_requeue(kind, spares, lost, min_nodes, action, hosts):
+    decision = after(kind, nodes=Allocation(FOUR, spares, lost, min_nodes))
     assert (decision.action, decision.hosts) == (action, hosts)
 
 
@@ -333,60 +309,58 @@ def test_intent_of_a_job(cancelled, disposition, resume_mode, intent):
     assert resolve_intent(cancelled=cancelled, disposition=disposition, resume_mode=resume_mode) is intent
 
 
+REQUEUE_JOB, SUCCESSOR = ContinuationMethod
+
+
 @pytest.mark.parametrize(
     ("resume_mode", "intent", "requeues", "methods"),
     [
-        ("auto", JobIntent.CONTINUE, True, (ContinuationMethod.REQUEUE, ContinuationMethod.SUCCESSOR)),
-        ("auto", JobIntent.CONTINUE, False, (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)),
-        ("requeue", JobIntent.CONTINUE, True, (ContinuationMethod.REQUEUE,)),
-        ("requeue", JobIntent.CONTINUE, False, (ContinuationMethod.REQUEUE,)),
-        ("successor", JobIntent.CONTINUE, True, (ContinuationMethod.SUCCESSOR, ContinuationMethod.REQUEUE)),
-        ("auto", JobIntent.RELOCATE, True, (ContinuationMethod.SUCCESSOR,)),
-        ("successor", JobIntent.RELOCATE, False, (ContinuationMethod.SUCCESSOR,)),
+        ("auto", JobIntent.CONTINUE, True, (REQUEUE_JOB, SUCCESSOR)),
+        ("auto", JobIntent.CONTINUE, False, (SUCCESSOR, REQUEUE_JOB)),
+        ("requeue", JobIntent.CONTINUE, True, (REQUEUE_JOB,)),
+        ("requeue", JobIntent.CONTINUE, False, (REQUEUE_JOB,)),
+        ("successor", JobIntent.CONTINUE, True, (SUCCESSOR, REQUEUE_JOB)),
+        ("auto", JobIntent.RELOCATE, True, (SUCCESSOR,)),
+        ("successor", JobIntent.RELOCATE, False, (SUCCESSOR,)),
     ],
 )
 def test_continuation_methods_are_ordered_by_mode(resume_mode, intent, requeues, methods):
     assert continuation_methods(resume_mode, intent, can_requeue=requeues) == methods
 
 
+BEGIN, OVER, SUPERSEDED, CANCEL = OwnershipDecision
+State = OwnershipState
+
+
 @pytest.mark.parametrize(
     ("state", "decision"),
     [
-        (OwnershipState("7", "7"), OwnershipDecision.BEGIN),
-        (OwnershipState("7", None), OwnershipDecision.BEGIN),
-        (OwnershipState("7", "7", ended="COMPLETED"), OwnershipDecision.OVER),
-        (OwnershipState("7", "7", ended="FAILED"), OwnershipDecision.OVER),
-        (OwnershipState("7", "7", successor="8"), OwnershipDecision.SUPERSEDED),
-        (OwnershipState("7", "8", ended="COMPLETED", successor="8"), OwnershipDecision.SUPERSEDED),
-        (OwnershipState("8", "8", predecessor="7", claimed_by="8"), OwnershipDecision.BEGIN),
-        (OwnershipState("8", "7", predecessor="7", claimed_by="8"), OwnershipDecision.BEGIN),
-        (OwnershipState("8", "7", predecessor="7", claimed_by="9"), OwnershipDecision.SUPERSEDED),
-        (OwnershipState("8", "20", predecessor="7", claimed_by="8"), OwnershipDecision.SUPERSEDED),
-        (OwnershipState("8", "9", "7", predecessor="7", claimed_by="8"), OwnershipDecision.BEGIN),
-        (OwnershipState("9", "9", "7", predecessor="7", claimed_by="8"), OwnershipDecision.SUPERSEDED),
-        (
-            OwnershipState("8", "8", predecessor="7", claimed_by="8", successor="9"),
-            OwnershipDecision.SUPERSEDED,
-        ),
-        (
-            OwnershipState("8", "8", predecessor="7", claimed_by="8", ended="COMPLETED"),
-            OwnershipDecision.OVER,
-        ),
-        (OwnershipState("8", "7", predecessor="7", claimed_by="8", ended="FAILED"), OwnershipDecision.OVER),
-        (OwnershipState("8", "8", predecessor="7", claimed_by="8", cancelled=True), OwnershipDecision.CANCEL),
-        (
-            OwnershipState("8", "8", predecessor="7", claimed_by="8", cancelled=True, ended="CANCELLED"),
-            OwnershipDecision.OVER,
-        ),
+        (State("7", "7"), BEGIN),
+        (State("7", None), BEGIN),
+        (State("7", "7", ended="COMPLETED"), OVER),
+        (State("7", "7", ended="FAILED"), OVER),
+        (State("7", "7", successor="8"), SUPERSEDED),
+        (State("7", "8", ended="COMPLETED", successor="8"), SUPERSEDED),
+        (State("8", "8", predecessor="7", claimed_by="8"), BEGIN),
+        (State("8", "7", predecessor="7", claimed_by="8"), BEGIN),
+        (State("8", "7", predecessor="7", claimed_by="9"), SUPERSEDED),
+        (State("8", "20", predecessor="7", claimed_by="8"), SUPERSEDED),
+        (State("8", "9", "7", predecessor="7", claimed_by="8"), BEGIN),
+        (State("9", "9", "7", predecessor="7", claimed_by="8"), SUPERSEDED),
+        (State("8", "8", predecessor="7", claimed_by="8", successor="9"), SUPERSEDED),
+        (State("8", "8", predecessor="7", claimed_by="8", ended="COMPLETED"), OVER),
+        (State("8", "7", predecessor="7", claimed_by="8", ended="FAILED"), OVER),
+        (State("8", "8", predecessor="7", claimed_by="8", cancelled=True), CANCEL),
+        (State("8", "8", predecessor="7", claimed_by="8", cancelled=True, ended="CANCELLED"), OVER),
     ],
 )
 def test_ownership_decision_at_the_start_of_a_job(state, decision):
     assert decide_ownership(state) is decision
 
 
-FAILURE = event("failure", rank=1, host="n1", cause="rank 1 on n1: KeyError: 'x'", **{"class": "python"})
-SECOND_FAILURE = event(
-    "failure", rank=2, host="n2", cause="rank 2 on n2: KeyError: 'x'", **{"class": "python"}
+FAILURE, SECOND_FAILURE = (
+    event("failure", rank=n, host=f"n{n}", cause=f"rank {n} on n{n}: KeyError: 'x'", **{"class": "python"})
+    for n in (1, 2)
 )
 REQUEUE = event("requeue", seconds=20.0, **{"class": "time-limit"})
 NO_PROGRESS = [
@@ -402,25 +376,25 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
     ("events", "history"),
     [
         ([], History()),
-        ([FAILURE, SECOND_FAILURE], History((P1, P2), (K, K))),
-        ([FAILURE, event("checkpoint", step=5), SECOND_FAILURE], History((P2,), (K,), has_saved=True)),
+        ([FAILURE, SECOND_FAILURE], History([P1, P2], [K, K])),
+        ([FAILURE, event("checkpoint", step=5), SECOND_FAILURE], History([P2], [K], has_saved=True)),
         (
             [event("checkpoint", step=5), FAILURE, event("checkpoint", step=5), SECOND_FAILURE],
-            History((P1, P2), (K, K), has_saved=True),
+            History([P1, P2], [K, K], has_saved=True),
         ),
-        ([REQUEUE, REQUEUE, FAILURE], History((P1,), (K,), (T, T))),
+        ([REQUEUE, REQUEUE, FAILURE], History([P1], [K], [T, T])),
         # Of a script's own checkpoints, only their existence is known.
         (
             [FAILURE, REQUEUE, event("checkpoint", step=None), SECOND_FAILURE],
-            History((P2,), (K, K)),
+            History([P2], [K, K]),
         ),
         ([FAILURE, REQUEUE, event("excluded", hosts=["n1"]), event("submitted")], History()),
-        ([FAILURE, REQUEUE, event("submitted", after="7")], History((P1,), (K,), (T,))),
+        ([FAILURE, REQUEUE, event("submitted", after="7")], History([P1], [K], [T])),
         # A script that saves by its own means must not be ended because of hourly preemptions.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
         # The checkpoints of ranks that agreed to stop are known, so long attempts count, too.
-        ([*NO_PROGRESS, *NO_PROGRESS], History((), (), (T, T), agreed_to_stop=True)),
-        ([*NO_PROGRESS, event("started")], History((), (), (T,))),
+        ([*NO_PROGRESS, *NO_PROGRESS], History([], [], [T, T], agreed_to_stop=True)),
+        ([*NO_PROGRESS, event("started")], History([], [], [T])),
         (
             [*NO_PROGRESS, event("checkpoint", step=5), *NO_PROGRESS[1:]],
             History(agreed_to_stop=True, has_saved=True),
@@ -431,7 +405,7 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
         ),
         ([event("failure", cause="a checkpoint was not written")], History()),
         ([event("excluded", hosts=["n1", "n2"])], History(excluded=frozenset({"n1", "n2"}))),
-        ([event("straggler", host="n3"), event("straggler", host="n3")], History(slow_nodes=("n3", "n3"))),
+        ([event("straggler", host="n3"), event("straggler", host="n3")], History(slow_nodes=["n3", "n3"])),
         ([event("straggler", host="n3", lasting=False)], History()),
         # Written by an older version.
         (
@@ -439,7 +413,7 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
                 event("failure", rank=1, host="n1", cause="rank 1 on n1: SIGKILL"),
                 event("requeue", seconds=1.0),
             ],
-            History((PastFailure(EndKind.KILLED, "n1", "SIGKILL"),), (EndKind.KILLED,), (EndKind.PREEMPTED,)),
+            History([PastFailure(EndKind.KILLED, "n1", "SIGKILL")], [EndKind.KILLED], [EndKind.PREEMPTED]),
         ),
     ],
 )
@@ -462,7 +436,7 @@ def test_resumption_from_a_later_step_is_progress():
     resumed = event("resumed", step=10, checkpoint="x")
     events = [event("checkpoint", step=10), failure, resumed, failure]
     assert len(History.from_events(events).failures) == 2
-    assert History.from_events([*events, event("resumed", step=12, checkpoint="x")]).failures == ()
+    assert History.from_events([*events, event("resumed", step=12, checkpoint="x")]).failures == []
     # The steps that a script counts prove no checkpoint.
     assert len(History.from_events([*events, event("resumed", step=12)]).failures) == 2
 
@@ -518,23 +492,22 @@ def failure(rank, kind="exception", error="ValueError", message="", order=None, 
 )
 def test_exceptions_are_classified(error, message, bases, kind, deterministic):
     rank_failure = failure(0, error=error, message=message, classes=(error, *bases, "Exception"))
-    assert classify(rank_failure) is kind
-    assert is_deterministic(rank_failure) is deterministic
+    assert (classify(rank_failure), is_deterministic(rank_failure)) == (kind, deterministic)
 
 
 @pytest.mark.parametrize(
-    ("rank_failure", "kind"),
+    ("kind_of_exit", "error", "out_of_memory", "kind"),
     [
-        (failure(0, "signal", "SIGKILL", out_of_memory=True), EndKind.OOM),
-        (failure(0, "signal", "SIGKILL"), EndKind.KILLED),
-        (failure(0, "signal", "SIGSEGV"), EndKind.SIGNAL),
-        (failure(0, "exit", "exit code 3"), EndKind.PYTHON),
-        (failure(0, "unfinished", "the script exited with code 0"), EndKind.UNFINISHED),
+        ("signal", "SIGKILL", True, EndKind.OOM),
+        ("signal", "SIGKILL", False, EndKind.KILLED),
+        ("signal", "SIGSEGV", False, EndKind.SIGNAL),
+        ("exit", "exit code 3", False, EndKind.PYTHON),
+        ("unfinished", "the script exited with code 0", False, EndKind.UNFINISHED),
     ],
 )
-def test_exits_are_classified(rank_failure, kind):
-    assert classify(rank_failure) is kind
-    assert not is_deterministic(rank_failure)
+def test_exits_are_classified(kind_of_exit, error, out_of_memory, kind):
+    rank_failure = failure(0, kind_of_exit, error, out_of_memory=out_of_memory)
+    assert (classify(rank_failure), is_deterministic(rank_failure)) == (kind, False)
 
 
 PEER_LOST = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"

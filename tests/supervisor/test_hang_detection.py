@@ -28,18 +28,11 @@ def trained_detector(
     return detector
 
 
-def test_hang_is_detected_after_the_floor_without_progress():
-    detector = trained_detector(5, 1.0)
-    assert detector.find_hang(64.0) is None
-    overdue = detector.find_hang(66.0)
-    assert overdue is not None
-    assert (overdue.seconds, overdue.limit_s) == (61.0, 60.0)
-
-
-def test_limit_grows_with_the_longest_step():
-    detector = trained_detector(5, 20.0)
-    assert detector.find_hang(100.0 + 199.0) is None
-    assert detector.find_hang(100.0 + 201.0) is not None
+@pytest.mark.parametrize(("step_s", "limit_s"), [(1.0, 60.0), (20.0, 200.0)], ids=["floor", "longest step"])
+def test_hang_is_detected_after_a_limit_that_grows_with_the_longest_step(step_s, limit_s):
+    detector, end = trained_detector(5, step_s), 5 * step_s
+    assert detector.find_hang(end + limit_s - 1) is None
+    assert detector.find_hang(end + limit_s + 1) == HangInfo(limit_s + 1, limit_s)
 
 
 def test_phase_with_the_longest_limit_counts():

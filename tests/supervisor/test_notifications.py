@@ -33,6 +33,7 @@ from hpctrain.supervisor import notifications
 from hpctrain.supervisor.notifications import (
     Notifier,
     StallDetector,
+    notification_kind,
     post_json,
     send_notifications,
 )
@@ -227,20 +228,16 @@ def test_temporarily_unreadable_events_are_retried(monkeypatch, tmp_path, caplog
     assert caplog.text.count("cannot read the run's events") == 1
 
 
-@pytest.mark.slow
-def test_earlier_events_are_not_sent(tmp_path):
-    run = RunDir(tmp_path)
-    run.log_event("finished", 0, state="FAILED")
-    output = tmp_path / "told"
-    notifier = Notifier(run, NotifyConfig((f"cat >> {output}",)), {"PATH": "/usr/bin:/bin"})
-    thread = threading.Thread(target=notifier.run)
-    thread.start()
-    run.log_event("failure", 0, rank=None, cause="disk full")
-    run.log_event("failure", 0, rank=1, cause="no step for 900 s", **{"class": "hang"})
-    wait_for(output.exists, 20, "the command")
-    notifier.ended.set()
-    thread.join(120)
-    assert json.loads(output.read_text())["occasion"] == "stall"
+@pytest.mark.parametrize(
+    ("fields", "occasion"),
+    [
+        ({"rank": 1, "class": "hang"}, "stall"),
+        ({"class": "disk-full"}, "stall"),
+        ({"cause": "disk full"}, None),
+    ],
+)
+def test_occasion_follows_from_the_event(fields, occasion):
+    assert notification_kind(event("failure", **fields)) == occasion
 
 
 def test_stall_is_reported_once_and_only_after_a_logged_step():
@@ -262,23 +259,23 @@ def test_stall_is_reported_once_and_only_after_a_logged_step():
 
 
 @pytest.mark.parametrize(
-    ("notify", "error_message"),
+    ("fields", "error_message"),
     [
-        (NotifyConfig(("https:///path",)), "has no host"),
-        (NotifyConfig(("https://me:sekrit-42@127.0.0.1/hook",)), "--notify"),
-        (NotifyConfig(("https://127.0.0.1:port/sekrit-42",)), "--notify"),
-        (NotifyConfig(("https://[127.0.0.1/sekrit-42",)), "--notify"),
-        (NotifyConfig(("https://127.0.0.1/sekrit-42\x7f",)), "--notify"),
-        (NotifyConfig(("http://a b/",)), "not allowed in a URL"),
-        (NotifyConfig(("ftp://host/path",)), "neither a URL"),
-        (NotifyConfig(("hooks.slack.com/services/x",)), "neither a URL"),
-        (NotifyConfig(on=("end",)), "Unknown event 'end'"),
-        (NotifyConfig(stall_s=0), "at least 1"),
+        ({"targets": ("https:///path",)}, "has no host"),
+        ({"targets": ("https://me:sekrit-42@127.0.0.1/hook",)}, "--notify"),
+        ({"targets": ("https://127.0.0.1:port/sekrit-42",)}, "--notify"),
+        ({"targets": ("https://[127.0.0.1/sekrit-42",)}, "--notify"),
+        ({"targets": ("https://127.0.0.1/sekrit-42\x7f",)}, "--notify"),
+        ({"targets": ("http://a b/",)}, "not allowed in a URL"),
+        ({"targets": ("ftp://host/path",)}, "neither a URL"),
+        ({"targets": ("hooks.slack.com/services/x",)}, "neither a URL"),
+        ({"on": ("end",)}, "Unknown event 'end'"),
+        ({"stall_s": 0}, "at least 1"),
     ],
 )
-def test_invalid_notify_options_are_refused(notify, error_message):
+def test_invalid_notify_options_are_refused(fields, error_message):
     with pytest.raises(SpecError, match=error_message) as error:
-        notify.check()
+        NotifyConfig(**fields)
     assert "sekrit-42" not in str(error.value)
 
 

@@ -12,10 +12,8 @@ from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.schema import RankMessage
-from hpctrain.supervisor.job_control import LocalJobControl
-from hpctrain.supervisor.launch.job_step import LauncherStuck, StepEnded
+from hpctrain.supervisor.launch.job_step import LauncherStuck
 from hpctrain.supervisor.workers import rank_monitor as module
-from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
@@ -130,19 +128,3 @@ def test_pause_of_ranks_is_recorded_once_and_makes_no_straggler(tmp_path, clock,
     events = list(read_json_lines(RunDir(tmp_path).events))
     assert [(event["kind"], event["rank"], event["seconds"]) for event in events] == [("paused", 0, 25.0)]
     assert limits.max_duration_s["step"] < 2.0
-
-
-def test_stuck_launcher_is_killed_and_the_attempt_has_failed():
-    events = queue.SimpleQueue()
-
-    class Stuck:
-        def kill(self):
-            events.put(StepEnded(143))
-
-    class Local(LocalJobControl):
-        def __init__(self):
-            self._limit_s = None
-
-    events.put(LauncherStuck())
-    watch = AttemptMonitor(events=events, job_control=Local(), ends_at=None, stop_before_limit_s=1.0)
-    assert watch.wait(Stuck()) is AttemptOutcome.FAILED

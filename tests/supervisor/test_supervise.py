@@ -10,18 +10,19 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from helpers.run_histories import make_spec
 
 from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
 from hpctrain.files import read_json_lines
-from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
+from hpctrain.slurm.srun_step import StepEnded, TaskExit
 from hpctrain.supervisor import requeuer
-from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled, StepEnded, TaskExit
-from hpctrain.supervisor.main import main
+from hpctrain.supervisor.batch_main import main
+from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
-from hpctrain.supervisor.workers.stager import StagePlan
+from hpctrain.supervisor.workers.node_steps import StagePlan
 
 KILLED = [TaskExit(1, None, signal.SIGKILL), StepEnded(137)]
 STOPPED = [TaskExit(0, 75), TaskExit(1, 75), StepEnded(75)]
@@ -136,17 +137,7 @@ def run(tmp_path) -> RunDir:
 
 
 def spec_of(run, **fields):
-    return JobSpec(
-        script="/x.py",
-        name="x",
-        run_id="x",
-        run_dir=str(run.path),
-        backend="slurm",
-        nodes=2,
-        python="python",
-        workdir="/",
-        **fields,
-    )
+    return make_spec(run.path, nodes=2, **fields)
 
 
 def supervise(run, attempts, job=None, spares=(), **fields):
@@ -162,8 +153,16 @@ def kinds(run):
     return [event["kind"] for event in read_json_lines(run.events)][1:]
 
 
+def events_of(run, kind):
+    return [event for event in read_json_lines(run.events) if event["kind"] == kind]
+
+
 def finished(run):
-    return next(event for event in read_json_lines(run.events) if event["kind"] == "finished")
+    return events_of(run, "finished")[0]
+
+
+def failure_of(run):
+    return events_of(run, "failure")[0]
 
 
 @pytest.mark.parametrize(("kind", "next_event"), [("preempted", "requeue"), ("killed", "restart")])
@@ -203,11 +202,14 @@ def test_next_supervisor_removes_the_copies_of_a_killed_one(run):
     assert supervise_staged(run, [], job_with_successor(), deaths=1) == [("remove", ["n1", "n2"])]
 
 
-def test_crash_restarts_and_completes(run):
-    assert supervise(run, [KILLED, DONE]) == 0
-    assert kinds(run) == ["started", "failure", "restart", "started", "finished"]
+@pytest.mark.parametrize(
+    ("end", "between"), [(KILLED, ["failure", "restart"]), (STOPPED, ["requeue"])], ids=["crash", "stop"]
+)
+def test_run_continues_after_a_crash_or_a_stop_and_completes(run, end, between):
+    assert supervise(run, [end, DONE]) == 0
+    assert kinds(run) == ["started", *between, "started", "finished"]
     assert finished(run)["state"] == "COMPLETED"
-    assert run.failure(0, 1).exists()
+    assert run.failure(0, 1).exists() is (end is KILLED)
 
 
 def test_orphans_are_killed_when_the_supervisor_itself_fails(run):
@@ -230,9 +232,9 @@ def test_checkpoints_of_the_script_count_as_progress(run):
 
     saved = [save, *KILLED]
     assert supervise(run, [KILLED, KILLED, saved, KILLED, saved, KILLED, DONE]) == 0
-    paths = [event["path"] for event in read_json_lines(run.events) if event["kind"] == "checkpoint"]
+    paths = [event["path"] for event in events_of(run, "checkpoint")]
     assert paths == [str(run.checkpoints / "last.ckpt")] * 2
-    started = [event for event in read_json_lines(run.events) if event["kind"] == "started"]
+    started = events_of(run, "started")
     assert [event.get("starts_over", False) for event in started] == [False, True, True, *[False] * 4]
 
 
@@ -245,9 +247,9 @@ def test_run_continues_on_the_remaining_nodes(run, shrinks, end):
     assert supervise(run, [ends, DONE], FakeJob(nodes=nodes), min_nodes=1) == 0
     assert nodes.kept == [["n1"]]
     assert kinds(run) == ["started", "failure", "shrink", "started", "finished"]
-    first, second = (event for event in read_json_lines(run.events) if event["kind"] == "started")
+    first, second = events_of(run, "started")
     assert (first["world_size"], second["world_size"], second["hosts"]) == (2, 1, ["n1"])
-    shrink = next(event for event in read_json_lines(run.events) if event["kind"] == "shrink")
+    shrink = events_of(run, "shrink")[0]
     assert (shrink["nodes_before"], shrink["nodes"], shrink["lost"]) == (2, 1, ["n2"])
     assert shrink["cause"] == "n2: slurmd is not responding"
 
@@ -257,21 +259,15 @@ def test_too_few_nodes_release_the_allocation(run):
     job.nodes = FakeNodes({"n2": "Slurm says DOWN"})
     assert supervise(run, [KILLED], job) == 75
     assert kinds(run) == ["started", "failure", "requeue"]
-    failure = next(event for event in read_json_lines(run.events) if event["kind"] == "failure")
+    failure = events_of(run, "failure")[0]
     assert (failure["rank"], failure["host"], failure["cause"]) == (1, "n2", "node lost: n2: Slurm says DOWN")
 
 
 def write_failure(run, attempt=0, rank=1, **fields):
     """Write the failure file of a rank that raised an exception."""
     run.failures.mkdir(exist_ok=True)
-    record = {
-        "rank": rank,
-        "host": f"n{rank + 1}",
-        "kind": "exception",
-        "error": "KeyError",
-        "message": "'x'",
-    }
-    record |= {"classes": ["KeyError", "Exception"], "log": "/log", "order": rank, "time": 0.0, **fields}
+    record = {"rank": rank, "host": f"n{rank + 1}", "kind": "exception", "error": "KeyError", "time": 0.0}
+    record |= {"message": "'x'", "classes": ["KeyError", "Exception"], "log": "/log", "order": rank, **fields}
     run.failure(attempt, rank).write_text(json.dumps(record))
 
 
@@ -320,11 +316,11 @@ def test_wrong_results_exclude_the_node_and_limit_the_checkpoint(run):
     assert supervise(run, attempts, job, min_nodes=1) == 0
     # The limit applies until an attempt has resumed.
     assert limits == [None, "40", "40", None]
-    failure, *_ = (event for event in read_json_lines(run.events) if event["kind"] == "failure")
+    failure, *_ = events_of(run, "failure")
     assert (failure["class"], failure["rank"], failure["host"]) == ("corruption", 1, "n2")
     assert (failure["device"], failure["verified_step"]) == ("GPU-7", 40)
     assert failure["cause"] == "After step 50, x differed."
-    (excluded,) = (event for event in read_json_lines(run.events) if event["kind"] == "excluded")
+    (excluded,) = events_of(run, "excluded")
     assert excluded["hosts"] == ["n2"]
 
 
@@ -332,18 +328,13 @@ def test_wrong_results_on_the_only_node_restart_once(run):
     write_corruption(run, 0, FAULTY)
     write_corruption(run, 1, FAULTY)
     assert supervise(run, [CORRUPT, CORRUPT]) == 4
-    (restart,) = (event for event in read_json_lines(run.events) if event["kind"] == "restart")
+    (restart,) = events_of(run, "restart")
     assert restart["note"] == (
         "n2 may compute wrong results again, but the run uses it because there is no other node"
     )
     assert "excluded" not in kinds(run)
     end = finished(run)
     assert "GPU-7 on n2 computed wrong results 2 times" in end["note"]
-
-
-def test_stop_requeues_and_completes(run):
-    assert supervise(run, [STOPPED, DONE]) == 0
-    assert kinds(run) == ["started", "requeue", "started", "finished"]
 
 
 SIGNALLED = RankSignalled(1, "SIGTERM")
@@ -381,7 +372,7 @@ def test_killed_data_worker_of_a_rank_is_a_lack_of_memory(run):
     write_failure(run, **failure_record(error, {}))
     attempt = [TaskExit(1, 1, out_of_memory=True), StepEnded(1)]
     assert supervise(run, [attempt], FakeJob(refuses=True, nodes=nodes), resume_mode="requeue") == 4
-    (failure,) = (event for event in read_json_lines(run.events) if event["kind"] == "failure")
+    (failure,) = events_of(run, "failure")
     assert failure["class"] == "oom"
 
 
@@ -437,28 +428,11 @@ def test_one_of_two_successors_trains(run):
     assert supervise(run, [DONE], job) == 0
 
 
-@pytest.mark.parametrize("state", ["COMPLETED", "CANCELLED", "FAILED"])
-def test_successor_of_an_ended_run_does_nothing(run, state):
-    job = successor_job(run, record=False)
-    run.log_event("finished", 0, state=state, exit_code=4)
-    assert supervise(run, [], job) == 4
-
-
-def test_successor_of_a_cancelled_run_ends_it(run):
-    job = successor_job(run)
-    run.cancel_request.touch()
-    assert supervise(run, [], job) == 0
-    assert finished(run)["state"] == "CANCELLED"
-
-
 @pytest.mark.parametrize("record", [True, False])
 def test_requeued_predecessor_leaves_the_run_to_its_successor(run, record):
     successor_job(run, record)
     assert supervise(run, [], FakeJob(successors=FakeSuccessors("8"))) == 0
-    assert [event["job_id"] for event in read_json_lines(run.events) if event["kind"] == "submitted"] == [
-        "7",
-        "8",
-    ]
+    assert [event["job_id"] for event in events_of(run, "submitted")] == ["7", "8"]
 
 
 def test_stop_after_a_cancel_request_ends_the_run(run):
@@ -486,10 +460,6 @@ def test_ended_run_is_trained_again_only_after_a_submission(run, state, code):
     assert kinds(run)[-3:] == ["submitted", "started", "finished"]
 
 
-def failure_of(run):
-    return next(event for event in read_json_lines(run.events) if event["kind"] == "failure")
-
-
 def test_user_error_in_the_first_step_ends_the_run(run):
     run.metrics.write_text('{"step": 1, "loss": 2.5}\n')
     assert supervise(run, [raise_on_rank_1(run)]) == 4
@@ -515,23 +485,21 @@ def test_faulty_node_is_excluded_from_the_next_job(run):
     assert kinds(run) == [
         *("started", "failure", "restart", "started", "failure", "excluded", "requeue", "started", "finished")
     ]
-    excluded = next(event for event in read_json_lines(run.events) if event["kind"] == "excluded")
+    excluded = events_of(run, "excluded")[0]
     assert (excluded["hosts"], excluded["reason"]) == (["n2"], "n2: 2 failures of kind killed")
 
 
 def test_excluded_node_stays_excluded_after_a_requeue(run):
     run.log_event("excluded", 0, hosts=["n2"], reason="n2: gpu")
     assert supervise(run, [DONE], min_nodes=1) == 0
-    assert next(event for event in read_json_lines(run.events) if event["kind"] == "started")["hosts"] == [
-        "n1"
-    ]
+    assert events_of(run, "started")[0]["hosts"] == ["n1"]
 
 
 def test_spare_node_replaces_a_lost_one(run):
     nodes = FakeNodes({"n2": "slurmd is not responding"})
     assert supervise(run, [KILLED, DONE], FakeJob(nodes=nodes), spares=["n3", "n4"]) == 0
     assert nodes.kept == [["n1", "n3", "n4"]]
-    replaced = next(event for event in read_json_lines(run.events) if event["kind"] == "replace")
+    replaced = events_of(run, "replace")[0]
     assert (replaced["hosts"], replaced["lost"]) == (["n1", "n3"], ["n2"])
     assert failure_of(run)["class"] == "node-lost"
 
@@ -577,24 +545,17 @@ def node_check(run, attempt, problems):
     return [write, StepEnded(0)]
 
 
-def test_node_that_fails_the_check_is_excluded_before_the_start(run):
-    attempts = [node_check(run, 0, [[], ["GPU 0 is in use"]]), node_check(run, 1, [[]]), DONE]
-    job = FakeJob(nodes=FakeNodes())
-    assert supervise(run, attempts, job, node_check="always", min_nodes=1) == 0
+@pytest.mark.parametrize(
+    ("results", "problem"),
+    [([[], ["GPU 0 is in use"]], "GPU 0 is in use"), ([[]], "the check did not finish")],
+    ids=["reported", "unfinished"],
+)
+def test_node_that_fails_the_check_is_excluded_before_the_start(run, results, problem):
+    attempts = [node_check(run, 0, results), node_check(run, 1, [[]]), DONE]
+    assert supervise(run, attempts, FakeJob(nodes=FakeNodes()), node_check="always", min_nodes=1) == 0
     assert kinds(run) == ["failure", "excluded", "shrink", "started", "finished"]
-    assert failure_of(run)["cause"] == "node check: n2: GPU 0 is in use"
-    assert next(event for event in read_json_lines(run.events) if event["kind"] == "started")["hosts"] == [
-        "n1"
-    ]
-
-
-def test_unfinished_check_of_a_node_excludes_it(run):
-    attempts = [node_check(run, 0, [[]]), DONE]
-    job = job_with_successor()
-    job.nodes = FakeNodes(fits=True)
-    assert supervise(run, attempts[:1], job, node_check="always") == 75
-    assert kinds(run) == ["failure", "excluded", "requeue"]
-    assert "n2: the check did not finish" in failure_of(run)["cause"]
+    assert failure_of(run)["cause"] == f"node check: n2: {problem}"
+    assert events_of(run, "started")[0]["hosts"] == ["n1"]
 
 
 @pytest.mark.parametrize("problems", [[["no sum"], ["no sum"]], []])
@@ -613,9 +574,7 @@ def test_stop_during_the_check_requeues(run):
     attempts = [[stopped, StepEnded(143)], node_check(run, 1, [[], []]), DONE]
     assert supervise(run, attempts, node_check="always") == 0
     assert kinds(run) == ["requeue", "started", "finished"]
-    assert [event.get("class") for event in read_json_lines(run.events) if event["kind"] == "requeue"] == [
-        "requested"
-    ]
+    assert [event.get("class") for event in events_of(run, "requeue")] == ["requested"]
 
 
 def test_nodes_are_checked_after_a_communication_failure(run):
@@ -737,7 +696,7 @@ def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoi
         "If the script had finished and saved its result elsewhere, nothing is lost."
         in finished(run)["cause"]
     )
-    assert [event["class"] for event in read_json_lines(run.events) if event["kind"] == "failure"] == [
+    assert [event["class"] for event in events_of(run, "failure")] == [
         "killed",
         "unfinished",
     ]

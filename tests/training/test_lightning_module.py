@@ -776,6 +776,12 @@ class Stream(IterableDataset):
             {},
             "several optimizers require manual optimization",
         ),
+        (
+            refused(training_step=lambda self, batch, batch_idx, optimizer_idx: None),
+            loader(),
+            {},
+            "training_step has the parameter optimizer_idx",
+        ),
         (refused(configure_optimizers=lambda self: None), loader(), {}, r"returned \[None\] as optimizers"),
         (refused(configure_optimizers=plateau), loader(), {}, "'val_loss'.* requires .* validation data"),
         (

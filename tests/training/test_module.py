@@ -96,6 +96,19 @@ def test_logged_values_are_in_the_progress_line(tmp_path, capsys):
     assert "hpctrain records each value" not in output
 
 
+class LoggingOptions(Logging):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("x", 1.0, on_step=False, on_epoch=True)
+        self.log("y", 1.0, logger=False)
+        return super().training_step(batch, batch_idx)
+
+
+def test_options_of_log_without_effect_are_noted_once(capsys):
+    hpctrain.Trainer(max_epochs=2).fit(LoggingOptions())
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "hpctrain records each value" in line)
+    assert "LoggingOptions.log('x', on_step=False, on_epoch=True): hpctrain" in line
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["ddp", "ddp2", "zero3"])
 def test_logged_values_are_means_over_all_ranks(tmp_path, strategy):

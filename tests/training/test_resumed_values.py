@@ -160,6 +160,15 @@ def test_lambda_schedule_of_the_script_applies(tmp_path, capsys):
     assert "remains" not in capsys.readouterr().out
 
 
+def test_schedule_of_transformers_that_ends_early_is_noted(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    make = functools.partial(
+        transformers.get_cosine_schedule_with_warmup, num_warmup_steps=1, num_training_steps=3
+    )
+    fit(tmp_path, 12, with_schedule(make))
+    assert "LambdaLR ends after step 3 (num_training_steps=3)" in capsys.readouterr().out
+
+
 class ScheduledDecay(hpctrain.Callback):
     """Changes the weight decay after each step, as DINO does."""
 

@@ -16,11 +16,11 @@ import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
-SCRIPT = SCRIPTS / "train_in_own_loop.py"
+SCRIPT = SCRIPTS / "train_in_float64.py"
 
 
-def train(run: Path, *args: object, ranks: int = 1) -> dict:
-    printed = run_forked(SCRIPT, [str(arg) for arg in args], variables(run), ranks=ranks)
+def train(run: Path, last_step: int, stop_at: str = "", *, ranks: int = 1) -> dict:
+    printed = run_forked(SCRIPT, [str(last_step), "5", f"own_loop={stop_at}"], variables(run), ranks=ranks)
     result = json.loads(printed.splitlines()[-1])
     assert all(parameters == result["parameters"][0] for parameters in result["parameters"])
     return result

@@ -13,11 +13,13 @@ from test_trainer import losses, variables
 
 from hpctrain.rundir import RunDir
 
-SCRIPT = SCRIPTS / "validate_long.py"
+SCRIPT = SCRIPTS / "train_regression.py"
+SETTINGS = ["global_batch_size=8", "validate_every=3", "sanity_val_batches=0", "checkpoint_every=null"]
 
 
-def train(run: Path, *args: object, ranks: int) -> dict:
-    printed = run_forked(SCRIPT, [str(arg) for arg in args], variables(run), ranks=ranks)
+def train(run: Path, last_step: int, stop_at: str = "", *, ranks: int) -> dict:
+    args = ["long", str(last_step), *SETTINGS, "patience=9", f'stop_at="{stop_at}"']
+    printed = run_forked(SCRIPT, args, variables(run), ranks=ranks)
     return json.loads(printed.splitlines()[-1])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers import SCRIPTS
 from helpers.fork_server import run_forked
 from test_trainer import losses, variables
 from torch import nn
+from torch.utils.data import Dataset
 from train_regression import Gan, Noisy, Regression, Tokens, samples
 
 import hpctrain
@@ -22,6 +24,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.data.batch_plan import SampleOrder
 from hpctrain.training.loop.train_step import lr_factor
+from hpctrain.training.observe import environment_info
 from hpctrain.training.optim.optimizer_setup import only_trainable
 from hpctrain.training.optim.step_transforms import activation_checkpointing
 from hpctrain.training.trainer_config import TrainerConfig
@@ -417,3 +420,27 @@ def test_evaluations_use_micro_batches(as_stream):
     assert trainer.test(module, evaluated)["test_loss"] == pytest.approx(4.5)
     assert len(trainer.predict(module, evaluated)) == 4
     assert module.sizes == [3, 3, 3, 1] * 2
+
+
+def test_hint_about_slow_data_appears_once_during_training(monkeypatch, capsys):
+    assert environment_info._SEEN_S <= 10
+    assert "so try num_workers=4." in (environment_info.warn_too_few_workers(4.0, 10.0, 2, 8) or "")
+
+    class SlowData(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            time.sleep(0.01)
+            return tuple(column[index] for column in samples())
+
+    class Printed(hpctrain.Callback):
+        def on_step_end(self, trainer, module, metrics):
+            output.append(capsys.readouterr().out)
+
+    output: list[str] = []
+    monkeypatch.setattr("hpctrain.training.observe.environment_info._SEEN_S", 0.05)
+    trainer = hpctrain.Trainer(max_steps=8, global_batch_size=4, callbacks=[Printed()])
+    trainer.fit(Regression(), SlowData())
+    assert "s waiting for data with num_workers=0" in "".join(output[:7])
+    assert "".join(output).count("waiting for data") == 1

@@ -13,7 +13,6 @@ import xxhash
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.files import open_regular, read_regular
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
-from hpctrain.schema import decode
 
 MANIFEST_NAME = "manifest.json"
 #: Table of the tensors of a checkpoint, with their files.
@@ -85,6 +84,8 @@ class Manifest:
     @classmethod
     def decode(cls, content: bytes, path: Path) -> Manifest:
         """Parse the output of `encode` from `path`; any changed byte raises CorruptCheckpoint."""
+        from hpctrain.schema import decode
+
         body, _, _ = content.rpartition(_SEAL)
         if not body or content != body + _tail(body):
             raise CorruptCheckpoint(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from hpctrain.errors import SchedulerError
@@ -23,15 +23,20 @@ def open_backend(name: BackendName, environ: Mapping[str, str]) -> Backend:
 
 
 def choose_backend(
-    requested: Literal["auto", "slurm", "local"], environ: Mapping[str, str], *, dry_run: bool = False
+    requested: Literal["auto", "slurm", "local"],
+    environ: Mapping[str, str],
+    *,
+    dry_run: bool = False,
+    meanwhile: Callable[[], object] = bool,
 ) -> tuple[Backend, list[str]]:
+    """Return the backend, and notes for the user; `meanwhile` is called while Slurm answers."""
     if requested == "local":
         return open_backend("local", environ), []
     from hpctrain.jobs.backends.slurm import SlurmBackend
     from hpctrain.slurm.command import is_transient
 
     slurm = SlurmBackend(environ)
-    trouble = slurm.unavailable_reason()
+    trouble = slurm.unavailable_reason(meanwhile)
     if trouble is None:
         return slurm, []
     if requested == "slurm" and dry_run:

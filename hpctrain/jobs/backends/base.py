@@ -11,9 +11,8 @@ from hpctrain.jobspec.job_spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir
 
 if TYPE_CHECKING:
-    from hpctrain.records.run_record import JobRecord
     from hpctrain.slurm.site_facts import Site, SiteConventions
-    from hpctrain.slurm.states import JobStateView
+    from hpctrain.slurm.states import JobRecord, JobStateView
 
 
 class SubmissionUnconfirmed(SchedulerError):

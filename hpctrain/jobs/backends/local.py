@@ -16,20 +16,18 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, own_file, read_regular
 from hpctrain.jobs.backends.base import PreflightResult
 from hpctrain.jobspec.job_spec import BackendName, JobSpec
-from hpctrain.records.run_record import JobRecord, read_run_record
+from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.site_facts import SiteConventions
-from hpctrain.slurm.states import JobStateView, RunState
+from hpctrain.slurm.states import JobRecord, JobStateView, RunState
 from hpctrain.text import pluralize
 
 #: Each rank is a process with PyTorch: more ranks than this would overload a laptop.
 _RANKS_PER_CPU, _MIN_RANKS = 4, 32
-#: Maximum seconds until the lock contains the supervisor's process id, which takes milliseconds.
-_NUMBER_LIMIT_S = 2.0
-#: A supervisor starts the ranks within a second, unless the job script's setup takes longer.
-_START_LIMIT_S = 5.0
+#: Maximum seconds until the lock contains the supervisor's process id, and until the ranks have started.
+_NUMBER_LIMIT_S, _START_LIMIT_S = 2.0, 5.0
 
 
 class LocalBackend:
@@ -44,7 +42,7 @@ class LocalBackend:
         """Return None: there is no site."""
 
     def check(self, spec: JobSpec, script: str, habits: SiteConventions) -> PreflightResult:  # noqa: ARG002 (there is no site)
-        at_once = _tasks_at_once(spec)
+        at_once = JobArray.parse(spec.array).throttle or 1 if spec.array else 1
         max_ranks = max(_MIN_RANKS, _RANKS_PER_CPU * (os.cpu_count() or 1))
         if (num_ranks := at_once * spec.world_size) > max_ranks:
             options = "--nodes, --gpus-per-node, --ntasks-per-node" + (", --array" if at_once > 1 else "")
@@ -131,24 +129,19 @@ class LocalBackend:
         try:
             is_going = is_locked(run.lock)
         except PermissionError:
-            explanation = (
-                f"{shlex.quote(str(run.lock))} belongs to another user, and only that user can read the state"
-            )
+            lock = shlex.quote(str(run.lock))
+            explanation = f"{lock} belongs to another user, and only that user can read the state"
             return JobStateView(RunState.UNKNOWN, explanation)
         if is_going:
             return JobStateView(RunState.RUNNING)
-        if _waits_in_array(run):
-            return JobStateView(RunState.CANCELLED if run.cancel_request.exists() else RunState.PENDING)
         if run.cancel_request.exists():
             return JobStateView(RunState.CANCELLED)  # before the supervisor could record the end
+        if _waits_in_array(run):
+            return JobStateView(RunState.PENDING)
         return JobStateView(
             RunState.FAILED,
             f"the supervisor exited without reporting a result (log: {shlex.quote(str(run.slurm_log))})",
         )
-
-
-def _tasks_at_once(spec: JobSpec) -> int:
-    return JobArray.parse(spec.array).throttle or 1 if spec.array else 1
 
 
 def _waits_in_array(run: RunDir) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.errors import SchedulerError
@@ -18,10 +18,9 @@ from hpctrain.slurm.environment import sbatch_env, strip_job_env
 from hpctrain.slurm.job_requests import cancel_jobs, signal_batch, signal_ranks, submit_job, update_job
 
 if TYPE_CHECKING:
-    from hpctrain.records.run_record import JobRecord
     from hpctrain.slurm.config import SiteAnswers
     from hpctrain.slurm.site_facts import Site, SiteConventions
-    from hpctrain.slurm.states import JobStateView
+    from hpctrain.slurm.states import JobRecord, JobStateView
 
 #: Time limit of a probe in seconds: a busy controller may take longer than ten seconds.
 _PROBE_TIMEOUT_S = 30
@@ -39,21 +38,19 @@ class SlurmBackend:
         """The site according to the answers, with a note on each failed query."""
         self._trouble: str | None = None
 
-    def unavailable_reason(self) -> str | None:
+    def unavailable_reason(self, meanwhile: Callable[[], object] = bool) -> str | None:
         """Return a short reason why Slurm cannot be used on this machine; None if Slurm responds."""
-        self._trouble = self._probe()
+        self._trouble = self._probe(meanwhile)
         return self._trouble
 
-    def _probe(self) -> str | None:
+    def _probe(self, meanwhile: Callable[[], object]) -> str | None:
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
             return "sbatch not found on PATH"
         from hpctrain.slurm.config import query_site
 
         # The caller is about to submit, which requires all of these answers.
         calls = query_site(self._outer)
-        # Import the checks while waiting for Slurm.
-        import hpctrain.jobs.backends.preflight_slurm  # noqa: F401
-
+        meanwhile()
         try:
             self._answers = run_all(calls, probe_s=_PROBE_TIMEOUT_S)
         except SchedulerError as error:
@@ -86,7 +83,7 @@ class SlurmBackend:
                 warning += f" Also unknown: {names}."
             return PreflightResult((warning,))
         # Imported here because only submissions use it.
-        from hpctrain.jobs.backends.preflight_slurm import preflight_slurm
+        from hpctrain.jobs.backends.site_check import preflight_slurm
 
         return preflight_slurm(spec, script, self._environ, *self._site_with_gaps(habits))
 
@@ -103,7 +100,7 @@ class SlurmBackend:
                 ) from error
             if is_transient(str(error)):
                 raise SchedulerError(f"The job was not submitted: {error}. Try again later.") from error
-            from hpctrain.jobs.site.site_check import JobRequest, explain_refusal
+            from hpctrain.jobs.backends.site_check import JobRequest, explain_refusal
             from hpctrain.slurm.site_facts import Site
 
             site = self._site[0] if self._site else Site()
@@ -111,7 +108,7 @@ class SlurmBackend:
             raise SchedulerError(f"The job was not submitted: {reason}") from error
 
     def query(self, jobs: Sequence[JobRecord]) -> list[JobStateView]:
-        from hpctrain.jobs.backends.slurm_status import query_jobs
+        from hpctrain.slurm.job_status import query_jobs
 
         return query_jobs(jobs, self._outer)
 
@@ -126,7 +123,7 @@ class SlurmBackend:
             signal_batch(scripts, signal.SIGTERM, self._outer)
 
     def release_hold(self, jobs: Sequence[JobRecord]) -> None:
-        from hpctrain.jobs.backends.slurm_status import REQUEUE_DELAY_S
+        from hpctrain.slurm.job_status import REQUEUE_DELAY_S
 
         update_job([job.job_id for job in jobs], self._outer, StartTime=f"now+{REQUEUE_DELAY_S}")
 

@@ -20,9 +20,9 @@ from typing import Any
 from hpctrain.cluster.addresses import interfaces, is_loopback, resolve_host
 from hpctrain.cluster.amd_gpus import list_amd_gpus
 from hpctrain.files import is_locked, try_lock
+from hpctrain.jobs.backends.mounts import find_mount, is_node_local
 from hpctrain.jobs.doctor.probe import Finding, ProbeFailed, run_python_probe
-from hpctrain.jobs.site.mounts import find_mount, is_node_local
-from hpctrain.jobs.submit.container_builder import has_pyxis
+from hpctrain.slurm.site_facts import has_pyxis
 from hpctrain.text import format_memory, format_size, pluralize
 
 #: The first import of torch from a file server is slow.

@@ -28,13 +28,17 @@ from hpctrain.jobs.doctor.machine_checks import (
 )
 from hpctrain.jobs.doctor.probe import DoctorReport, Finding
 from hpctrain.jobs.options.option_parser import SITE_KEY
-from hpctrain.jobs.site.mounts import nodes_are_this_machine
-from hpctrain.jobs.site.site_check import is_preemptible
 from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.command import is_transient, run_slurm, run_slurm_parallel
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_facts import Partition, Site, SiteConventions, discover_site
+from hpctrain.slurm.site_facts import (
+    Partition,
+    Site,
+    SiteConventions,
+    discover_site,
+    nodes_are_this_machine,
+)
 
 _LIMIT_S = 20.0
 #: A shorter grace time may be insufficient to write a checkpoint.
@@ -95,7 +99,7 @@ def partition_findings(site: Site) -> Iterator[Finding]:
         yield Finding("Partitions", "default", "none", remedy)
     for partition in site.partitions:
         value = f"{partition.describe_nodes()}; {partition.describe_limits()}"
-        if is_preemptible(partition, site):
+        if site.is_preemptible(partition):
             value += f"; preemption: {partition.preempt_mode}, grace time {partition.grace_time_s:g} s"
         name = f"{partition.name}{' (default)' if partition.default else ''}"
         yield Finding("Partitions", name, value, " ".join(_obstacles(partition, site)))
@@ -104,7 +108,7 @@ def partition_findings(site: Site) -> Iterator[Finding]:
 def _obstacles(partition: Partition, site: Site) -> Iterator[str]:
     if partition.state != "UP":
         yield f"The partition accepts or starts no new jobs now (State={partition.state})."
-    if not is_preemptible(partition, site):
+    if not site.is_preemptible(partition):
         return
     grace_s = partition.grace_time_s + (site.slurm or SlurmConfig()).kill_wait_s
     if "SUSPEND" in partition.preempt_mode:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
@@ -16,7 +14,6 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.debug import DebugJob
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.executor.job import Job
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.spec_builder import new_run_id, node_shape
@@ -39,9 +36,7 @@ _HINTS = {
     "runs_dir": "Pass the parent folder of the run folders as `folder`.",
     "array": "To submit a job array, use map_array(), submit_array() or batch().",
     "max_pickle_size_gb": "Remove this parameter: hpctrain does not limit the size of the function.",
-    (
-        "python"
-    ): "The ranks use the Python of this program. For another Python, set venv, conda or container_image.",
+    "python": "The ranks use this program's Python. For another Python, set venv, conda or container_image.",
     "use_srun": "The supervisor starts the ranks with srun. To use torchrun, set launcher to torchrun.",
     "visible_gpus": "Set CUDA_VISIBLE_DEVICES in the environment of the program that submits the jobs.",
 }
@@ -114,7 +109,8 @@ class Executor(submitit.Executor):
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return plugin_parameters()
+        submitits = {*_HINTS, *_RENAMED, *_CONVERTED, *_WITHOUT_EFFECT}
+        return _PluginParameters({*option_names(), *submitits})
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         for name, value in kwargs.items():
@@ -133,8 +129,56 @@ class Executor(submitit.Executor):
             FunctionCall(submission.function, submission.args, submission.kwargs)
             for submission in delayed_submissions
         ]
-        runs, world_size = _submit_calls(calls, *to_options(self.parameters), self.folder, self._shown_notes)
+        runs, world_size = self._submit_calls(calls, *to_options(self.parameters))
         return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
+
+    def _submit_calls(
+        self, calls: Sequence[FunctionCall], options: SubmitOptions, max_concurrent: int
+    ) -> tuple[list[Run], int]:
+        """Submit calls; several become a job array. Return the runs, and the number of ranks of each."""
+        # A function that raised an exception is called again only on request.
+        again = "max_failures" in options or any(
+            kind.startswith("python") for kind in options.get("restart_policy", ())
+        )
+        payloads = [CallPayload.serialize(call, retry_on_exception=again).to_bytes() for call in calls]
+        names = {call.name for call in calls}
+        name = options.get("name") or (names.pop() if len(names) == 1 else "functions")
+        limit = f"%{max_concurrent}" if max_concurrent else ""
+        array = f"0-{len(calls) - 1}{limit}" if len(calls) > 1 else ""
+        run_dir = self.folder / new_run_id(name)
+        while run_dir.exists():
+            run_dir = self.folder / new_run_id(name)
+        submission = prepare_submission(
+            _SCRIPT,
+            [],
+            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
+            # Overrides configuration files: the number of tasks is the number of calls.
+            assignments=[f"array={array}"],
+            environ=dict(os.environ),
+            cwd=Path.cwd(),
+            python=sys.executable,
+            code=_program_folder(),
+        )
+        if not (spec := submission.spec).supervised:
+            raise SpecError(
+                "Functions run in hpctrain's ranks, which the template 'plain' leaves out (template). Choose "
+                "another template."
+            )
+        if spec.is_elastic:
+            raise SpecError(
+                f"{spec.min_nodes} to {spec.nodes} nodes were requested (--nodes), but a function returns "
+                "one result per rank, so the number of nodes must be fixed. Request a single number, "
+                "such as 4."
+            )
+        advice = f"--array {array.partition('%')[0]}%2"
+        for note in submission.notes:
+            if note not in self._shown_notes:
+                self._shown_notes.add(note)
+                log.warning(note.replace(advice, "slurm_array_parallelism=2"))
+        run = submit_prepared(submission, payloads)
+        for prospect in submission.forecast:
+            log.info(prospect)
+        return run.tasks() or [run], spec.world_size
 
 
 class _PluginParameters(set[str]):
@@ -143,12 +187,6 @@ class _PluginParameters(set[str]):
     def __iter__(self) -> Iterator[str]:
         shared = submitit.SlurmExecutor._valid_parameters()
         return (name for name in sorted(super().__iter__()) if name not in shared)
-
-
-def plugin_parameters() -> set[str]:
-    """Return the parameters that `submitit.AutoExecutor` accepts with the prefix `hpctrain_`."""
-    submitits = {*_HINTS, *_RENAMED, *_CONVERTED, *_WITHOUT_EFFECT}
-    return _PluginParameters({*option_names(), *submitits})
 
 
 def translate_parameter(name: str, value: Any) -> tuple[str, Any]:
@@ -189,56 +227,6 @@ def to_options(parameters: Mapping[str, Any]) -> tuple[SubmitOptions, int]:
     return cast(SubmitOptions, options), parameters.get("array_parallelism", 0)
 
 
-def _submit_calls(
-    calls: Sequence[FunctionCall],
-    options: SubmitOptions,
-    max_concurrent: int,
-    folder: Path,
-    shown_notes: set[str],
-) -> tuple[list[Run], int]:
-    """Submit calls; several become a job array. Return the runs, and the number of ranks of each."""
-    # A function that raised an exception is called again only on request.
-    again = "max_failures" in options or any(
-        kind.startswith("python") for kind in options.get("restart_policy", ())
-    )
-    payloads = [CallPayload.serialize(call, retry_on_exception=again).to_bytes() for call in calls]
-    names = {call.name for call in calls}
-    name = options.get("name") or (names.pop() if len(names) == 1 else "functions")
-    array = f"0-{len(calls) - 1}" + (f"%{max_concurrent}" if max_concurrent else "") if len(calls) > 1 else ""
-    with _new_folder(folder, name) as run_dir:
-        submission = prepare_submission(
-            _SCRIPT,
-            [],
-            cast(SubmitOptions, {**options, "name": name, "run_dir": run_dir}),
-            # Overrides configuration files: the number of tasks is the number of calls.
-            assignments=[f"array={array}"],
-            environ=dict(os.environ),
-            cwd=Path.cwd(),
-            python=sys.executable,
-            code=_program_folder(),
-        )
-        if not (spec := submission.spec).supervised:
-            raise SpecError(
-                "Functions run in hpctrain's ranks, which the template 'plain' leaves out (template). Choose "
-                "another template."
-            )
-        if spec.is_elastic:
-            raise SpecError(
-                f"{spec.min_nodes} to {spec.nodes} nodes were requested (--nodes), but a function returns "
-                "one result per rank, so the number of nodes must be fixed. Request a single number, "
-                "such as 4."
-            )
-        advice = f"--array {array.partition('%')[0]}%2"
-        for note in submission.notes:
-            if note not in shown_notes:
-                shown_notes.add(note)
-                log.warning(note.replace(advice, "slurm_array_parallelism=2"))
-        run = submit_prepared(submission, payloads)
-        for prospect in submission.forecast:
-            log.info(prospect)
-    return run.tasks() or [run], submission.spec.world_size
-
-
 def _program_folder() -> Path:
     """Return the folder of this program's modules; the current folder for tools such as notebooks."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -247,26 +235,3 @@ def _program_folder() -> Path:
     if folder is None or any(folder.is_relative_to(prefix) for prefix in tools):
         return Path.cwd()
     return folder
-
-
-@contextmanager
-def _new_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Create a new folder; remove it if the block fails and no job can be queued."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            folder = parent / new_run_id(name)
-            with suppress(FileExistsError):
-                folder.mkdir(0o755)
-                break
-    except OSError as error:
-        raise SpecError(
-            f"Cannot create a run folder in {str(parent)!r} (`folder`): {error.strerror}. Choose "
-            "another folder."
-        ) from error
-    try:
-        yield folder
-    except Exception as error:
-        if not isinstance(error, SubmissionUnconfirmed):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise

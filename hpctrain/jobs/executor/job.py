@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import threading
@@ -10,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import submitit
 from submitit.core.core import InfoWatcher
@@ -19,15 +20,16 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 from hpctrain.errors import HpctrainError, RunFailed, UserError
 from hpctrain.files import read_regular
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
-from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
 from hpctrain.schema import FailureRecord, read_record
 from hpctrain.slurm.states import RunState
 from hpctrain.text import format_ranks
+
+# Submitting a function does not require these modules.
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller
 
 
 class RunWatcher(InfoWatcher):
@@ -39,43 +41,35 @@ class RunWatcher(InfoWatcher):
         self._lock = threading.RLock()
         self._runs: dict[str, Run] = {}
         self._statuses: dict[str, RunStatus] = {}
-        self._poller = StatusPoller([], {})
+        self._poller: StatusPoller | None = None
         self._watched: list[str] = []
 
     def add_run(self, run: Run) -> None:
-        key = str(run.dir.path)
         with self._lock:
-            self._runs.setdefault(key, run)
-            if key not in self._registered:
-                self.register_job(key)
+            if str(run.dir.path) not in self._runs:
+                self._runs[str(run.dir.path)] = run
+                self._last_status_check = -math.inf
 
     def status(self, run: Run, mode: str = "standard") -> RunStatus | None:
-        """Return the run's status, possibly cached to limit the load on the scheduler."""
+        from hpctrain.jobs.runs.run_status import StatusPoller
+
         self.add_run(run)
         key = str(run.dir.path)
         with self._lock:
-            self.update_if_long_enough(mode)
+            poll_s = 0.0 if self._poller is None else self._poller.poll_s
+            is_due = mode == "standard" and time.time() - self._last_status_check >= poll_s
+            if is_due or mode == "force":
+                self.update()
             if mode != "cache" and key not in self._finished and read_run_record(run.dir).finished:
                 self._cache_statuses([key], StatusPoller([run.dir], run.environ))
             return self._statuses.get(key)
 
-    def get_state(self, job_id: str, mode: str = "standard") -> str:
-        return self.get_info(job_id, mode).get("State", RunState.UNKNOWN.value)
-
-    def get_info(self, job_id: str, mode: str = "standard") -> dict[str, str]:
-        status = self.status(self._runs[job_id], mode)
-        return {} if status is None else {"JobID": status.job_id or "", "State": status.state.value}
-
-    def update_if_long_enough(self, mode: str) -> None:
-        if mode == "force" or (
-            mode == "standard" and time.time() - self._last_status_check >= self._poller.poll_s
-        ):
-            self.update()
-
     def update(self) -> None:
+        from hpctrain.jobs.runs.run_status import StatusPoller
+
         with self._lock:
             active = [key for key in self._runs if key not in self._finished]
-            if active != self._watched:
+            if self._poller is None or active != self._watched:
                 self._poller = StatusPoller([self._runs[key].dir for key in active], os.environ)
                 self._watched = active
             self._num_calls += 1
@@ -185,6 +179,8 @@ class Job(submitit.Job[R]):
 
     @classmethod
     def from_run(cls, run: Run) -> Job[Any]:
+        from hpctrain.jobspec.load_spec import load_spec
+
         return cls(run.dir.path, run.job_id or "", range(load_spec(run.dir.spec).world_size))
 
     def submission(self) -> DelayedSubmission:
@@ -214,6 +210,8 @@ class Job(submitit.Job[R]):
         Raises:
             SchedulerError: the state was unknown for an hour without new output, or the run will never start.
         """
+        from hpctrain.jobs.runs.run_status import UnknownStateTracker
+
         tracker = UnknownStateTracker()
         while (status := self.watcher.status(self.run)) is None or not status.state.ended:
             if status is not None and (message := tracker.message_for(status)):
@@ -268,14 +266,11 @@ class Job(submitit.Job[R]):
     @property
     def state(self) -> str:
         """`PENDING`, `RUNNING`, `COMPLETED`, `FAILED`, `CANCELLED`, or `UNKNOWN`."""
-        return self.watcher.get_state(self._key)
+        return self.get_info("standard").get("State", RunState.UNKNOWN.value)
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
-        return self.watcher.get_info(self._key, mode)
-
-    @property
-    def _key(self) -> str:
-        return str(self.run.dir.path)
+        status = self.watcher.status(self.run, mode)
+        return {} if status is None else {"JobID": status.job_id or "", "State": status.state.value}
 
     def _register_in_watcher(self) -> None:
         self.watcher.add_run(self.run)
@@ -294,8 +289,7 @@ class Job(submitit.Job[R]):
         return "\n".join(texts) if texts else None
 
     def stderr(self) -> str | None:
-        """Return the same as `stdout`: both streams of a rank are written to one log."""
-        return self.stdout()
+        return self.stdout()  # Both streams of a rank are written to one log.
 
     def __del__(self) -> None:
         if self._cancel_at_deletion and not self.done():
@@ -310,7 +304,6 @@ class Job(submitit.Job[R]):
 
 
 def _read_result(run: RunDir, attempt: int, rank: int) -> Any:
-    """Return the function's result on a rank of a completed run; wait for a file from another host."""
     path = run.result(attempt, rank)
     deadline = time.monotonic() + _RESULT_TIMEOUT_S
     while not path.exists():

@@ -14,15 +14,27 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
 from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobs.options.table import BATCH_KEYS, SubmitOptions
-from hpctrain.jobspec.batch_header import BatchHeader, parse_batch_header, shell_of
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.jobspec.validation import check_spec
+from hpctrain.slurm.batch_header import BatchHeader, parse_batch_header, shell_of
 from hpctrain.slurm.duration import parse_duration
 
 #: Options of the command sbatch, not of the job.
 _OF_COMMAND = ("help", "ignore-pbs", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait")
 #: Options whose values are paths, relative to the working directory of the job or to that of sbatch.
 _JOB_PATHS, _PATHS = ("output", "error", "input"), {"nodefile", "export-file"}
+#: Options for ranks that hpctrain starts, which have no effect.
+OF_RANKS = (
+    *("spare_nodes", "node_check", "scale_up_after", "gpu_request_style", "standby_workers", "mpi"),
+    *(
+        "srun_arg",
+        "cpu_binding",
+        "code_snapshot",
+        "container_image",
+        "stage",
+        "stage_environment",
+        "launcher",
+    ),
+)
 _SIGNAL = re.compile(r"(?:[RB]+:)?\w+(?:@(\d+))?", re.ASCII | re.IGNORECASE)
 #: Seconds before the time limit at which sbatch sends the signal of --signal.
 _SIGNAL_LEAD_S = 60
@@ -116,9 +128,8 @@ def build_batch_spec(
             directives[option] = os.path.join(workdir.replace("%", "%%"), path)
     for option in _PATHS & directives.keys():
         directives[option] = os.path.normpath(cwd / directives[option])
-    own: dict[str, Any] = {
-        name: value for name, value in options.items() if name not in (*BATCH_KEYS.values(), "sbatch")
-    }
+    passed = (*BATCH_KEYS.values(), *OF_RANKS, "sbatch")
+    own: dict[str, Any] = {name: value for name, value in options.items() if name not in passed}
     if "job-name" in directives:
         own["name"] = directives.pop("job-name")
     nodes = re.match(r"[1-9]\d{0,8}", directives.get("nodes", ""))
@@ -134,6 +145,4 @@ def build_batch_spec(
     if "checkpoints" in own:
         own["checkpoints"] = os.path.join(workdir, own["checkpoints"])
     spec = build_spec(script, args, cast(SubmitOptions, own), cwd=cwd, program="batch", **shape)
-    spec = replace(spec, **fields)
-    check_spec(spec)
-    return spec, origins
+    return replace(spec, **fields), origins

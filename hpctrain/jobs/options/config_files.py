@@ -115,7 +115,7 @@ def _read_option(
     else:
         is_list = (option is None or option.kind.many) and isinstance(node.value, list)
         texts = [text for text in (node.texts(key) if is_list else [node.text(key)]) if text is not None]
-        if option is not None and (is_path := option.about.is_path) is not None:
+        if option is not None and (is_path := option.is_path) is not None:
             texts = [_anchor(text, node.path, environ) if is_path(text) else text for text in texts]
         yield from parse_option(key, texts if is_list else texts[0], f"{source}: {key}", source)
 
@@ -142,48 +142,44 @@ def _read_yaml(path: Path) -> ConfigNode:
     except SpecError:  # is a ValueError
         raise
     except OSError as error:
-        raise SpecError(
+        message = (
             f"Cannot read the configuration file {str(path)!r}: {error.strerror}. Check its path and "
             "permissions."
-        ) from error
+        )
     except UnicodeDecodeError as error:
-        raise SpecError(
-            f"{path} is not valid UTF-8: {error.reason} at byte {error.start}. Save the file as UTF-8."
-        ) from error
+        message = f"{path} is not valid UTF-8: {error.reason} at byte {error.start}. Save the file as UTF-8."
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        raise SpecError(f"{path}{line} is not valid YAML: {error.problem or error.context}.") from error
-    except RecursionError as error:
-        raise SpecError(f"{path} is nested too deeply.") from error
+        message = f"{path}{line} is not valid YAML: {error.problem or error.context}."
+    except RecursionError:
+        message = f"{path} is nested too deeply."
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the library passes on errors of escapes
-        raise SpecError(f"{path} is not valid YAML: {error}.") from error
+        message = f"{path} is not valid YAML: {error}."
+    raise SpecError(message)
 
 
 def _convert(node: yaml.Node, path: Path, converted: dict[yaml.Node, ConfigNode]) -> ConfigNode:
     """Convert a node once, even if many aliases refer to it."""
-    if node not in converted:
-        converted[node] = _convert_new(node, path, converted)
-    return converted[node]
-
-
-def _convert_new(node: yaml.Node, path: Path, converted: dict[yaml.Node, ConfigNode]) -> ConfigNode:
-    line = node.start_mark.line + 1
+    if node in converted:
+        return converted[node]
+    value: str | list[ConfigNode] | dict[str, ConfigNode] | None
     if isinstance(node, yaml.SequenceNode):
-        return ConfigNode([_convert(entry, path, converted) for entry in node.value], path, line)
-    if not isinstance(node, yaml.MappingNode):
-        is_null = node.tag == "tag:yaml.org,2002:null"
-        return ConfigNode(None if is_null else str(node.value), path, line)
-    entries: dict[str, ConfigNode] = {}
-    for key, value in node.value:
-        # The line of an option is that of its key.
-        entry = _convert(value, path, converted)._replace(line=key.start_mark.line + 1)
-        if not isinstance(key.value, str):
-            raise entry.error("a key is a list or a mapping, but must be a single value.")
-        if key.value in entries:
-            raise entry.error(
-                f"duplicate key {key.value!r}, already set on line {entries[key.value].line}. Remove one of "
-                "the two."
-            )
-        entries[key.value] = entry
-    return ConfigNode(entries, path, line)
+        value = [_convert(entry, path, converted) for entry in node.value]
+    elif isinstance(node, yaml.MappingNode):
+        value = {}
+        for key, child in node.value:
+            # The line of an option is that of its key.
+            entry = _convert(child, path, converted)._replace(line=key.start_mark.line + 1)
+            if not isinstance(key.value, str):
+                raise entry.error("a key is a list or a mapping, but must be a single value.")
+            if key.value in value:
+                raise entry.error(
+                    f"duplicate key {key.value!r}, already set on line {value[key.value].line}. Remove one "
+                    "of the two."
+                )
+            value[key.value] = entry
+    else:
+        value = None if node.tag == "tag:yaml.org,2002:null" else str(node.value)
+    converted[node] = ConfigNode(value, path, node.start_mark.line + 1)
+    return converted[node]

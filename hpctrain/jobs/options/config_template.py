@@ -42,7 +42,7 @@ _PROFILES = """
 
 def config_template() -> str:
     """Return the text of the template. It is valid unchanged and with any line uncommented."""
-    in_files = [option for option in all_options().values() if option.about.in_files]
+    in_files = [option for option in all_options().values() if option.in_files]
     sections = [_HEAD]
     for group, members in groupby(in_files, lambda option: option.group):
         sections.append(f"\n# ---- {group}\n")
@@ -51,14 +51,13 @@ def config_template() -> str:
 
 
 def _entry(option: Option) -> str:
-    about = option.about
-    help_lines = textwrap.wrap(about.help, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    help_lines = textwrap.wrap(option.help, _WIDTH, initial_indent="# ", subsequent_indent="# ")
     empty = "{}" if option.kind.pairs else "[]" if option.kind.many else ""
-    value = empty if about.default is None else str(about.default)
+    value = empty if option.default is None else str(option.default)
+    example = f"{{{option.example}}}" if option.kind.pairs else option.example
     comments = [
-        f"default: {about.default_words}" if about.default_words else "",
-        f"example: {{{about.example}}}" if option.kind.pairs else "",
-        f"example: {about.example}" if about.example and not option.kind.pairs else "",
+        f"default: {option.default_text}" if option.default is None and option.default_text else "",
+        f"example: {example}" if example else "",
         str(option.kind) if option.kind.choices else "",
     ]
     comment = "; ".join(filter(None, comments))

@@ -121,53 +121,32 @@ def _nonempty(value: object) -> str:
     raise ValueError(value)
 
 
-class OptionInfo(NamedTuple):
-    """Documentation and special properties of an option."""
-
+class Option(NamedTuple):
     help: str
     """Effect of the option, in one or two sentences without Markdown."""
     metavar: str = ""
-    """Placeholder of the value in a synopsis; empty for the option's name."""
+    """Placeholder of the value: by default the choices, or the name; empty for a flag."""
     default: Any = None
-    default_words: str = ""
-    """Description of a default that depends on other values."""
+    default_text: str = ""
+    """Description of the default, which may depend on other values; empty if there is no default."""
     example: str = ""
     in_files: bool = True
     """True if the option may be given in a file or with `--set`."""
     on_command_line: bool = True
     is_path: Callable[[str], bool] | None = None
     """Predicate for values that are paths."""
+    name: str = ""
+    """Name in Python and in files."""
+    group: str = ""
+    """Heading under which the option is listed."""
+    kind: OptionType = OptionType()
     short: str = ""
     """Short name on the command line, with its dash."""
-
-
-class Option(NamedTuple):
-    name: str
-    """Name in Python and in files."""
-    group: str
-    """Heading under which the option is listed."""
-    kind: OptionType
-    about: OptionInfo
 
     @property
     def flag(self) -> str:
         """Name on the command line; for other options, the name in files."""
-        return f"--{self.name.replace('_', '-')}" if self.about.on_command_line else self.name
-
-    @property
-    def metavar(self) -> str:
-        """Placeholder of the value: the choices if they are fixed; empty for a flag."""
-        if self.kind.flag:
-            return ""
-        choices = "" if self.kind.text else "|".join(self.kind.choices)
-        return self.about.metavar or choices or self.name.upper()
-
-    @property
-    def default(self) -> str:
-        """Description of the default; empty if there is no default."""
-        if self.about.default is False:
-            return "no"
-        return self.about.default_words or ("" if self.about.default is None else str(self.about.default))
+        return f"--{self.name.replace('_', '-')}" if self.on_command_line else self.name
 
 
 class OptionSource(NamedTuple):

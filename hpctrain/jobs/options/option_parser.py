@@ -7,8 +7,9 @@ from functools import cache
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import NO, YES, Option, OptionSource, OptionValue
-from hpctrain.jobs.options.table import all_options, sbatch_options, sbatch_type
-from hpctrain.jobspec.batch_header import SHORT_NAMES
+from hpctrain.jobs.options.table import all_options
+from hpctrain.slurm.batch_header import SHORT_NAMES
+from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES, SBATCH_OPTIONS
 from hpctrain.text import suggest
 
 #: Keys of the sections of a file: named sets of options, rules of the site, search space of a sweep.
@@ -50,7 +51,7 @@ _SENTENCES = {name: sentence for sentence, names in _REPLACEMENTS.items() for na
 @cache
 def option_names() -> dict[str, None]:
     """Return the names of all options in Python, those of sbatch last."""
-    return dict.fromkeys([*all_options(), *sbatch_options()])
+    return dict.fromkeys([*all_options(), *SBATCH_OPTIONS])
 
 
 def flag_of(key: str) -> str:
@@ -71,40 +72,36 @@ def find_replacement(name: str) -> str:
     option = all_options().get(key.replace("-", "_"))
     if option is None:
         return ""
-    return f"Use {option.flag}" if option.about.on_command_line else f"Use --set {option.name}=VALUE"
+    return f"Use {option.flag}" if option.on_command_line else f"Use --set {option.name}=VALUE"
 
 
 def find_option(key: str, location: str) -> Option | None:
     """Return the option of that name, if files and `--set` accept it; None for an option of sbatch."""
-    if key in sbatch_options():
+    if key in SBATCH_OPTIONS:
         return None
     option = all_options().get(key)
-    if option is not None and option.about.in_files:
+    if option is not None and option.in_files:
         return option
     if option is not None:
         raise SpecError(f"{location}{key!r} is only accepted on the command line, as {option.flag}.")
     if key in SECTIONS:
         raise SpecError(f"{location}{key!r} is a section of configuration files, not an option.")
-    names = [name for name, option in all_options().items() if option.about.in_files]
+    names = [name for name, option in all_options().items() if option.in_files]
     replacement = find_replacement(key)
-    hint = f"{replacement}." if replacement else suggest(key, (*names, *sbatch_options(), *SECTIONS))
+    hint = f"{replacement}." if replacement else suggest(key, (*names, *SBATCH_OPTIONS, *SECTIONS))
     raise SpecError(f"{location}unknown option {key!r}. {hint}")
 
 
 def parse_option(key: str, value: object, label: str, source: OptionSource) -> Iterator[OptionValue]:
-    """Yield the value of an option, or one value for each of its entries.
+    """Yield the value of an option, or one for each of its entries; None removes values from weaker sources.
 
-    Args:
-        key: the name of the option, or of one of its entries, such as `env.NAME`.
-        value: the value; None removes values from weaker sources.
-        label: name of the option in errors.
-        source: where the value comes from.
+    `key` is the name of the option, or of one of its entries, such as `env.NAME`; errors contain `label`.
     """
     name, _, entry = key.partition(".")
     if name == "sbatch" and isinstance(value, Mapping):
         for sbatch_name, sbatch_value in value.items():
             yield from parse_option(f"sbatch.{sbatch_name}", sbatch_value, f"--sbatch {sbatch_name}", source)
-    elif name in sbatch_options() or (name == "sbatch" and entry):
+    elif name in SBATCH_OPTIONS or (name == "sbatch" and entry):
         if value == "" and not entry:
             raise _invalid(label, value, "")
         if value is None:
@@ -128,18 +125,17 @@ def parse_option(key: str, value: object, label: str, source: OptionSource) -> I
 def parse_sbatch_option(name: str, value: object, label: str) -> tuple[str, str | None]:
     """Return key and value of an option of sbatch. A flag has an empty value, or None if it is off."""
     name = name.replace("_", "-")
-    if name not in sbatch_options().values() and name != "profile":
+    if name not in SBATCH_OPTIONS.values() and name != "profile":
         if replacement := find_replacement(name):
             raise SpecError(f"{label} cannot be set. {replacement}.")
-        hint = suggest(name, sbatch_options().values(), otherwise="See the long options in `man sbatch`.")
+        hint = suggest(name, SBATCH_OPTIONS.values(), otherwise="See the long options in `man sbatch`.")
         raise SpecError(f"sbatch has no option {name!r} ({label}). {hint}")
-    kind = sbatch_type(name)
-    if kind.flag:
+    if name in SBATCH_FLAGS:
         if value is True or str(value).lower() in ("", *YES):
             return f"sbatch.{name}", ""
         if value is False or str(value).lower() in NO:
             return f"sbatch.{name}", None
-        if not kind.text:
+        if name not in SBATCH_OPTIONAL_VALUES:
             raise SpecError(
                 f"{label} is {value!r}, but this flag of sbatch accepts no value. Remove the value, or the "
                 "option."

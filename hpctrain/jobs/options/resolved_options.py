@@ -19,8 +19,9 @@ from hpctrain.jobs.options.option_parser import (
     option_names,
     parse_option,
 )
-from hpctrain.jobs.options.table import BATCH_KEYS, BATCH_OPTIONS, SubmitOptions, all_options, sbatch_type
+from hpctrain.jobs.options.table import BATCH_KEYS, BATCH_OPTIONS, SubmitOptions, all_options
 from hpctrain.slurm.environment import SBATCH_VARIABLES, strip_job_env
+from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
@@ -106,15 +107,12 @@ def resolve_options(
     standing = _read(_config_search_path(cwd, environ), environ)
     named = _read([cwd / chosen["config"]] if "config" in chosen else [], environ)
     settled: dict[str, OptionValue] = {}
-    variables = [] if previous is not None else list(_from_variables(environ))
+    variables = list(_from_variables(environ)) if previous is None else []
     files = list(_from_files(standing, named, chosen.get("profile"), previous))
-    # As for sbatch, variables override the options in a batch script.
-    weaker = (
-        [*variables, *files]
-        if header is None
-        else [*files, *(header if previous is None else ()), *variables]
-    )
-    for setting in (*weaker, *overriding):
+    if header is not None:
+        # As for sbatch, variables override the options in a batch script.
+        files, variables = [], [*files, *(header if previous is None else ()), *variables]
+    for setting in (*variables, *files, *overriding):
         if setting.key in _MEMORY:
             # sbatch accepts only one of these.
             for key in _MEMORY:
@@ -127,8 +125,12 @@ def resolve_options(
             # Of options that exclude each other, sbatch uses the last.
             settled.pop(setting.key, None)
             settled[setting.key] = setting
-    defaults = {name: value for name, value in _defaults().items() if name not in settled}
-    return ResolvedOptions({**defaults, **settled}, (*standing, *named))
+    defaults = {
+        name: OptionValue(name, option.default, DEFAULT_SOURCE)
+        for name, option in all_options().items()
+        if option.default is not None and name not in settled
+    }
+    return ResolvedOptions(defaults | settled, (*standing, *named))
 
 
 def previous_values(
@@ -171,22 +173,13 @@ def _read(paths: Sequence[Path], environ: Mapping[str, str]) -> list[ConfigFile]
     return [read_config_file(path, environ) for path in paths]
 
 
-def _defaults() -> dict[str, OptionValue]:
-    return {
-        name: OptionValue(name, option.about.default, DEFAULT_SOURCE)
-        for name, option in all_options().items()
-        if option.about.default is not None
-    }
-
-
 def _from_variables(environ: Mapping[str, str]) -> Iterator[OptionValue]:
     """Yield the options that environment variables of sbatch set."""
     outer = strip_job_env(environ)
     for name, variable in SBATCH_VARIABLES.items():
         if value := outer.get(variable):
             key = {"job-name": "name", "time": "time"}.get(name, f"sbatch.{name}")
-            kind = sbatch_type(name)
-            is_flag = key.startswith("sbatch.") and kind.flag and not kind.text
+            is_flag = name in SBATCH_FLAGS - SBATCH_OPTIONAL_VALUES
             yield from parse_option(key, True if is_flag else value, variable, OptionSource(variable))
 
 

@@ -1,24 +1,23 @@
-"""Build a `JobSpec` with all defaults from the resolved options."""
+"""Build the `JobSpec` of a job from its completed options."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.table import SubmitOptions, is_template_path
-from hpctrain.jobspec.container import Container, split_list_values
-from hpctrain.jobspec.job_spec import BackendName, JobSpec
+from hpctrain.jobspec.container import Container, ContainerRuntime, is_image_file, split_list_values
+from hpctrain.jobspec.job_spec import CONTROL_CHARACTER, BackendName, CodeRef, JobSpec
 from hpctrain.jobspec.launcher import ProgramKind, TorchrunConfig
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS, NotifyConfig
 from hpctrain.jobspec.restart_policy import parse_rule_changes
 from hpctrain.jobspec.shell_setup import ShellSetup, is_conda_prefix
-from hpctrain.jobspec.validation import CONTROL_CHARACTER, check_spec
-from hpctrain.rundir import ARCHIVE_SUFFIX
+from hpctrain.rundir import ARCHIVE_SUFFIX, RunDir
 from hpctrain.slurm.duration import parse_duration
 from hpctrain.text import is_count, pluralize
 
@@ -59,13 +58,11 @@ def build_spec(
     backend: BackendName,
     cwd: Path,
     python: str,
-    container: Container | None = None,
     program: ProgramKind = "script",
+    code: Callable[[RunDir], CodeRef] | None = None,
+    expedites_requeues: bool = False,
 ) -> JobSpec:
-    """Fill in the defaults, and run the checks that do not inspect the machine.
-
-    `script` and `options` are those of `prepare_submission` and `ResolvedOptions.options`.
-    """
+    """Fill in the defaults, and run the checks that do not inspect the machine; `code` chooses the copy."""
     path = os.path.normpath(cwd / script) if program in ("script", "batch") else os.fspath(script)
     name = options.get("name", CONTROL_CHARACTER.sub("-", _default_name(program, path, args)))
     gpu_type, gpus_per_node, ntasks_per_node = node_shape(options)
@@ -77,13 +74,13 @@ def build_spec(
     min_nodes, nodes = _nodes(options.get("nodes", JobSpec.nodes))
     shell = _shell(options, cwd)
     run_dir = _run_dir(options, name, cwd)
-    template = _template(options.get("template"), cwd)
+    template = template_path(options, cwd)
     fields = {
         field: _checked(option, cast(dict[str, Any], options)[option])
         for field, option in SPEC_FIELDS.items()
         if option in options
     }
-    spec = JobSpec(
+    return JobSpec(
         script=path,
         program=program,
         args=tuple(map(str, args)),
@@ -107,9 +104,11 @@ def build_spec(
         directives=directives,
         template=template,
         supervised=not is_plain_template(template),
+        expedite_requeue=expedites_requeues,
         shell=shell,
         torchrun=_torchrun(options),
-        container=container,
+        code=None if code is None else code(RunDir(run_dir)),
+        container=_container(options, backend, cwd),
         stage=_stage(options, cwd),
         notify=NotifyConfig(
             targets=tuple(options.get("notify", ())),
@@ -118,8 +117,6 @@ def build_spec(
         ),
         **fields,
     )
-    check_spec(spec)
-    return spec
 
 
 def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
@@ -136,7 +133,6 @@ def _default_name(program: ProgramKind, path: str, args: Sequence[str]) -> str:
 
 
 def _checked(option: str, value: Any) -> Any:
-    """Return the value of an option; None for `never`."""
     if value == "never" and option in _LEAST:
         return None
     if option in _LEAST and value < _LEAST[option]:
@@ -159,13 +155,11 @@ def _run_dir(options: SubmitOptions, name: str, cwd: Path) -> Path:
 
 
 def new_run_id(name: str) -> str:
-    """Return a run id for a job of that name. Collisions within the same second are very unlikely."""
     stem = _NOT_IN_ID.sub("-", name)[:_MAX_NAME_IN_ID].strip("-.") or "run"
     return f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def _nodes(value: int | str) -> tuple[int, int]:
-    """Return the minimum and maximum number of nodes from `2:4` or a single number."""
     if isinstance(value, int):
         return value, value
     if match := re.fullmatch(r"([1-9]\d{0,17}):(\d{1,18})", value, re.ASCII):
@@ -196,7 +190,6 @@ def node_shape(options: SubmitOptions) -> tuple[str | None, int, int]:
 
 
 def parse_gpus(value: int | str) -> tuple[str | None, int]:
-    """Return type and number of GPUs from `h100:8` or a single number."""
     if isinstance(value, int):
         return None, value
     gpu_type, _, number = value.rpartition(":")
@@ -220,7 +213,6 @@ def _directives(options: SubmitOptions, cwd: Path) -> dict[str, str]:
 
 
 def _read_nodes(path: Path, option: str) -> str:
-    """Return the nodes in a file, which has a name per line, and comments after `#`."""
     try:
         lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
@@ -258,6 +250,30 @@ def _stage(options: SubmitOptions, cwd: Path) -> dict[str, str]:
     return staged
 
 
+def _container(options: SubmitOptions, backend: BackendName, cwd: Path) -> Container | None:
+    if "container_image" not in options:
+        return None
+    image = os.fspath(options["container_image"])
+    runtime = cast(ContainerRuntime, options["container_runtime"])
+    if runtime == "pyxis" and backend == "local":
+        raise SpecError(
+            "pyxis is a Slurm plugin, so it cannot be used with --backend local. Use container_runtime "
+            "apptainer, or remove --container-image."
+        )
+    mounts = []
+    for mount in split_list_values(options.get("container_mounts", [])):
+        source, colon, target = mount.partition(":")
+        path = os.path.normpath(cwd / source)
+        mounts.append(f"{path}:{target if colon else path}")
+    return Container(
+        image=os.path.normpath(cwd / image) if is_image_file(image) else image,
+        runtime=runtime,
+        mounts=tuple(mounts),
+        env=split_list_values(options.get("container_env", [])),
+        python=options.get("container_python", Container.python),
+    )
+
+
 def _torchrun(options: SubmitOptions) -> TorchrunConfig | None:
     launcher = options.get("launcher", "torchrun" if options.get("template") == "torchrun" else "srun")
     if launcher != "torchrun":
@@ -268,8 +284,8 @@ def _torchrun(options: SubmitOptions) -> TorchrunConfig | None:
     )
 
 
-def _template(template: str | os.PathLike[str] | None, cwd: Path) -> str | None:
-    if template is None:
+def template_path(options: SubmitOptions, cwd: Path) -> str | None:
+    if (template := options.get("template")) is None:
         return None
     text = os.fspath(template)
     return os.path.normpath(cwd / text) if is_template_path(text) else text

@@ -1,7 +1,7 @@
-"""The table of all submission options: name, type and help text.
+"""List all submission options with type and help text.
 
 The command line, `SubmitOptions` in Python, the keys of `hpctrain.yaml`, the output of `hpctrain init` and
-the tables of the documentation are generated from it.
+the tables of the documentation are generated from this table.
 """
 
 # No `from __future__ import annotations`: evaluating string annotations would dominate the import time.
@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal, TypedDict
 
-from hpctrain.jobs.options.option import Option, OptionInfo, OptionType
-from hpctrain.jobspec.batch_header import SHORT_NAMES
+from hpctrain.jobs.options.option import Option, OptionType
 from hpctrain.jobspec.container import Container, is_image_file
 from hpctrain.jobspec.job_spec import (
     DEFAULT_SNAPSHOT_LIMIT_MB,
@@ -26,6 +25,7 @@ from hpctrain.jobspec.job_spec import (
 from hpctrain.jobspec.launcher import LauncherName, RendezvousBackend, TorchrunConfig
 from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotificationKind
 from hpctrain.jobspec.shell_setup import is_conda_prefix
+from hpctrain.slurm.batch_header import SHORT_NAMES
 
 _Path = str | os.PathLike[str]
 
@@ -36,115 +36,51 @@ def is_template_path(value: str) -> bool:
 
 
 class SbatchOptions(TypedDict, total=False):
-    """Options that are passed to sbatch unchanged: those of sbatch(1), from Slurm 20.11 to 25.05."""
+    """Common options of sbatch, which are passed on unchanged. All others are accepted, too."""
 
     account: int | str
-    acctg_freq: int | str
-    batch: int | str
-    bb: int | str
-    bbf: int | str
     begin: int | str
-    bell: int | str
-    cluster_constraint: int | str
     comment: int | str
-    consolidate_segments: int | str
     constraint: int | str
-    container: int | str
-    container_id: int | str
-    contiguous: bool
-    core_spec: int | str
-    cores_per_socket: int | str
-    cpu_freq: int | str
-    deadline: int | str
-    delay_boot: int | str
     dependency: int | str
-    distribution: int | str
     exclude: int | str
     exclusive: bool | str
-    extra: int | str
-    extra_node_info: int | str
-    get_user_env: int | str
-    gid: int | str
-    gpu_bind: int | str
-    gpu_freq: int | str
     gres: int | str
-    gres_flags: int | str
-    hint: int | str
     hold: bool
-    ignore_pbs: bool
-    immediate: int | str
-    kill_on_invalid_dep: int | str
     licenses: int | str
     mail_type: int | str
     mail_user: int | str
-    mcs_label: int | str
     mem: int | str
-    mem_bind: int | str
     mem_per_cpu: int | str
     mem_per_gpu: int | str
-    mincpus: int | str
-    network: int | str
     nice: int | str
-    no_bell: bool
     nodelist: int | str
-    overcommit: bool
-    oversubscribe: bool
     partition: int | str
-    power: int | str
-    prefer: int | str
     priority: int | str
-    propagate: int | str
     qos: int | str
-    reboot: bool
     reservation: int | str
-    resv_ports: int | str
-    segment: int | str
-    sockets_per_node: int | str
-    spread_job: bool
-    stepmgr: bool
     switches: int | str
-    thread_spec: int | str
-    threads_per_core: int | str
-    time_min: int | str
     tmp: int | str
-    tres_bind: int | str
-    tres_per_job: int | str
-    tres_per_task: int | str
-    uid: int | str
-    use_min_nodes: bool
-    wait_all_nodes: int | str
     wckey: int | str
-    x11: bool | str
 
 
 #: Options of sbatch for a batch script only. For other programs, hpctrain sets them.
-BATCH_OPTIONS = (
-    *(
-        "chdir",
-        "cpus_per_gpu",
-        "error",
-        "export",
-        "export_file",
-        "gpus",
-        "gpus_per_socket",
-        "input",
-        "no_kill",
-    ),
-    *("nodefile", "ntasks", "ntasks_per_core", "ntasks_per_gpu", "ntasks_per_socket", "oom_kill_step"),
-    *("open_mode", "output", "requeue", "signal"),
+BATCH_OPTIONS = tuple(
+    name.replace("-", "_")
+    for name in (
+        *("chdir", "cpus-per-gpu", "error", "export", "export-file", "gpus", "gpus-per-socket", "input"),
+        *("no-kill", "nodefile", "ntasks", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket"),
+        *("oom-kill-step", "open-mode", "output", "requeue", "signal"),
+    )
 )
-
-
 #: hpctrain's names of the other options that sbatch also has.
 BATCH_KEYS = {
     "job-name": "name",
     "array": "array",
     "nodes": "nodes",
     "time": "time",
-    "gpus-per-task": "gpus_per_task",
-    "ntasks-per-node": "ntasks_per_node",
-    "cpus-per-task": "cpus_per_task",
-    "gpus-per-node": "gpus_per_node",
+    **{f"{unit}-per-node": f"{unit}_per_node" for unit in ("gpus", "ntasks")},
+    **{f"{unit}-per-task": f"{unit}_per_task" for unit in ("cpus", "gpus")},
 }
 
 
@@ -205,230 +141,208 @@ class SubmitOptions(SbatchOptions, total=False):
 
 
 #: Help, placeholder and default of each option, by heading. Without a default, that of `JobSpec` applies.
-_OPTIONS: Mapping[str, Mapping[str, OptionInfo]] = {
+_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "Size": {
-        "nodes": OptionInfo(
-            "Number of nodes. With MIN:MAX, the run uses as many as are available, and continues if some "
-            "fail.",
-            "N|MIN:MAX",
+        "nodes": Option(
+            "Number of nodes. MIN:MAX uses as many as are available, and continues if some fail.", "N|MIN:MAX"
         ),
-        "spare_nodes": OptionInfo(
-            "Number of spare nodes, which replace failed nodes without queueing again.", "N"
+        "spare_nodes": Option("Number of nodes that replace failed nodes without queueing again.", "N"),
+        "node_check": Option(
+            "Check the nodes before the ranks start, and skip bad nodes. auto checks only after a failure of "
+            "a GPU or of communication, or a hang."
         ),
-        "node_check": OptionInfo(
-            "Check the health of the nodes before the ranks start, and skip bad nodes. auto checks only "
-            "after a GPU failure, a communication failure or a hang."
-        ),
-        "scale_up_after": OptionInfo(
-            "Seconds after which a run on fewer than MAX nodes looks for more nodes. 0 disables the search.",
+        "scale_up_after": Option(
+            "Seconds after which a run on fewer than MAX nodes looks for more. 0 disables the search.",
             "SECONDS",
         ),
-        "gpus_per_node": OptionInfo(
+        "gpus_per_node": Option(
             "GPUs per node, optionally with a type, as in h100:8. 0 uses only CPUs.", "[TYPE:]G"
         ),
-        "gpus_per_task": OptionInfo(
+        "gpus_per_task": Option(
             "GPUs per rank. With several, a rank can use dp, ddp2 or device_map, or start processes.",
             "G",
-            default_words="1 for runs on GPUs",
+            default_text="1 for runs on GPUs",
         ),
-        "ntasks_per_node": OptionInfo(
+        "ntasks_per_node": Option(
             "Ranks per node. With fewer ranks than GPUs, each rank has several GPUs.",
             "T",
-            default_words="one per GPU; 1 for runs on CPUs",
+            default_text="one per GPU; 1 for runs on CPUs",
         ),
-        "cpus_per_task": OptionInfo(
-            "CPUs per rank.", "C", default_words="for GPU jobs on Slurm, the share of the GPUs", example="8"
+        "cpus_per_task": Option(
+            "CPUs per rank.", "C", default_text="for GPU jobs on Slurm, the share of the GPUs", example="8"
         ),
-        "gpu_request_style": OptionInfo("sbatch option that requests GPUs at this site."),
-        "array": OptionInfo(
+        "gpu_request_style": Option("sbatch option that requests GPUs at this site."),
+        "array": Option(
             "Submit a job array: one run per task number ($HPCTRAIN_ARRAY_TASK_ID), at most LIMIT at a time.",
             "TASKS[%LIMIT]",
             example="0-19%4",
         ),
     },
     "Run": {
-        "name": OptionInfo("Job name.", default_words="the name of the script"),
-        "run_dir": OptionInfo(
-            "Run folder. To resume a finished or failed run, pass its folder.",
-            "PATH",
-            default_words="<runs-dir>/<run id>",
+        "name": Option("Job name.", default_text="the name of the script"),
+        "run_dir": Option(
+            "Run folder. Pass that of an ended run to resume it.", "PATH", default_text="<runs-dir>/<run id>"
         ),
-        "runs_dir": OptionInfo(
-            "Folder in which the run folder is created, unless --run-dir is given.", "PATH", default="runs"
-        ),
-        "backend": OptionInfo("Where to run. auto uses Slurm if it is available.", default="auto"),
-        "template": OptionInfo(
+        "runs_dir": Option("Parent of the run folder, unless --run-dir is given.", "PATH", "runs"),
+        "backend": Option("Where to run. auto uses Slurm if it is available.", default="auto"),
+        "template": Option(
             "Template of the batch script: a name, or a path that contains / or ends in .j2. plain starts "
             "the ranks without hpctrain.",
             "NAME|PATH",
-            default_words="ddp; cpu for runs on CPUs; torchrun with --launcher torchrun",
+            default_text="ddp; cpu for runs on CPUs; torchrun with --launcher torchrun",
         ),
-        "env": OptionInfo(
+        "env": Option(
             "Environment variable for the ranks. NAME alone copies the current value.",
             "NAME[=VALUE]",
             example="NCCL_DEBUG: INFO",
         ),
-        "max_failures": OptionInfo("Give up after N consecutive crashes without a new checkpoint.", "N"),
-        "restart_policy": OptionInfo(
+        "max_failures": Option("Give up after N consecutive crashes without a new checkpoint.", "N"),
+        "restart_policy": Option(
             "Override a limit of the restart policy, such as oom.retries=3.",
             "KIND.FIELD=N",
             example="oom: {retries: 0}",
         ),
-        "checkpoints": OptionInfo(
+        "checkpoints": Option(
             "Files that the script saves as checkpoints, such as 'out/*.pt', if not in the run folder. New "
             "ones count as progress.",
             "GLOB",
             example="out/*.pt",
         ),
-        "standby_workers": OptionInfo(
+        "standby_workers": Option(
             "After SECONDS of training, start standby workers, which make restarts fast and use about 250 MB "
             "of memory each.",
             "SECONDS|never",
         ),
-        "hang_timeout": OptionInfo(
+        "hang_timeout": Option(
             "Restart the run if no rank makes progress for SECONDS or for ten times the longest step so far, "
             "whichever is longer.",
             "SECONDS|never",
         ),
-        "mpi": OptionInfo("Slurm's MPI plugin (srun --mpi), for programs that use MPI or mpi4py."),
-        "srun_arg": OptionInfo(
+        "mpi": Option("Slurm's MPI plugin (srun --mpi), for programs that use MPI or mpi4py."),
+        "srun_arg": Option(
             "Option for the srun that starts the ranks, such as --cpu-bind=cores.",
             "OPTION",
             example="[--cpu-bind=cores]",
         ),
-        "cpu_binding": OptionInfo(
-            "Bind each rank to the CPUs next to its GPU, unless Slurm binds the ranks. none disables this "
-            "binding."
+        "cpu_binding": Option(
+            "Bind each rank to the CPUs next to its GPU, unless Slurm binds the ranks. none disables this."
         ),
-        "independent_ranks": OptionInfo(
+        "independent_ranks": Option(
             "Allow ranks to train without a process group, each by itself. Otherwise, such a run fails."
         ),
-        "resume_mode": OptionInfo(
+        "resume_mode": Option(
             "How an interrupted run continues: requeue (in the same job) or successor (in a new job). auto "
             "requeues if the site allows it."
         ),
     },
     "Code": {
-        "code_snapshot": OptionInfo(
+        "code_snapshot": Option(
             "Copy the working tree (tracked, changed and new files) into the run folder and run the copy.",
-            default_words="yes",
+            default_text="yes",
         ),
-        "code_snapshot_limit": OptionInfo(
-            "Maximum size of the code snapshot, in MB.", "MB", default=DEFAULT_SNAPSHOT_LIMIT_MB
+        "code_snapshot_limit": Option(
+            "Maximum size of the code snapshot, in MB.", "MB", DEFAULT_SNAPSHOT_LIMIT_MB
         ),
     },
     "Environment setup": {
-        "module": OptionInfo("Environment module to load.", "NAME", example="[cuda/12.4, nccl]"),
-        "conda": OptionInfo(
-            "Conda environment to activate. hpctrain must be installed in it.", "NAME|PATH", example="torch"
+        "module": Option("Environment module to load.", "NAME", example="[cuda/12.4, nccl]"),
+        "conda": Option(
+            "Conda environment to activate. It must contain hpctrain.", "NAME|PATH", example="torch"
         ),
-        "venv": OptionInfo(
-            "Virtual environment to activate. hpctrain must be installed in it.",
-            "PATH",
-            example="~/envs/torch",
+        "venv": Option(
+            "Virtual environment to activate. It must contain hpctrain.", "PATH", example="~/envs/torch"
         ),
-        "setup": OptionInfo(
-            "Shell line to run verbatim in the batch script, in the working directory.",
+        "setup": Option(
+            "Shell line to run in the batch script, in the working directory.",
             "LINE",
             example="[ulimit -c 0]",
         ),
-        "teardown": OptionInfo(
-            "Shell line to run in the batch script after the supervisor has exited.",
+        "teardown": Option(
+            "Shell line to run after the supervisor has exited.",
             "LINE",
             example="[rm -rf /scratch/$USER/cache]",
         ),
     },
     "Container": {
-        "container_image": OptionInfo(
+        "container_image": Option(
             "Run the ranks in a container: an image file or an image URL.",
             "IMAGE",
             example="docker://nvcr.io/nvidia/pytorch:25.03-py3",
         ),
-        "container_runtime": OptionInfo(
-            "Container runtime. auto uses the runtime that the site provides.", default="auto"
-        ),
-        "container_mounts": OptionInfo(
+        "container_runtime": Option("Container runtime. auto uses that of the site.", default="auto"),
+        "container_mounts": Option(
             "Additional bind mounts.", "SRC:DST[:ro],…", example="[/scratch:/scratch, ~/data:/data:ro]"
         ),
-        "container_env": OptionInfo(
-            "Environment variables of the job that override those of the image. Variables set with --env "
-            "always override the image and need not be listed.",
+        "container_env": Option(
+            "Environment variables of the job that override those of the image, as --env always does.",
             "NAME,…",
             example="[HF_HOME]",
         ),
-        "container_python": OptionInfo(
-            "Python interpreter in the container (3.11 or newer).", "PATH", default=Container.python
-        ),
+        "container_python": Option("Python in the container (3.11 or newer).", "PATH", Container.python),
     },
     "Local disks": {
-        "stage": OptionInfo(
-            "Copy a file or folder, or unpack an archive, to $HPCTRAIN_STAGE/NAME on the local disk of each "
-            "node.",
+        "stage": Option(
+            "Copy a file or folder, or unpack an archive, to $HPCTRAIN_STAGE/NAME on each node's local disk.",
             "SRC[:NAME]",
             example="[data/imagenet.tar, ~/tokens.bin:tokens]",
         ),
-        "stage_environment": OptionInfo(
-            "Copy the Python environment and the code to the local disk of each node, and start the ranks "
-            "from there."
+        "stage_environment": Option(
+            "Start the ranks from copies of the Python environment and the code on each node's local disk."
         ),
     },
     "Launcher": {
-        "launcher": OptionInfo(
+        "launcher": Option(
             "Program that starts the ranks: srun, or torchrun with one agent per node.",
-            default_words="srun, or torchrun with --template torchrun",
+            default_text="srun, or torchrun with --template torchrun",
         ),
-        "rdzv_backend": OptionInfo(
-            "Rendezvous backend of the torchrun agents.", default_words=TorchrunConfig.rdzv_backend
+        "rdzv_backend": Option(
+            "Rendezvous backend of the torchrun agents.", default_text=TorchrunConfig.rdzv_backend
         ),
-        "rdzv_endpoint": OptionInfo(
+        "rdzv_endpoint": Option(
             "Address of the etcd server for the rendezvous.", "HOST:PORT", example="etcd.site:2379"
         ),
     },
     "Time": {
-        "time": OptionInfo(
+        "time": Option(
             "Time limit of the job: minutes, HH:MM:SS, D-HH:MM:SS, or unlimited.",
             "TIME",
-            default_words="the limit of the partition",
+            default_text="the limit of the partition",
             example="12:00:00",
         ),
-        "stop_before_limit": OptionInfo(
+        "stop_before_limit": Option(
             "Seconds before the time limit at which the ranks are told to save a checkpoint and stop.",
             "SECONDS",
-            default_words=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the time limit if shorter",
+            default_text=f"{DEFAULT_STOP_BEFORE_LIMIT_S}, or a third of the time limit if shorter",
         ),
     },
     "Notifications": {
-        "notify": OptionInfo(
+        "notify": Option(
             "Webhook URL to call or shell command to run when the run finishes, fails or stalls.",
             "URL|COMMAND",
             example="[https://hooks.example.org/T123, mail -s hpctrain me@example.org]",
         ),
-        "notify_on": OptionInfo(
-            "Events to notify about: finish, failure or stall.",
+        "notify_on": Option(
+            "Events to notify about.",
             "EVENT",
-            default_words=", ".join(NOTIFICATION_KINDS),
+            default_text=", ".join(NOTIFICATION_KINDS),
             example="[failure, stall]",
         ),
-        "notify_stall_after": OptionInfo(
-            "Seconds without a logged step after which a run counts as stalled.",
-            "SECONDS",
-            default=DEFAULT_STALL_S,
+        "notify_stall_after": Option(
+            "Seconds without a logged step that count as a stall.", "SECONDS", DEFAULT_STALL_S
         ),
     },
     "Options of sbatch": {
-        "sbatch": OptionInfo(
+        "sbatch": Option(
             "Option to pass to sbatch. The options of sbatch below need no --sbatch.",
             "KEY[=VALUE]",
             example="hint: nomultithread",
         )
     },
     "Configuration files": {
-        "config": OptionInfo(
+        "config": Option(
             "Additional configuration file, which overrides all others.", "FILE", in_files=False
         ),
-        "profile": OptionInfo(
-            "Profile to apply, from the profiles section of the configuration files.", "NAME", in_files=False
-        ),
+        "profile": Option("Profile of the configuration files to apply.", "NAME", in_files=False),
     },
 }
 #: Options without a flag: for files, Python and `--set`.
@@ -449,30 +363,27 @@ _IS_PATH: dict[str, Callable[[str], bool]] = {
 
 
 @cache
-def sbatch_options() -> dict[str, str]:
-    """Return the long name of each option that is passed to sbatch, by its name in Python."""
-    return {name: name.replace("_", "-") for name in SbatchOptions.__annotations__}
-
-
-def sbatch_type(name: str) -> OptionType:
-    """Return the type of an option of sbatch, given with `-` or `_`."""
-    return OptionType.from_hint(SbatchOptions.__annotations__.get(name.replace("-", "_"), str))
-
-
-@cache
 def all_options() -> dict[str, Option]:
     """Return all options of hpctrain itself by name, in display order."""
     short_names = {long: f"-{short}" for short, long in SHORT_NAMES.items()}
     options = {}
-    for group, infos in _OPTIONS.items():
-        for name, info in infos.items():
-            if not info.default_words and info.default is None:
-                info = info._replace(default=getattr(JobSpec, name, getattr(JobSpec, f"{name}_s", None)))
-            info = info._replace(
+    for group, members in _OPTIONS.items():
+        for name, option in members.items():
+            kind = OptionType.from_hint(SubmitOptions.__annotations__[name])
+            choices = "" if kind.text else "|".join(kind.choices)
+            default = option.default
+            if default is None and not option.default_text:
+                default = getattr(JobSpec, name, getattr(JobSpec, f"{name}_s", None))
+            text = "" if default is None else "no" if default is False else str(default)
+            options[name] = option._replace(
+                name=name,
+                group=group,
+                kind=kind,
+                metavar="" if kind.flag else option.metavar or choices or name.upper(),
+                default=default,
+                default_text=option.default_text or text,
                 on_command_line=name not in _WITHOUT_FLAG,
                 is_path=_IS_PATH.get(name),
                 short=short_names.get("job-name" if name == "name" else name.replace("_", "-"), ""),
             )
-            kind = OptionType.from_hint(SubmitOptions.__annotations__[name])
-            options[name] = Option(name, group, kind, info)
     return options

@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,9 +18,8 @@ from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.records.run_record import read_run_record
 from hpctrain.schema import Event
-from hpctrain.slurm.command import CHAOS_STEP, run_slurm
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.job_requests import requeue_job
+from hpctrain.slurm.job_requests import requeue_job, run_on_host
 from hpctrain.slurm.states import RunState
 from hpctrain.text import format_ranks
 
@@ -30,23 +29,18 @@ _REACH_LIMIT_S = 120.0
 
 class Fault(StrEnum):
     KILL_RANK = "kill-rank"
-    """A rank receives SIGKILL."""
     KILL_NODE_RANKS = "kill-node-ranks"
-    """All ranks of a node receive SIGKILL."""
+    #: With SIGSTOP; the other ranks wait until the hang is detected, which takes minutes.
     STOP_RANK = "stop-rank"
-    """A rank receives SIGSTOP; the other ranks wait until the hang is detected."""
     KILL_SUPERVISOR = "kill-supervisor"
-    """The supervisor receives SIGKILL."""
+    #: The ranks receive the preemption signal.
     PREEMPT = "preempt"
-    """The ranks receive the preemption signal."""
+    #: As with `scontrol requeue`.
     REQUEUE = "requeue"
-    """Slurm requeues the job, as with `scontrol requeue`."""
 
 
 #: Without Slurm, nothing restarts a supervisor, and there is no queue.
 _SLURM_ONLY = frozenset({Fault.KILL_SUPERVISOR, Fault.REQUEUE})
-#: A hang takes minutes.
-_ONLY_ON_REQUEST = frozenset({Fault.STOP_RANK})
 
 
 @dataclass(frozen=True)
@@ -65,18 +59,17 @@ class FaultInjection:
 
 
 def faults_for(backend: str | None, requested: Collection[Fault]) -> tuple[Fault, ...]:
-    """Return the faults to choose from: the requested faults, or all that are detected within seconds."""
+    """Return the requested faults; by default all that are detected within seconds."""
     possible = [fault for fault in Fault if backend == "slurm" or fault not in _SLURM_ONLY]
     if impossible := sorted(set(requested).difference(possible)):
         raise SpecError(
             f"--fault {', '.join(impossible)} requires Slurm, but this run uses the {backend} backend, which "
             f"would not restart the run. Valid faults: {', '.join(possible)}."
         )
-    return tuple(sorted(requested)) or tuple(fault for fault in possible if fault not in _ONLY_ON_REQUEST)
+    return tuple(sorted(requested)) or tuple(fault for fault in possible if fault is not Fault.STOP_RANK)
 
 
 def choose_fault(faults: Sequence[Fault], started: Event, chance: random.Random) -> FaultInjection:
-    """Choose the next fault at random, given the event of the last launch of the ranks."""
     fault, attempt = chance.choice(faults), started.attempt
     world_size, hosts = started.world_size or 1, started.hosts or [""]
     rank, per_node = chance.randrange(world_size), world_size // len(hosts)
@@ -108,8 +101,10 @@ class ChaosRunner:
                 missed = None
             if status.state is RunState.PENDING or time_s < due:
                 continue
-            chance = random.Random(f"{self.seed}/{done}")
-            injection = self._next(status, chance)
+            chance, injection = random.Random(f"{self.seed}/{done}"), None
+            started = read_run_record(self.run.dir).started
+            if status.state is RunState.RUNNING and started and started.attempt == status.attempt:
+                injection = choose_fault(self.faults, started, chance)
             if injection is not None and (dry_run or self._inject(injection, status)):
                 self.report(f"would inject {injection}" if dry_run else str(injection))
                 done, missed = done + 1, None
@@ -125,14 +120,8 @@ class ChaosRunner:
                 )
         return done
 
-    def _next(self, status: RunStatus, chance: random.Random) -> FaultInjection | None:
-        started = read_run_record(self.run.dir).started
-        if status.state is not RunState.RUNNING or started is None or started.attempt != status.attempt:
-            return None
-        return choose_fault(self.faults, started, chance)
-
     def _inject(self, injection: FaultInjection, status: RunStatus) -> bool:
-        """Inject the fault. Return true if it affected a process; ranks may exit at any time."""
+        """Return true if the fault affected a process; ranks may exit at any time."""
         try:
             if not self._send_fault(injection, status):
                 return False
@@ -153,33 +142,18 @@ class ChaosRunner:
             targets = (
                 [str(injection.attempt), *map(str, injection.ranks)] if injection.ranks else ["supervisor"]
             )
-            arguments = [run_dir, number.name, *targets]
-            _signal_on_host(job_id, injection.host, arguments, strip_job_env(self.run.environ))
+            program = [sys.executable, "-P", "-m", "hpctrain.cluster.signal_processes"]
+            program += [run_dir, number.name, *targets]
+            run_on_host(job_id, injection.host, program, strip_job_env(self.run.environ))
         else:
             return bool(signal_ranks(run_dir, number, injection.attempt, injection.ranks))
         return True
 
 
 def check_disturbable(run: Run) -> RunStatus:
-    """Return the status of a run that may be disturbed: it is running and belongs to the caller."""
     if (owner := run.dir.path.stat().st_uid) != os.geteuid():
         raise SpecError(
             f"Run {run.run_id} belongs to user {owner}, but you are user {os.geteuid()}. "
             "Faults can only be injected into your own runs."
         )
     return require_running(run, done="disturbed")
-
-
-def _signal_on_host(
-    job_id: str, host: str | None, arguments: Sequence[str], environ: Mapping[str, str]
-) -> None:
-    """Send a signal on a node of the job, by default the first, from a step that overlaps the ranks."""
-    # The raw job id differs from the id of an array task.
-    cells = run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A %B"], environ).split()
-    if len(cells) != 2:
-        raise SchedulerError(f"squeue does not show the host of job {job_id}.")
-    raw_id, batch_host = cells
-    step = [f"--jobid={raw_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host or batch_host}"]
-    step += ["--mpi=none", f"--job-name={CHAOS_STEP}", "--gres=none", "--input=none", "--quiet"]
-    program = [sys.executable, "-P", "-m", "hpctrain.cluster.signal_processes"]
-    run_slurm(["srun", *step, *program, *arguments], environ)

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TypeVar
 
 from hpctrain.errors import RunNotFound, SchedulerError, SpecError
 from hpctrain.files import write_atomic
 from hpctrain.jobs.backends import open_backend
 from hpctrain.jobs.backends.base import Backend
-from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.runs.status_poller import StatusPoller
+from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.jobspec.load_spec import load_spec
-from hpctrain.records.run_record import JobRecord, read_run_record
+from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.states import RunState
-
-_Answer = TypeVar("_Answer")
+from hpctrain.slurm.states import JobRecord, RunState
 
 
 def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
-    """Ask the run to save its state and end permanently. See `Run.cancel`."""
     status, statuses = _query_status(run, environ)
     if status.state.ended:
         return status
@@ -36,7 +31,7 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     for job in asked_now:
         job.cancel_request.touch(0o644)
     try:
-        _request(jobs, environ, lambda backend, these: backend.cancel(these))
+        _request(jobs, environ, lambda backend, jobs: backend.cancel(jobs))
         for job, report in zip(waiting, StatusPoller(waiting, environ).poll(), strict=True):
             if report.state is RunState.CANCELLED:
                 # No supervisor exists to record the end, and Slurm forgets the job.
@@ -52,7 +47,6 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
 
 
 def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
-    """Ask the run to save its state and continue in a new attempt. See `Run.requeue`."""
     status, statuses = _query_status(run, environ)
     running = [job for job, report in statuses.items() if report.state is RunState.RUNNING]
     held = [job for job, report in statuses.items() if report.held]
@@ -66,7 +60,7 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
             f"Run {run.run_id} runs without hpctrain in the job (--template plain), so its ranks cannot be "
             f"asked to save. To restart them from their own checkpoint: scontrol requeue {status.job_id}"
         )
-    _request(_jobs_of(held), environ, lambda backend, these: backend.release_hold(these))
+    _request(_jobs_of(held), environ, lambda backend, jobs: backend.release_hold(jobs))
     # Preemptions send the same signal: without this file, the ranks expect to be killed soon.
     for job in running:
         with suppress(OSError):  # then the ranks assume the short grace time of a preemption
@@ -82,7 +76,7 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
 
 def preempt(running: Iterable[RunDir], environ: Mapping[str, str]) -> None:
     """Send the ranks of running runs the preemption signal."""
-    _request(_jobs_of(running), environ, lambda backend, these: backend.requeue(these))
+    _request(_jobs_of(running), environ, lambda backend, jobs: backend.requeue(jobs))
 
 
 def _query_status(run: RunDir, environ: Mapping[str, str]) -> tuple[RunStatus, dict[RunDir, RunStatus]]:
@@ -105,9 +99,10 @@ def _jobs_of(runs: Iterable[RunDir]) -> dict[BackendName, list[JobRecord]]:
 def _request(
     jobs: Mapping[BackendName, list[JobRecord]],
     environ: Mapping[str, str],
-    request: Callable[[Backend, list[JobRecord]], _Answer],
-) -> list[_Answer]:
-    return [request(open_backend(name, environ), these) for name, these in jobs.items()]
+    request: Callable[[Backend, list[JobRecord]], None],
+) -> None:
+    for name, jobs_of_backend in jobs.items():
+        request(open_backend(name, environ), jobs_of_backend)
 
 
 def _is_supervised(run: RunDir) -> bool:

@@ -24,7 +24,7 @@ def failures_since_submission(events: Iterable[Event]) -> list[Event]:
     failures: list[Event] = []
     for event in events:
         if event.is_new_submission:
-            failures = []
+            failures.clear()
         elif event.kind == "failure":
             failures.append(event)
     return failures
@@ -36,7 +36,6 @@ def failures_of_attempt(events: Iterable[Event], attempt: int) -> list[Event]:
 
 
 def report_failure(run: RunDir, failure: Event, ranks: Collection[int] = ()) -> Iterator[str]:
-    """Yield the report on one failure line by line: the cause, then the lines of `details`."""
     yield f"attempt {failure.attempt}: {failure.cause}"
     yield from details(run, failure, ranks)
 

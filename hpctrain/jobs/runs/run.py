@@ -19,8 +19,7 @@ from hpctrain.text import format_ranks, pluralize, suggest
 
 # Submitting a run does not require the status modules, so they are imported on use.
 if TYPE_CHECKING:
-    from hpctrain.jobs.runs.run_status import RunStatus
-    from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
+    from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller, UnknownStateTracker
 
 #: A supervisor exits shortly after it has recorded the end.
 _EXIT_TIMEOUT_S = 5.0
@@ -52,7 +51,6 @@ class Run:
         return self.dir.rank_log(attempts[-1], rank) if attempts else None
 
     def status(self) -> RunStatus:
-        """Return the current status."""
         return query_statuses([self])[0]
 
     def tasks(self) -> list[Run]:
@@ -97,7 +95,7 @@ class Run:
         """
         import logging
 
-        from hpctrain.jobs.runs.status_poller import UNKNOWN_LIMIT_S, UnknownStateTracker, describe_unknown
+        from hpctrain.jobs.runs.run_status import UNKNOWN_LIMIT_S, UnknownStateTracker, describe_unknown
         from hpctrain.slurm.states import RunState
 
         tracker = UnknownStateTracker(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
@@ -117,7 +115,6 @@ class Run:
     def _watch(
         self, limit_s: float | None, tracker: UnknownStateTracker | None = None
     ) -> Iterator[RunStatus]:
-        """Yield statuses until the run ends or `limit_s` has passed; respect the limit of `tracker`."""
         deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
         poller = _poller([self])
         while True:
@@ -210,7 +207,7 @@ def query_statuses(runs: Sequence[Run], *, skip_unreadable: bool = False) -> lis
 
 
 def _poller(runs: Sequence[Run], *, skip_unreadable: bool = False) -> StatusPoller:
-    from hpctrain.jobs.runs.status_poller import StatusPoller
+    from hpctrain.jobs.runs.run_status import StatusPoller
 
     return StatusPoller([run.dir for run in runs], runs[0].environ, skip_unreadable=skip_unreadable)
 

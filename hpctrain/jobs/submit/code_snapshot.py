@@ -1,27 +1,158 @@
-"""Copy of the code at submission, so that a requeued run executes the code that was submitted."""
+"""Copy the code at submission, so that a requeued run executes the code that was submitted."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
-from hpctrain.errors import SpecError
+from hpctrain.errors import HpctrainError, SpecError
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
-from hpctrain.jobs.submit.git_repository import GitRepository, NotARepository, OutsideRepository
 from hpctrain.jobspec.job_spec import CodeRef
 from hpctrain.rundir import RunDir
 from hpctrain.text import format_size
 
 #: Minimum bytes counted per file: copying a hundred thousand files takes long, regardless of their size.
 _LEAST = 4096
+#: Seconds: if listing takes longer, the working tree is not just code, or the disk does not respond.
+_LIMIT_S = 60.0
+
+#: Variables that point git to another repository, such as inside one of its hooks.
+_OTHER_REPOSITORY = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR"}
+
+#: Arguments to list all files of the working tree, from any of its folders.
+_LIST_FILES = ("ls-files", "-zt", "--cached", "--others", "--exclude-standard", "--full-name", "--", ":/")
+#: Options that prevent git from running programs of the repository: file system monitor and hooks.
+_RUN_NOTHING = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+_DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--submodule=diff")
+#: Output of rev-parse: the root of the working tree, which may have any name, and the commit if any.
+_PLACE = re.compile(r"(.*?)(?:\n([0-9a-f]{40,}))?\n", re.DOTALL)
+
+
+class NotARepository(HpctrainError):
+    """git is missing, or the folder is not in a repository; the message is a short reason."""
+
+
+class OutsideRepository(NotARepository): ...
+
+
+class GitCommand:
+    """Output of git, which runs in the background until the output is read."""
+
+    def __init__(self, folder: Path, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._folder = folder
+        try:
+            self._process = subprocess.Popen(
+                ["git", *_RUN_NOTHING, "-C", str(folder), *command],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="surrogateescape",
+            )
+        except FileNotFoundError:
+            raise NotARepository("git not found on PATH") from None
+        except OSError as error:
+            raise NotARepository(f"cannot run git: {error.strerror or error}") from None
+
+    def text(self) -> str:
+        """Return the complete output; call this only once."""
+        with self._process as process:
+            try:
+                out, err = process.communicate(timeout=_LIMIT_S)
+            except BaseException as error:
+                process.kill()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                raise SpecError(
+                    f"git did not finish within {_LIMIT_S:g} s in {str(self._folder)!r}. "
+                    "Try again, or submit without a copy of the code (--no-code-snapshot)."
+                ) from None
+        if process.returncode:
+            messages = err.strip().splitlines()
+            if messages and "not a git repository" in messages[0]:
+                raise OutsideRepository("not in a git repository")
+            raise NotARepository(
+                f"git failed: {messages[0] if messages else f'exit code {process.returncode}'}"
+            )
+        return out
+
+    def __del__(self) -> None:
+        if (process := getattr(self, "_process", None)) is not None and process.returncode is None:
+            with process:
+                process.kill()
+
+
+class GitRepository:
+    def __init__(self, root: Path, environ: Mapping[str, str], files: GitCommand, commit: str | None) -> None:
+        #: The checked-out commit; None if there is no commit yet.
+        self.root, self.commit = root, commit
+        self._environ, self._files = environ, files
+
+    @classmethod
+    def containing(cls, folder: Path, environ: Mapping[str, str]) -> GitRepository:
+        """Return the innermost repository that contains `folder`."""
+        real = Path(os.path.realpath(folder))
+        if not any(os.path.lexists(place / ".git") for place in (real, *real.parents)):
+            # Git would give the same result, but starting git takes time.
+            raise OutsideRepository("not in a git repository")
+        variables = {name: value for name, value in environ.items() if name not in _OTHER_REPOSITORY}
+        # Reading must not write anything, including a refreshed index.
+        quiet = {**variables, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+        place = GitCommand(folder, ["rev-parse", "--show-toplevel", "--revs-only", "HEAD"], quiet)
+        files = GitCommand(folder, _LIST_FILES, quiet)
+        match = _PLACE.fullmatch(place.text())
+        assert match is not None
+        if not real.is_relative_to(match[1]):
+            raise NotARepository(f"the git working tree is in another folder, {match[1]!r}")
+        return cls(Path(match[1]), quiet, files, match[2])
+
+    def files(self) -> dict[str, bool]:
+        """Return all tracked or new files, including those of submodules; True for new files."""
+        files: dict[str, bool] = {}
+        links: dict[str, bool] = {}
+        for tag, name in (entry.split(" ", 1) for entry in self._files.text().split("\0") if entry):
+            folder = os.path.dirname(name)
+            if folder not in links:
+                links[folder] = self._has_link(folder)
+            if links[folder]:
+                continue  # The folder is now a link: the files that git lists in it have been deleted.
+            try:
+                mode = os.lstat(os.path.join(self.root, name)).st_mode
+            except OSError:
+                continue  # The file was deleted, but the deletion is not committed.
+            if stat.S_ISDIR(mode):
+                files |= self._files_within(name.rstrip("/"))
+            else:
+                files[name] = tag == "?"
+        return files
+
+    def _has_link(self, folder: str) -> bool:
+        ancestors = accumulate(folder.split("/"), os.path.join)
+        return any(os.path.islink(os.path.join(self.root, ancestor)) for ancestor in ancestors)
+
+    def _files_within(self, name: str) -> dict[str, bool]:
+        """Return files of a nested repository: a submodule or an independent repository."""
+        root = self.root / name
+        if not (root / ".git").exists():
+            return {}
+        inner = GitRepository(root, self._environ, GitCommand(root, _LIST_FILES, self._environ), None)
+        return {f"{name}/{file}": is_new for file, is_new in inner.files().items()}
+
+    def diff(self) -> GitCommand | None:
+        """Return the diff of tracked files against the commit, without running external diff programs."""
+        return GitCommand(self.root, [*_DIFF, self.commit], self._environ) if self.commit else None
 
 
 @dataclass(frozen=True)
@@ -35,7 +166,7 @@ class SentCode:
 
     @classmethod
     def containing(cls, folder: Path) -> SentCode | None:
-        """Return the sent code that contains a folder; None if git manages it, or it was not sent."""
+        """Return the sent code that contains a folder; None if git manages the folder, or it was not sent."""
         real = Path(os.path.realpath(folder))
         root = next((folder for folder in (real, *real.parents) if (folder / SENT_CODE_FILE).is_file()), None)
         between = (folder for folder in (real, *real.parents) if root and folder.is_relative_to(root))
@@ -55,7 +186,6 @@ class SentCode:
         return cls(root, None if commit is None else str(commit), files, diff)
 
     def files(self) -> dict[str, bool]:
-        """Return the files that still exist; True for those that git does not track."""
         return {name: is_new for name, is_new in self._files.items() if os.path.lexists(self.root / name)}
 
     def diff(self) -> SentCode:
@@ -79,14 +209,14 @@ class CodeSnapshot:
 
     @classmethod
     def plan(
-        cls, script: str, limit_mb: int, environ: Mapping[str, str], *, folder: Path | None = None
+        cls,
+        script: str | os.PathLike[str],
+        limit_mb: int,
+        environ: Mapping[str, str],
+        *,
+        folder: Path | None = None,
     ) -> CodeSnapshot:
-        """Plan the copy of the working tree with the script, or with `folder`.
-
-        Raises:
-            NotARepository: there is no git repository, so the script's files are unknown.
-            SpecError: the files exceed `limit_mb`, a file cannot be copied, or git does not answer.
-        """
+        """Plan the copy of the working tree with the script, or with `folder`."""
         path = Path(os.path.realpath(script))
         inside = folder or path.parent
         repository = SentCode.containing(inside) or GitRepository.containing(inside, environ)
@@ -115,10 +245,27 @@ class CodeSnapshot:
             )
         return cls(repository, script_path, files, sum(sizes.values()), limit_mb)
 
+    def reference(self, run: RunDir) -> CodeRef:
+        try:
+            copy = run.new_code()
+        except OSError as error:
+            raise SpecError(
+                f"Cannot access the run folder {str(run.path)!r} (--run-dir): {error.strerror}. Choose "
+                "another folder."
+            ) from error
+        script = None if self.script is None else str(copy / self.script)
+        source = str(self.repository.root)
+        source = str(self.repository.root)
+        return CodeRef(source=source, copy=str(copy), script=script, limit_mb=self.limit_mb)
+
     @contextmanager
-    def copied_into(self, run: RunDir) -> Iterator[CodeRef]:
+    def copied_to(self, copy: Path) -> Iterator[None]:
         """Copy the files into the run folder; remove the copy if the block fails to submit the job."""
-        copy = run.new_code()
+        if copy.exists():
+            raise SpecError(
+                f"The run in {str(copy.parents[1])!r} (--run-dir) was submitted again in the meantime. "
+                "Submit again to continue it."
+            )
         temporary = copy.with_name(f".{copy.name}.tmp")
         try:
             # The files of the working tree may be private.
@@ -127,9 +274,7 @@ class CodeSnapshot:
             self._copy_to(temporary)
             self._record(copy, diff.text() if diff else "")
             os.rename(temporary, copy)
-            script = None if self.script is None else str(copy / self.script)
-            root = str(self.repository.root)
-            yield CodeRef(source=root, copy=str(copy), script=script, limit_mb=self.limit_mb)
+            yield
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             # Others than Exception, such as Ctrl-C, may occur while the scheduler accepts the job.
@@ -161,7 +306,7 @@ class CodeSnapshot:
                 ) from error
 
     def _target_of(self, link: str) -> str:
-        """Return the target for the copy of a link: the copied target if any, otherwise the original."""
+        """Return the copy of the target of a link if there is one, otherwise the original."""
         root = str(self.repository.root)
         parent = os.path.dirname(os.path.join(root, link))
         path = os.path.normpath(os.path.join(parent, os.readlink(os.path.join(root, link))))
@@ -185,27 +330,26 @@ class CodeSnapshot:
 
 
 def plan_snapshot(
-    script: str,
+    script: str | os.PathLike[str],
     limit_mb: int,
     environ: Mapping[str, str],
     *,
     folder: Path | None = None,
     starts_now: bool = False,
 ) -> tuple[CodeSnapshot | None, list[str]]:
-    """Plan the copy; if there is nothing to copy, return notes for the user. See `CodeSnapshot.plan`.
-
-    A script outside a repository that starts now needs no note: its user is not likely to change it first.
-    """
+    """Plan the copy; if there is nothing to copy, return notes for the user."""
     if limit_mb < 1:
         raise SpecError(
             f"code_snapshot_limit is {limit_mb}, but must be at least 1. To disable the copy, use "
             "--no-code-snapshot."
         )
+    if folder is None and not os.path.isfile(script):
+        return None, []  # reported by the checks of the program
     try:
         return CodeSnapshot.plan(script, limit_mb, environ, folder=folder), []
     except NotARepository as reason:
         if starts_now and isinstance(reason, OutsideRepository):
-            return None, []
+            return None, []  # The user is not likely to change the script first.
         note = (
             f"Warning: the code is not copied ({reason}). If you change it, later attempts run the new code."
         )

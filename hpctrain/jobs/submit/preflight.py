@@ -1,4 +1,4 @@
-"""Checks of a submission, in order, before anything is written."""
+"""Check a job on this machine, before anything is written."""
 
 from __future__ import annotations
 
@@ -7,28 +7,22 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.backends.base import Backend, PreflightResult
+from hpctrain.jobs.options.batch_options import OF_RANKS
 from hpctrain.jobs.options.option import DEFAULT_SOURCE
 from hpctrain.jobs.options.resolved_options import PREVIOUS_SOURCE, ResolvedOptions
 from hpctrain.jobs.options.table import all_options
-from hpctrain.jobs.submit.render import render
 from hpctrain.jobspec.directives import directives_after_start
 from hpctrain.jobspec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
-
-if TYPE_CHECKING:
-    from hpctrain.jobs.options.batch_options import BatchScript
-    from hpctrain.jobs.submit.code_snapshot import CodeSnapshot
+from hpctrain.slurm.environment import loaded_modules
 
 _SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
 #: Seconds: ranks may take a minute to start; with less time they may not reach a first checkpoint.
@@ -40,69 +34,30 @@ _OF_SUPERVISOR = (
     *("node_check", "max_failures", "restart_policy", "standby_workers", "hang_timeout", "cpu_binding"),
     *("independent_ranks", "resume_mode", "code_snapshot", "code_snapshot_limit", "stop_before_limit"),
 )
-#: Options for ranks that hpctrain starts.
-_OF_RANKS = (
-    *(
-        "spare_nodes",
-        "node_check",
-        "scale_up_after",
-        "gpu_request_style",
-        "standby_workers",
-        "mpi",
-        "srun_arg",
-    ),
-    *("cpu_binding", "code_snapshot", "container_image", "stage", "stage_environment", "launcher"),
-)
 _OF_SLURM = ("spare_nodes", "scale_up_after", "gpu_request_style", "resume_mode", "mpi", "srun_arg")
-_WITHOUT_SUPERVISOR = (
-    "Without hpctrain in the job (--template plain), a crash or the time limit ends the run, and hangs are "
-    "not detected. Slurm requeues the job only after a preemption or a node failure, and the script must "
-    "load its own checkpoint."
-)
 
 
-@dataclass
-class PreparedSubmission:
-    """A job, and the findings of its checks. `JobSpec` has checked its own values (`spec/validation.py`)."""
-
-    spec: JobSpec
-    settings: ResolvedOptions = field(repr=False)
-    backend: Backend
-    #: Environment variables of the submission. Some may be secret.
-    environ: Mapping[str, str] = field(repr=False)
-    code: Path | None
-    """A folder of the working tree to copy, if the script is elsewhere."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user, one line each."""
-    script: str = ""
-    """The batch script, exactly as it will be submitted; set by `check_template`."""
-    snapshot: CodeSnapshot | None = None
-    """Code to copy into the run folder, if any; set by `check_code`."""
-    preflight: PreflightResult = field(default_factory=PreflightResult)
-    """Findings of the backend; set by `check_backend`."""
-    batch: BatchScript | None = None
-    """The user's batch script, if the job runs one."""
-    origins: Mapping[str, str] = field(default_factory=dict)
-    """Origins of the directives of a batch script."""
-
-    @property
-    def forecast(self) -> tuple[str, ...]:
-        """Return the expected start and cost; waits for the scheduler's answer."""
-        return self.preflight.get_forecast()
+def check_job(
+    spec: JobSpec, settings: ResolvedOptions, environ: Mapping[str, str], *, is_run: bool = True
+) -> list[str]:
+    """Check that the job can start from this machine, and return notes for the user."""
+    notes = [*_check_options(spec, settings), *_short_time_notes(spec, settings)] if is_run else []
+    notes += _check_program(spec, environ)
+    _check_environment(spec, environ)
+    if is_run:
+        _check_staged_sources(spec)
+        notes += _check_run_folder(spec, settings, environ)
+    return notes
 
 
-#: A check returns notes for the user, if any, and raises SpecError for a job that cannot run.
-Check = Callable[[PreparedSubmission], Iterable[str] | None]
-
-
-def check_options(job: PreparedSubmission) -> list[str]:
+def _check_options(spec: JobSpec, settings: ResolvedOptions) -> list[str]:
     """Reject or report options, except from files, that have no effect on this job."""
-    spec, flags = job.spec, {}
-    for key, value in job.settings.values.items():
+    flags = {}
+    for key, value in settings.values.items():
         if value.source.path is None and value.source != DEFAULT_SOURCE:
             name = key.partition(".")[0]
             flags[name] = all_options()[name].flag
-    for name, flag in flags.items():
+    for name, flag in flags.items() if spec.program != "batch" else ():
         if spec.container is None and name.startswith("container_"):
             raise SpecError(
                 f"{flag} requires a container, but --container-image is not given. Add --container-image, "
@@ -115,7 +70,7 @@ def check_options(job: PreparedSubmission) -> list[str]:
             )
     reasons: dict[str, str] = {}
     if spec.program == "batch":
-        reasons |= dict.fromkeys(_OF_RANKS, "the batch script starts the ranks itself")
+        reasons |= dict.fromkeys(OF_RANKS, "the batch script starts the ranks itself")
     if not spec.supervised:
         reasons |= dict.fromkeys(_OF_SUPERVISOR, "hpctrain does not run in the job (--template plain)")
     if spec.backend == "local":
@@ -131,16 +86,15 @@ def check_options(job: PreparedSubmission) -> list[str]:
     return [f"{flag} has no effect: {reasons[name]}." for name, flag in flags.items() if name in reasons]
 
 
-def check_time_left(job: PreparedSubmission) -> Iterator[str]:
+def _short_time_notes(spec: JobSpec, settings: ResolvedOptions) -> Iterator[str]:
     """Return a warning if the ranks receive the stop signal within five minutes after the job starts."""
-    spec = job.spec
     if spec.time_limit_s is None:
         return
     early_s = _EARLY_S if spec.backend == "slurm" else 0.0
     left_s = spec.time_limit_s - spec.stop_before_limit_s - early_s
     if left_s >= _MIN_S:
         return
-    options = job.settings.options
+    options = settings.options
     lead_s = spec.stop_before_limit_s if "stop_before_limit" in options else DEFAULT_STOP_BEFORE_LIMIT_S
     better = format_time_limit(60 * math.ceil((_MIN_S + lead_s + early_s) / 60))
     early_note = f" Slurm may send the stop signal up to {early_s:.0f} s early." if early_s else ""
@@ -152,15 +106,12 @@ def check_time_left(job: PreparedSubmission) -> Iterator[str]:
     )
 
 
-def check_program(job: PreparedSubmission) -> Iterator[str]:
-    """Check that the script is a readable Python file, or that the module or command exists."""
-    spec, name = job.spec, os.path.basename(job.spec.script)
+def _check_program(spec: JobSpec, environ: Mapping[str, str]) -> Iterator[str]:
+    name = os.path.basename(spec.script)
     if spec.program == "script":
         _check_script(Path(spec.script))
-    elif spec.program == "batch":
-        return
-    elif spec.container is None and not _changes_search_path(spec):
-        _check_module_or_command(spec, job.environ)
+    elif spec.program != "batch" and spec.container is None and not _changes_search_path(spec):
+        _check_module_or_command(spec, environ)
     if spec.program != "command" or name not in RANK_LAUNCHERS or spec.ntasks_per_node == 1:
         return
     yield (
@@ -240,56 +191,50 @@ def _check_shebang(script: Path) -> None:
         )
 
 
-def check_environment(job: PreparedSubmission) -> None:
-    """Check interpreter, conda or virtual environment, and container."""
-    spec, python = job.spec, Path(job.spec.python)
+def _check_environment(spec: JobSpec, environ: Mapping[str, str]) -> None:
+    python = Path(spec.python)
     is_given = spec.shell.python is None and python.is_absolute()
     if is_given and not (python.is_file() and os.access(python, os.X_OK)):
         raise SpecError(
             f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with "
             "another interpreter."
         )
-    spec.shell.check_files(job.environ)
+    spec.shell.check_files(environ)
     if spec.container is not None:
         spec.container.check_files()
 
 
-def check_staged_sources(job: PreparedSubmission) -> None:
-    """Check that the sources of `--stage` are readable files or folders."""
-    for source in job.spec.stage.values():
+def _check_staged_sources(spec: JobSpec) -> None:
+    for source in spec.stage.values():
         if not os.path.exists(source):
             raise SpecError(f"{source!r} (--stage) not found. Check its path.")
         if not (os.path.isfile(source) or os.path.isdir(source)) or not os.access(source, os.R_OK):
             raise SpecError(f"{source!r} (--stage) is not a readable file or folder. Check its permissions.")
 
 
-def check_run_folder(job: PreparedSubmission) -> Iterable[str]:
+def _check_run_folder(spec: JobSpec, settings: ResolvedOptions, environ: Mapping[str, str]) -> Iterable[str]:
     """Check that the run folder is writable, and that it is new or belongs to the same kind of run."""
-    run = RunDir(Path(job.spec.run_dir))
+    run = RunDir(Path(spec.run_dir))
     try:
-        _check_run_folder(run, is_array=job.spec.array is not None)
-        return list(_describe_changes(run, job)) if run.spec.exists() else []
+        _check_writable(run, is_array=spec.array is not None)
+        return list(_describe_changes(run, spec, settings, environ)) if run.spec.exists() else []
     except OSError as error:
         raise SpecError(
-            f"Cannot access the run folder {job.spec.run_dir!r} (--run-dir): {error.strerror}. "
+            f"Cannot access the run folder {spec.run_dir!r} (--run-dir): {error.strerror}. "
             "Choose another folder."
         ) from error
 
 
-def loaded_modules(environ: Mapping[str, str]) -> list[str]:
-    """Return the environment modules of this shell, as Environment Modules and Lmod list them."""
-    return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
-
-
-def _describe_changes(run: RunDir, job: PreparedSubmission) -> Iterator[str]:
+def _describe_changes(
+    run: RunDir, spec: JobSpec, settings: ResolvedOptions, environ: Mapping[str, str]
+) -> Iterator[str]:
     """Describe how the submission differs from the run in its folder, which it continues."""
-    spec = job.spec
     try:
         before = load_spec(run.spec)
     except SpecError:
         return
     submissions = [event for event in run.read_events() if event.is_new_submission]
-    modules = loaded_modules(job.environ)
+    modules = loaded_modules(environ)
     earlier_modules = (submissions[-1].modules if submissions else None) or []
     if earlier_modules != modules and not set(earlier_modules) <= set(spec.shell.modules):
         yield (
@@ -297,7 +242,7 @@ def _describe_changes(run: RunDir, job: PreparedSubmission) -> Iterator[str]:
             f"with {' '.join(earlier_modules)}. The job inherits those of this shell. To load others in "
             "every job of the run, use --module NAME."
         )
-    is_repeated = any(value.source == PREVIOUS_SOURCE for value in job.settings.values.values())
+    is_repeated = any(value.source == PREVIOUS_SOURCE for value in settings.values.values())
     missing = {} if is_repeated else directives_after_start(before.directives)
     if dropped := [f"--{key}={value}" for key, value in missing.items() if key not in spec.directives]:
         yield (
@@ -311,18 +256,20 @@ def _describe_changes(run: RunDir, job: PreparedSubmission) -> Iterator[str]:
             "submission uses a new snapshot without these files. Copy the files that the script needs, and "
             "change the script to write to the working directory or $HPCTRAIN_RUN_DIR."
         )
-    old, new = ((job.script, shlex.join(job.args)) for job in (before, spec))
+    programs = {
+        "script": (before.script, spec.script),
+        "arguments": tuple(map(shlex.join, (before.args, spec.args))),
+    }
     changed = [
-        f"{name} {current or 'none'!r} instead of {then or 'none'!r}"
-        for name, then, current in zip(("script", "arguments"), old, new, strict=True)
-        if then != current
+        f"{name} {current or 'none'!r} instead of {earlier or 'none'!r}"
+        for name, (earlier, current) in programs.items()
+        if earlier != current
     ]
-    if not changed:
-        return
-    yield (
-        f"The folder {str(run.path)!r} (--run-dir) contains a run, which this submission continues with "
-        f"{' and '.join(changed)}. To start a new run instead, choose another folder."
-    )
+    if changed:
+        yield (
+            f"The folder {str(run.path)!r} (--run-dir) contains a run, which this submission continues with "
+            f"{' and '.join(changed)}. To start a new run instead, choose another folder."
+        )
 
 
 def _files_written_into(copy: Path) -> list[str]:
@@ -338,7 +285,7 @@ def _files_written_into(copy: Path) -> list[str]:
     ]
 
 
-def _check_run_folder(run: RunDir, *, is_array: bool) -> None:
+def _check_writable(run: RunDir, *, is_array: bool) -> None:
     path = run.path
     if path.is_dir():
         _check_kind(run, is_array=is_array)
@@ -383,47 +330,3 @@ def _check_kind(run: RunDir, *, is_array: bool) -> None:
             f"{str(run.path)!r} (--run-dir) contains a job array. Use --array to select the tasks to resume, "
             "or choose another folder."
         )
-
-
-def check_code(job: PreparedSubmission) -> Iterable[str]:
-    """Choose the code to copy; check its size, and that git can list the files."""
-    options = job.settings.options
-    if not options.get("code_snapshot", True) or not job.spec.supervised or job.batch is not None:
-        return ()
-    # Imported only if needed, because this import is slow.
-    from hpctrain.jobs.submit.code_snapshot import plan_snapshot
-
-    script, limit_mb = job.spec.script, options["code_snapshot_limit"]
-    job.snapshot, notes = plan_snapshot(
-        script, limit_mb, job.environ, folder=job.code, starts_now=job.backend.name == "local"
-    )
-    return notes
-
-
-def check_template(job: PreparedSubmission) -> list[str]:
-    """Render the batch script; a custom template must still start the supervisor."""
-    site = job.backend.site(job.settings.habits)
-    if site is not None and site.slurm is not None and site.habits.requeue and site.slurm.expedites_requeues:
-        job.spec = replace(job.spec, expedite_requeue=True)
-    job.script = render(job.spec, job.origins)
-    return [] if job.spec.supervised else [_WITHOUT_SUPERVISOR]
-
-
-def check_backend(job: PreparedSubmission) -> Iterable[str]:
-    """Check the job against this machine or its Slurm site."""
-    job.preflight = job.backend.check(job.spec, job.script, job.settings.habits)
-    return job.preflight.notes
-
-
-#: All checks of a run, in order.
-CHECKS: tuple[Check, ...] = (
-    check_options,
-    check_time_left,
-    check_program,
-    check_environment,
-    check_staged_sources,
-    check_run_folder,
-    check_code,
-    check_template,
-    check_backend,
-)

@@ -6,23 +6,27 @@ import json
 import os
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import jinja2
+import jinja2.bccache
 import jinja2.nodes
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_parser import find_replacement
-from hpctrain.jobspec.batch_header import parse_batch_header
-from hpctrain.jobspec.directives import all_directives, directive_lines
+from hpctrain.jobspec.directives import all_directives, program_words, srun_options
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.redaction import redact_args
 from hpctrain.jobspec.shell_setup import ShellSetup
-from hpctrain.jobspec.step_options import program_words, srun_options
+from hpctrain.slurm.batch_header import parse_batch_header
+from hpctrain.slurm.sbatch_options import directive_lines
 from hpctrain.text import suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"
@@ -31,6 +35,16 @@ _MAX_CHARACTERS = 2_000
 _NOT_PLAIN = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
 #: Exceptions that an invalid expression in a template may raise.
 _EXPRESSION_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+class _CompiledTemplates(jinja2.FileSystemBytecodeCache):
+    """Templates that are compiled only once, like modules: compiling takes as long as importing Jinja."""
+
+    def dump_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        with suppress(OSError):
+            if not sys.dont_write_bytecode:
+                os.makedirs(self.directory, exist_ok=True)
+                super().dump_bytecode(bucket)
 
 
 def template_folder() -> Path:
@@ -81,8 +95,6 @@ def _render(spec: JobSpec, *, launch: str | None, origins: Mapping[str, str] | N
     path = _find_template(name)
     environment = _jinja_environment(name, path.parent)
     try:
-        if os.sep in name:
-            _check_blocks(environment, path.name)
         template = environment.get_template(path.name)
         if launch is not None:
             template = environment.from_string(
@@ -90,15 +102,21 @@ def _render(spec: JobSpec, *, launch: str | None, origins: Mapping[str, str] | N
                 "{% block teardown %}{% endblock %}",
                 {"parent": template},
             )
-        return template.render(
-            spec=spec,
-            directives=directive_lines(all_directives(spec), origins),
-            summary=describe_job(spec),
-            step=[shlex.quote(option) for option in srun_options(spec, spec.nodes)],
-            program=shlex.join(program_words(spec)),
-            template=name if os.sep in name else f"slurm_templates/{path.name}",
-            version=__version__,
+        context = template.new_context(
+            {
+                "spec": spec,
+                "directives": directive_lines(all_directives(spec), origins),
+                "summary": describe_job(spec),
+                "step": [shlex.quote(option) for option in srun_options(spec, spec.nodes)],
+                "program": shlex.join(program_words(spec)),
+                "template": name if os.sep in name else f"slurm_templates/{path.name}",
+                "version": __version__,
+            }
         )
+        text = "".join(template.root_render_func(context))
+        if os.sep in name and launch is None:
+            _check_blocks(environment.parse(path.read_text(encoding="utf-8")), context, path.name)
+        return text
     except SpecError:
         raise
     except jinja2.TemplateSyntaxError as error:
@@ -142,6 +160,7 @@ def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
         raise SpecError(f"The template {name!r} (--template) requires {option}. Add this option.")
 
     environment = ImmutableSandboxedEnvironment(
+        bytecode_cache=_CompiledTemplates(str(Path(__file__).parent / "__pycache__")),
         loader=jinja2.FileSystemLoader([folder, template_folder()]),
         undefined=jinja2.StrictUndefined,
         autoescape=False,
@@ -154,38 +173,19 @@ def _jinja_environment(name: str, folder: Path) -> jinja2.Environment:
     return environment
 
 
-def _check_blocks(environment: jinja2.Environment, file_name: str) -> None:
+def _check_blocks(tree: jinja2.nodes.Template, context: jinja2.runtime.Context, file_name: str) -> None:
     """Refuse a block that replaces nothing, because the script would not contain it."""
-    tree, parents = _parse_template(environment, file_name)
-    names = set[str]().union(*(_block_names(environment, parent) for parent in parents))
-    for node in tree.body if parents else ():
-        if isinstance(node, jinja2.nodes.Block) and node.name not in names:
+    if tree.find(jinja2.nodes.Extends) is None:
+        return
+    blocks = {node.name: node.lineno for node in tree.body if isinstance(node, jinja2.nodes.Block)}
+    for name, line in blocks.items():
+        # The functions of a block: its own, and those that it replaces.
+        if len(context.blocks[name]) == 1:
+            names = sorted(context.blocks.keys() - blocks.keys())
             raise SpecError(
-                f"Line {node.lineno} of the template {file_name!r} (--template): {parents[0]} has no block "
-                f"{node.name!r}. {suggest(node.name, sorted(names))}"
+                f"Line {line} of the template {file_name!r} (--template): the template that it extends has "
+                f"no block {name!r}. {suggest(name, names)}"
             )
-
-
-def _block_names(environment: jinja2.Environment, file_name: str) -> set[str]:
-    tree, parents = _parse_template(environment, file_name)
-    names = {block.name for block in tree.find_all(jinja2.nodes.Block)}
-    return names.union(*(_block_names(environment, parent) for parent in parents))
-
-
-def _parse_template(
-    environment: jinja2.Environment, file_name: str
-) -> tuple[jinja2.nodes.Template, list[str]]:
-    """Return the syntax tree of a template, and the names of the templates that it extends."""
-    assert environment.loader is not None
-    source, path, _ = environment.loader.get_source(environment, file_name)
-    tree = environment.parse(source, file_name, path)
-    constants = [
-        const.value
-        for extends in tree.find_all(jinja2.nodes.Extends)
-        for const in (extends.template, *extends.template.find_all(jinja2.nodes.Const))
-        if isinstance(const, jinja2.nodes.Const)
-    ]
-    return tree, [value for value in constants if str(value).endswith(TEMPLATE_SUFFIX)]
 
 
 def _check_preparations(shell: ShellSetup, text: str, template: str) -> None:

@@ -1,4 +1,4 @@
-"""Second half of a submission: write the run folder and submit the job to the scheduler."""
+"""Write the run folder of a prepared submission, and submit the job to the scheduler."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from hpctrain.files import is_locked, make_folder, replace_files, try_lock, writ
 from hpctrain.jobs.backends.base import SubmissionUnconfirmed
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, query_statuses
-from hpctrain.jobs.submit.preflight import PreparedSubmission, loaded_modules
-from hpctrain.jobs.submit.prepare import prepare_submission
+from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import ProgramKind
-from hpctrain.jobspec.validation import check_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import STOPPED_EARLY, RunDir
+from hpctrain.slurm.environment import loaded_modules
 
 if TYPE_CHECKING:
     from hpctrain.sweeps.sweep_record import SweepRecord
 
-#: Seconds: a supervisor that has recorded the end may not have exited yet, and checking the lock takes a
-#: moment.
+#: Seconds: a supervisor that has recorded the end may not have exited yet.
 _LOCK_TIMEOUT_S = 5.0
 
 
@@ -45,16 +43,14 @@ def submit_prepared(
     try:
         with (
             _claim_run(run, list(map(_folder, tasks))) as lock,
-            submission.snapshot.copied_into(folder)
-            if submission.snapshot
-            else nullcontext(spec.code) as code,
+            submission.snapshot.copied_to(Path(spec.code.copy))
+            if submission.snapshot and spec.code
+            else nullcontext(),
             _written_sweep(folder, sweep) if sweep else nullcontext(),
         ):
-            spec, *tasks = (replace(job, code=code) for job in (spec, *tasks))
-            check_spec(spec)
-            # Slurm has judged the job in the meantime. The files of an earlier submission are unchanged.
-            if reason := submission.preflight.refusal():
-                raise SchedulerError(f"The job was not submitted: {reason}")
+            if folder.spec.exists():
+                # If Slurm rejects the job, the files of the earlier submission are unchanged.
+                submission.raise_refusal()
             function_of = dict(zip((job.run_dir for job in tasks or [spec]), functions, strict=False))
             for job in (*tasks, spec):
                 _write(job, submission.script if job is spec else None, function_of.get(job.run_dir))
@@ -62,6 +58,7 @@ def submit_prepared(
                 text = submission.batch.text.encode(errors="surrogateescape")
                 replace_files({folder.batch_script: text}, private=True)
             write_atomic(folder.git_ignore, "*\n", durable=False)
+            submission.raise_refusal()
             job_id = submission.backend.submit(spec, folder, lock)
             modules = loaded_modules(submission.environ)
             for task in tasks:
@@ -226,15 +223,8 @@ def _active_job_error(run: Run, job: str = "") -> SpecError:
 
 
 def _rollback(folder: RunDir) -> None:
-    for path in (
-        folder.spec,
-        folder.job_script,
-        folder.batch_script,
-        folder.slurm_log,
-        folder.lock,
-        folder.git_ignore,
-        folder.sweep,
-    ):
+    files = (folder.spec, folder.job_script, folder.function, folder.slurm_log, folder.lock)
+    for path in (*files, folder.batch_script, folder.git_ignore, folder.sweep):
         path.unlink(missing_ok=True)
     with suppress(OSError):
         folder.logs.rmdir()

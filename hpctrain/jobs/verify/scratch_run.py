@@ -18,7 +18,7 @@ from hpctrain.files import append_json_line, make_folder
 from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.options.resolved_options import ResolvedOptions
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.submit.preflight import PreparedSubmission
+from hpctrain.jobs.submit.prepare import PreparedSubmission
 from hpctrain.jobs.submit.render import render
 from hpctrain.jobs.submit.submit import submit_prepared
 from hpctrain.jobs.verify.training_record import ReplayedPart, TrainingRecord, VerificationPlan
@@ -104,10 +104,7 @@ class ScratchRun:
             # The grouping of additions on a CPU depends on the number of threads.
             variables = {"OMP_NUM_THREADS": str(threads)} if type(threads) is int else {}
             spec = self._spec_of(segment, self.run.path, variables)
-            settings = ResolvedOptions({})
-            submission = PreparedSubmission(
-                spec, settings, self._backend, self._environ, None, (), render(spec)
-            )
+            submission = PreparedSubmission(spec, self._backend, self._environ, render(spec))
             status = submit_prepared(submission, function).wait_for_end()
             if segment.last not in list_checkpoint_steps(self.run.checkpoints) and (
                 status.state is not RunState.COMPLETED

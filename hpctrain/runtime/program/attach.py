@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, detect
-from hpctrain.cluster.parent_death import die_with_parent
-from hpctrain.cluster.processes import ProcessInfo, processes
+from hpctrain.cluster.processes import ProcessInfo, die_with_parent, processes
 from hpctrain.cluster.signal_processes import find_rank
 from hpctrain.errors import RunFailed
 from hpctrain.files import is_locked

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.cluster.parent_death import die_with_parent
+from hpctrain.cluster.processes import die_with_parent
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS, ProgramKind
 from hpctrain.runtime.program.process_observer import ChildRelay
 from hpctrain.runtime.program.script_monitor import ScriptMonitor

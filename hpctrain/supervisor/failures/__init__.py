@@ -1,1 +1,1 @@
-"""Diagnosis of attempts: failure files, kinds of failure, the root cause."""
+"""Diagnose attempts: failure files, kinds of failure, the root cause."""

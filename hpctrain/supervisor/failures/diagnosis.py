@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
@@ -17,6 +18,7 @@ from hpctrain.records.crash_output import describe_unfinished
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Corruption, Event, StepRecord, UnfinishedCall, read_record
+from hpctrain.slurm.srun_step import TaskResult
 from hpctrain.supervisor.failures.failure_files import (
     RankFailure,
     classify,
@@ -30,7 +32,6 @@ from hpctrain.supervisor.job_control import (
     JobControl,
     known_seconds_left,
 )
-from hpctrain.supervisor.launch.job_step import TaskResult
 from hpctrain.supervisor.policy.decide import AttemptEnd, describe_nodes
 from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S, History
 from hpctrain.supervisor.policy.job_intent import JobDisposition
@@ -71,11 +72,9 @@ class FailureAnalyzer:
             case AttemptOutcome.NOT_STARTED:
                 end = result.monitor.end
                 assert end is not None
-                cause = (
-                    f"the job step did not start: srun exited with code {end.returncode}: {end.stderr_tail}"
-                )
-                cause, log_path = cause.rstrip(": "), str(self.run.slurm_log)
-                failure = self._record(attempt, EndKind.NOT_STARTED, cause, log_path=log_path)
+                cause = f"the job step did not start: srun exited with code {end.returncode}"
+                cause += f": {end.stderr_tail}" if end.stderr_tail else ""
+                failure = self._record(attempt, EndKind.NOT_STARTED, cause, log_path=str(self.run.slurm_log))
                 return replace(failure, lost=self._find_lost(hosts))
             case AttemptOutcome.DONE | AttemptOutcome.FAILED:
                 return self._analyze_failure(result, hosts, early_exits)
@@ -153,8 +152,7 @@ class FailureAnalyzer:
     def _describe_missing_steps(self, attempt: int) -> str | None:
         """Return the cause if the steps of a failed attempt are lost, but this attempt trained none.
 
-        After a checkpoint of the last step, or of an unknown step, training may be complete. Without one, the
-        script may be complete, but it may also have refused to start again.
+        After a checkpoint of the last step, or of an unknown step, training may be complete.
         """
         newest = self._newest_metrics()
         if newest is None or newest.attempt == attempt or not newest.step:
@@ -195,12 +193,14 @@ class FailureAnalyzer:
         )
         if lost:
             # The loss of the node explains all reports of the ranks.
-            return self._record_loss(attempt, lost, hosts, len(failures))
+            host, cause = next(iter(lost)), f"node lost: {describe_nodes(lost)}"
+            rank, count = hosts.index(host) * self.spec.ntasks_per_node, len(failures)
+            end = self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, failed_ranks=count)
+            return replace(end, lost=lost)
         if not failures and monitor.is_stopping:
             return self._diagnose_stop(result)
         if not failures:
-            cause = "the job step failed, but no rank reported a cause"
-            return self._record(attempt, EndKind.KILLED, cause)
+            return self._record(attempt, EndKind.KILLED, "the job step failed, but no rank reported a cause")
         failure = root_cause(failures)
         told_to_leave = any(task.result is TaskResult.CONTINUE for task in monitor.exits)
         if told_to_leave and failure.is_peer_lost:
@@ -221,17 +221,9 @@ class FailureAnalyzer:
             command = f"hpctrain resume {shlex.quote(self.spec.run_dir)}"
             cause = f"{cause.rstrip('.')}. Free up disk space, then resume the run: {command}"
         size = failure.micro_batch_size if kind is EndKind.GPU_OOM else None
-        fields = {"micro_batch_size": size} if size else {}
-        end = self._record(
-            attempt,
-            kind,
-            cause,
-            rank=failure.rank,
-            host=failure.host,
-            log_path=failure.log,
-            failed_ranks=len(failures),
-            **fields,
-        )
+        fields: dict[str, Any] = {"log_path": failure.log, "failed_ranks": len(failures)}
+        fields |= {"micro_batch_size": size} if size else {}
+        end = self._record(attempt, kind, cause, rank=failure.rank, host=failure.host, **fields)
         return replace(end, micro_batch_size=size)
 
     def _record_corruption(
@@ -240,23 +232,13 @@ class FailureAnalyzer:
         """Record wrong results as a failure of the suspected rank; without a majority, of no node."""
         suspects, per_node = dict(corruption.suspects), self.spec.ntasks_per_node
         nodes = {hosts[rank // per_node] for rank in suspects if rank in range(len(hosts) * per_node)}
-        return self._record(
-            attempt,
-            EndKind.CORRUPTION,
-            failure.message,
-            rank=min(suspects),
-            host=nodes.pop() if len(nodes) == 1 else None,
-            log_path=failure.log,
-            device=next(iter(suspects.values())) if len(suspects) == 1 else None,
-            verified_step=corruption.verified_step,
-        )
+        fields: dict[str, Any] = {"log_path": failure.log, "verified_step": corruption.verified_step}
+        fields["host"] = nodes.pop() if len(nodes) == 1 else None
+        fields["device"] = next(iter(suspects.values())) if len(suspects) == 1 else None
+        return self._record(attempt, EndKind.CORRUPTION, failure.message, rank=min(suspects), **fields)
 
     def _is_user_error(self, result: AttemptResult, failure: RankFailure) -> bool:
-        """Return true if the next attempt would fail in the same way, without a checkpoint to continue from.
-
-        A function marks the failure itself as final. The failure of a script is final if it occurs soon after
-        the launch, in the first step.
-        """
+        """Return true if the next attempt would fail in the same way, and there is no checkpoint."""
         if failure.final or self.run.function.exists():
             return failure.final
         if not is_deterministic(failure) or system.time() - result.started_at > SHORT_ATTEMPT_S:
@@ -273,14 +255,6 @@ class FailureAnalyzer:
         except SchedulerError as error:
             log.warning("cannot determine whether a node was lost (%s); assuming that none was", error)
             return {}
-
-    def _record_loss(self, attempt: int, lost: Mapping[str, str], hosts: list[str], count: int) -> AttemptEnd:
-        """Record the loss of nodes as a failure of the first rank on the first lost node."""
-        host = next(iter(lost))
-        rank = hosts.index(host) * self.spec.ntasks_per_node
-        cause = f"node lost: {describe_nodes(lost)}"
-        end = self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, failed_ranks=count)
-        return replace(end, lost=lost)
 
     def _record(
         self,

@@ -28,8 +28,7 @@ from hpctrain.records.crash_output import (
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
 from hpctrain.schema import FailureRecord, NodeSample, read_record
-from hpctrain.supervisor.launch.job_step import TaskExit, TaskResult
-from hpctrain.supervisor.launch.srun import parse_task_report
+from hpctrain.slurm.srun_step import TaskExit, TaskResult, parse_task_report
 from hpctrain.text import signal_name
 
 log = logging.getLogger(__name__)

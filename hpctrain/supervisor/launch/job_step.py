@@ -1,61 +1,15 @@
-"""Define the interface of a job step: tasks that start together, their results and its events."""
+"""Define the interface of a job step: its launcher, its events, and the store at which its ranks meet."""
 
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol, Self
 
-from hpctrain.errors import EXIT_CONTINUE
-from hpctrain.text import signal_name
-
-#: Stop signals. A task killed by a stop signal counts as stopped.
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-
-
-class TaskResult(Enum):
-    DONE = "done"
-    CONTINUE = "continue"
-    """The state is saved, or there was no state yet: continue later."""
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class TaskExit:
-    """Exit of a task that was not caused by the supervisor."""
-
-    rank: int
-    code: int | None
-    signal: int | None = None
-    out_of_memory: bool = False
-    """True if the kernel killed the task because the job exceeded its memory."""
-
-    @property
-    def result(self) -> TaskResult:
-        if self.code == 0:
-            return TaskResult.DONE
-        if self.code == EXIT_CONTINUE or self.signal in _STOP_SIGNALS:
-            return TaskResult.CONTINUE
-        return TaskResult.FAILED
-
-    @classmethod
-    def from_returncode(cls, rank: int, returncode: int) -> TaskExit:
-        """Convert a return code of `subprocess`: a negative code is a signal."""
-        return cls(rank, None, -returncode) if returncode < 0 else cls(rank, returncode)
-
-    def __str__(self) -> str:
-        return f"was killed by {signal_name(self.signal)}" if self.signal else f"exited with code {self.code}"
-
-
-@dataclass(frozen=True)
-class StepEnded:
-    """End of the step: no task is left."""
-
-    returncode: int
-    stderr_tail: str = ""
-    """End of the launcher's output, if the launcher itself failed."""
+from hpctrain.cluster.ports import bind_socket
+from hpctrain.slurm.srun_step import StepEnded, TaskExit
 
 
 @dataclass(frozen=True)
@@ -132,3 +86,47 @@ class Launcher(Protocol):
         self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
     ) -> JobStep:
         """Start one task per rank; `beside` is true if the step shares the nodes with a running step."""
+
+
+class RendezvousStore:
+    """A reserved port for the ranks of one attempt, and the store on this port if the supervisor hosts it.
+
+    Rank 0 hosts the store of the ranks. It is on this host, and listens on the port, which is bound but not
+    open. The supervisor hosts the store of torchrun agents and node checks, which outlives their processes.
+    The kernel queues their connections until the supervisor, too, has imported PyTorch.
+    """
+
+    def __init__(self, address: str, *, hosted: bool = False) -> None:
+        self._address = address
+        # The store has no authentication, so other hosts can reach it only if ranks run there.
+        self._socket = bind_socket(local_only=address == "127.0.0.1")
+        self._port: int = self._socket.getsockname()[1]
+        self._hosted = hosted
+        if hosted:
+            self._socket.listen(socket.SOMAXCONN)
+        self._store: Any = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"MASTER_ADDR": self._address, "MASTER_PORT": str(self._port)}
+
+    def serve(self) -> None:
+        """Serve the store until the block ends, if this process hosts it."""
+        if not self._hosted:
+            return
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._store = TCPStore(
+            "127.0.0.1",
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store = None
+        self._socket.close()

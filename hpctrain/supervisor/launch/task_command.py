@@ -1,10 +1,8 @@
 """Build the commands and variables of a step's processes, in a container with Pyxis or apptainer if asked.
 
-Every user of a node can read the command lines of all processes, so the values of `--env` are passed only in
-the environment.
-
-The run folder, the working directory, the code and the package hpctrain itself are mounted, so an image
-requires only Python and PyTorch. A rank's environment variables override those of the image.
+Every user of a node can read all command lines, so the values of `--env` are passed only in the environment.
+A container mounts the run folder, the working directory, the code and hpctrain itself, so an image requires
+only Python and PyTorch. A rank's environment variables override those of the image.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from pathlib import Path
 from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SpecError
 from hpctrain.files import open_regular
-from hpctrain.jobspec.batch_header import shell_of
 from hpctrain.jobspec.container import APPTAINER_PROGRAMS
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ENV_PREFIX, GPUS_PER_TASK_VARIABLE, LIFELINE_VARIABLE, RunDir
+from hpctrain.slurm.batch_header import shell_of
 
 #: Folder of the package in the container; its parent folder is not mounted, because it contains the host's
 #: PyTorch.

@@ -1,1 +1,1 @@
-"""Pure decision functions: restart, requeue, shrink or stop; ownership of the run."""
+"""Decide as pure functions: restart, requeue, shrink or stop, and the ownership of the run."""

@@ -5,7 +5,7 @@ The rules are the rows of `hpctrain.jobspec.restart_policy` and of docs/restart-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -156,7 +156,10 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
 def _continue_on(
     hosts: tuple[str, ...], situation: RunSituation, kind: EndKind, exclude: Mapping[str, str]
 ) -> Decision:
-    before, note = situation.nodes.in_use, _describe_risk(situation.history, kind, hosts)
+    """Restart on these nodes, with a note if one of them computed wrong results."""
+    before, failures, note = situation.nodes.in_use, situation.history.failures, None
+    if kind is EndKind.CORRUPTION and failures and (host := failures[-1].host) in hosts:
+        note = f"{host} may compute wrong results again, but the run uses it because there is no other node"
     action = Action.RESTART if hosts == before else Action.REPLACE
     return Decision(Action.SHRINK if len(hosts) < len(before) else action, hosts, exclude, reason=note)
 
@@ -192,14 +195,6 @@ def _repeated_corruption(situation: RunSituation) -> str | None:
         f"{devices[-1]} computed wrong results {count} times, and its node cannot be excluded. Submit the "
         "run to other nodes, and have this device checked"
     )
-
-
-def _describe_risk(history: History, kind: EndKind, hosts: Sequence[str]) -> str | None:
-    """Return a note if the run continues on a node that computed wrong results."""
-    host = history.failures[-1].host if kind is EndKind.CORRUPTION and history.failures else None
-    if host not in hosts:
-        return None
-    return f"{host} may compute wrong results again, but the run uses it because there is no other node"
 
 
 def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from hpctrain.jobspec.restart_policy import EndKind
@@ -27,16 +27,16 @@ class PastFailure:
     normalized_cause: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class History:
     """History of a run since the last submission by the user."""
 
-    failures: tuple[PastFailure, ...] = ()
-    crashes: tuple[EndKind, ...] = ()
+    failures: list[PastFailure] = field(default_factory=list)
+    crashes: list[EndKind] = field(default_factory=list)
     """Failures since the last checkpoint whose step is known."""
-    stops: tuple[EndKind, ...] = ()
+    stops: list[EndKind] = field(default_factory=list)
     """Consecutive stopped attempts that are known to have made no progress. See `shows_no_progress`."""
-    slow_nodes: tuple[str, ...] = ()
+    slow_nodes: list[str] = field(default_factory=list)
     excluded: frozenset[str] = frozenset()
     agreed_to_stop: bool = False
     """True if the ranks of the newest attempt agreed to stop, so all checkpoints are recorded."""
@@ -45,7 +45,7 @@ class History:
     memory: str | None = None
     micro_batch_size: int | None = None
     """Maximum size of micro-batches, because larger ones did not fit into GPU memory."""
-    faulty_devices: tuple[str | None, ...] = ()
+    faulty_devices: list[str | None] = field(default_factory=list)
     """Devices that computed wrong results, once per detection; None if the device was not identified."""
     resume_limit: int | None = None
     """Last verified step, until the run has resumed after wrong results; None otherwise."""
@@ -58,16 +58,7 @@ class History:
         not a new checkpoint. The step of checkpoints written by the script itself is unknown, and a step that
         such a script resumed from proves no checkpoint.
         """
-        failures: list[PastFailure] = []
-        crashes: list[EndKind] = []
-        stops: list[EndKind] = []
-        slow: list[str] = []
-        excluded: set[str] = set()
-        newest, progressed, agreed, saved = 0, False, False, False
-        memory: str | None = None
-        micro_batch_size: int | None = None
-        faulty: list[str | None] = []
-        limit: int | None = None
+        past, newest, progressed = cls(), 0, False
         for event in events:
             kind, step = event.kind, event.step
             # Copies of the state in memory are recorded only when a run resumes from one.
@@ -76,47 +67,48 @@ class History:
             is_new = is_saved and (step or 0) > newest
             if is_new or (kind == "checkpoint" and step is None):
                 progressed = True
-                failures.clear()
-                stops.clear()
+                past.failures.clear()
+                past.stops.clear()
             if is_new:
                 newest = step or 0
-                crashes.clear()
+                past.crashes.clear()
+            if kind in ("resumed", "checkpoint", "memory_copy"):
+                past.resume_limit = None
             match kind:
                 case "submitted" if event.is_new_submission:
-                    for count in (failures, crashes, stops, slow, excluded, faulty):
-                        count.clear()
-                    memory = micro_batch_size = None
+                    past = cls(resume_limit=past.resume_limit)
                 case "started":
-                    agreed = saved = False
+                    past.agreed_to_stop = past.has_saved = False
                 case "signal":
-                    agreed = True
-                case "resumed" | "memory_copy":
-                    limit = None
+                    past.agreed_to_stop = True
                 case "checkpoint":
-                    limit = None
-                    saved = saved or is_new
+                    past.has_saved |= is_new
                 case "failure" if event.rank is not None:
-                    past = _parse_failure(event)
-                    failures.append(past)
-                    crashes.append(past.kind)
-                    micro_batch_size = event.micro_batch_size or micro_batch_size
-                    if past.kind is EndKind.CORRUPTION:
-                        limit = event.verified_step
-                        faulty.append(None if event.device is None else f"{event.device} on {past.host}")
+                    past._add_failure(event)
                 case "straggler" if event.lasting:
-                    slow.append(str(event.host))
+                    past.slow_nodes.append(str(event.host))
                 case "excluded":
-                    excluded.update(event.hosts or ())
+                    past.excluded |= set(event.hosts or ())
                 case "requeue":
-                    memory = event.memory or memory
+                    past.memory = event.memory or past.memory
                     end = _kind(event.end_kind, EndKind.PREEMPTED)
-                    if not shows_no_progress(end, event.duration_s or 0.0, agreed=agreed):
-                        stops.clear()
+                    if not shows_no_progress(end, event.duration_s or 0.0, agreed=past.agreed_to_stop):
+                        past.stops.clear()
                     elif end.is_stop and not progressed:
-                        stops.append(end)
+                        past.stops.append(end)
                     progressed = False
-        counts = tuple(failures), tuple(crashes), tuple(stops), tuple(slow), frozenset(excluded)
-        return cls(*counts, agreed, saved, memory, micro_batch_size, tuple(faulty), limit)
+        return past
+
+    def _add_failure(self, event: Event) -> None:
+        # Events of older versions have no class.
+        kind = _kind(event.end_kind, EndKind.NOT_STARTED if event.rank == -1 else EndKind.KILLED)
+        failure = PastFailure(kind, event.host, normalize_cause(str(event.cause)))
+        self.failures.append(failure)
+        self.crashes.append(kind)
+        self.micro_batch_size = event.micro_batch_size or self.micro_batch_size
+        if kind is EndKind.CORRUPTION:
+            self.resume_limit = event.verified_step
+            self.faulty_devices.append(event.device and f"{event.device} on {failure.host}")
 
     def consecutive_identical(self) -> int:
         causes = [(past.kind, past.normalized_cause) for past in reversed(self.failures)]
@@ -134,12 +126,6 @@ def shows_no_progress(kind: EndKind, seconds: float, *, agreed: bool) -> bool:
     In a long attempt, the script may have saved its own checkpoint, unless the ranks agreed to stop.
     """
     return seconds < SHORT_ATTEMPT_S or (agreed and kind is EndKind.TIME_LIMIT)
-
-
-def _parse_failure(event: Event) -> PastFailure:
-    # Events of older versions have no class.
-    kind = _kind(event.end_kind, EndKind.NOT_STARTED if event.rank == -1 else EndKind.KILLED)
-    return PastFailure(kind, event.host, normalize_cause(str(event.cause)))
 
 
 def normalize_cause(cause: str) -> str:

@@ -75,18 +75,6 @@ class OwnershipDecision(Enum):
 
 
 @dataclass(frozen=True)
-class Continue:
-    """The run continues in this job."""
-
-
-@dataclass(frozen=True)
-class Exit:
-    """This job exits with this exit code."""
-
-    code: int
-
-
-@dataclass(frozen=True)
 class OwnershipState:
     """Position of a starting job among the jobs of the run."""
 

@@ -1,1 +1,1 @@
-"""The ranks of an attempt: heartbeats, hangs, stragglers, standby workers."""
+"""Run the ranks of an attempt: heartbeats, hangs, stragglers, standby workers."""

@@ -13,6 +13,7 @@ from enum import Enum
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
+from hpctrain.slurm.srun_step import StepEnded, TaskExit, TaskResult
 from hpctrain.supervisor.job_control import (
     EARLY_SIGNAL_TOLERANCE_S,
     JobControl,
@@ -24,11 +25,8 @@ from hpctrain.supervisor.launch.job_step import (
     LauncherStuck,
     RankSignalled,
     SignalReceived,
-    StepEnded,
     StepEvent,
     StopRequested,
-    TaskExit,
-    TaskResult,
 )
 
 log = logging.getLogger(__name__)

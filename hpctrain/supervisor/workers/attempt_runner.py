@@ -16,8 +16,8 @@ from hpctrain.checkpoint.listing import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.files import file_size
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.log_tail import read_last_records
-from hpctrain.records.run_record import starts_over
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
     ATTEMPT_VARIABLE,
@@ -37,11 +37,10 @@ from hpctrain.supervisor.job_control import (
     JobControl,
     known_seconds_left,
 )
-from hpctrain.supervisor.launch.job_step import Launcher, StepEvent
-from hpctrain.supervisor.launch.rendezvous_store import RendezvousStore
+from hpctrain.supervisor.launch.job_step import Launcher, RendezvousStore, StepEvent
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
-from hpctrain.supervisor.workers.stager import Stager
+from hpctrain.supervisor.workers.node_steps import Stager
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 from hpctrain.text import pluralize
 
@@ -59,7 +58,6 @@ class AttemptResult:
     attempt: int
     outcome: AttemptOutcome
     monitor: AttemptMonitor
-    has_process_group: bool
     job_log_offset: int
     """Size of the job log in bytes at the start of the attempt."""
     started_at: float
@@ -85,50 +83,38 @@ class AttemptRunner:
         lead = required_lead_s(self.run, self.spec.stop_before_limit_s, self.spec.time_limit_s)
         ends_at = self._ends_at(lead)
         new_monitor = partial(AttemptMonitor, self.events, self.job_control, ends_at, lead)
-        hosts, started_at = self.launcher.hosts, system.time()
+        hosts, started_at, outcome = self.launcher.hosts, system.time(), AttemptOutcome.DONE
         script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints, self.spec.checkpoints)
         with RendezvousStore(self.launcher.address, hosted=self.spec.torchrun is not None) as rendezvous:
             self._record_start(attempt)
             log_offset = file_size(self.run.slurm_log)
-
-            def result(
-                outcome: AttemptOutcome, monitor: AttemptMonitor, *, has_process_group: bool = False
-            ) -> AttemptResult:
-                monitor.is_stopping |= self.run.is_asked_to_requeue(attempt)
-                return AttemptResult(
-                    attempt, outcome, monitor, has_process_group, log_offset, started_at, self.world_size
-                )
-
             if self.stager is not None:
                 monitor = new_monitor("staging process")
                 outcome = self.stager.stage(attempt, hosts, monitor)
-                if outcome is not AttemptOutcome.DONE:
-                    return result(outcome, monitor)
-            variables = partial(self._variables, lead=lead)
-            name = "rank" if self.spec.torchrun is None else "agent"
-            monitor = new_monitor("batch script" if self.spec.program == "batch" else name)
-            step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
-            try:
-                rendezvous.serve()
-                outcome = monitor.wait(step)
-            finally:
-                self.worker_group.stop_monitoring()
-                step.close()
+            if outcome is AttemptOutcome.DONE:
+                variables = partial(self._variables, lead=lead)
+                name = "rank" if self.spec.torchrun is None else "agent"
+                monitor = new_monitor("batch script" if self.spec.program == "batch" else name)
+                step = self.worker_group.start(attempt, rendezvous.variables, variables, self.events.put)
+                try:
+                    rendezvous.serve()
+                    outcome = monitor.wait(step)
+                finally:
+                    self.worker_group.stop_monitoring()
+                    step.close()
         path = script_checkpoints.newest_since()
         if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
-        return result(outcome, monitor, has_process_group=self.worker_group.has_process_group)
+        monitor.is_stopping |= self.run.is_asked_to_requeue(attempt)
+        return AttemptResult(attempt, outcome, monitor, log_offset, started_at, self.world_size)
 
     def _record_start(self, attempt: int) -> None:
         hosts = self.launcher.hosts
         fields = {"nodes": len(hosts), "world_size": self.world_size, "hosts": hosts}
         if starts_over(self.run, self.spec.checkpoints):
             fields["starts_over"] = True
-            log.warning(
-                "no checkpoint in %s: attempt %d starts over, unless the script saves elsewhere",
-                self.spec.checkpoints or self.run.checkpoints,
-                attempt,
-            )
+            message = "no checkpoint in %s: attempt %d starts over, unless the script saves elsewhere"
+            log.warning(message, self.spec.checkpoints or self.run.checkpoints, attempt)
         self.run.log_event("started", attempt, **fields)
         ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
         program = "the batch script" if self.spec.program == "batch" else ranks
@@ -189,11 +175,6 @@ _SIGNAL_S = 10.0
 _STEPS_SEEN, _EVENTS_SEEN = 200, 1000
 
 
-def minimum_lead_s(step_s: float, save_s: float) -> float:
-    """Return the seconds that ranks need to save their state and exit, from the longest step and save."""
-    return _SIGNAL_S + _STEPS * step_s + longest_save_s(save_s)
-
-
 def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -> float:
     """Return the lead before the time limit: the user's value, or more if the ranks need it to save."""
     saves = [
@@ -204,7 +185,7 @@ def required_lead_s(run: RunDir, asked_s: float, limit_s: float | None = None) -
     if not saves:
         return asked_s
     newest = list(islice(read_last_records(run.metrics, StepRecord), _STEPS_SEEN))[::-1]
-    needed = minimum_lead_s(longest_step_s(newest), max(saves))
+    needed = _SIGNAL_S + _STEPS * longest_step_s(newest) + longest_save_s(max(saves))
     return max(asked_s, needed if limit_s is None else min(needed, limit_s / 2))
 
 

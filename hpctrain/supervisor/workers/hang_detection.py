@@ -1,8 +1,7 @@
 """Detect hangs: no rank makes progress for longer than any earlier phase of this run.
 
-Ranks wait for each other, so one stuck rank blocks all ranks. A slow rank, such as during a save, also blocks
-the others, but legitimately. The attempt hangs if no rank makes progress for longer than a limit. This limit
-is the longest among those of the ranks' current phases.
+One stuck rank blocks all ranks, but so does a slow rank, such as during a save. The attempt hangs if no rank
+makes progress for longer than the longest limit of the ranks' current phases.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class PhaseLimits:
         return max(self.floor_s * floor, self.max_duration_s.get(phase, 0.0) * _DURATION_FACTOR)
 
     def record(self, phase: str, seconds: float) -> None:
-        """Record the time of a rank in a phase until its next progress."""
         self.max_duration_s[phase] = max(seconds, self.max_duration_s.get(phase, 0.0))
 
 
@@ -108,11 +106,9 @@ class HangDetector:
             # A rank waits for suspended ranks, which are silent.
             if not self._is_any_silent(now):
                 self.limits.record(state.limit_phase, now - state.since)
-            last_step_at = state.last_step_at
-            if step != state.step:
-                if phase == state.phase == RankPhase.SCRIPT:
-                    self.limits.record(_STEP_GAP, now - last_step_at)
-                last_step_at = now
+            last_step_at = now if step != state.step else state.last_step_at
+            if step != state.step and phase == state.phase == RankPhase.SCRIPT:
+                self.limits.record(_STEP_GAP, now - state.last_step_at)
             self.ranks[rank] = RankProgress(phase, step, progress_count, now, now, last_step_at)
 
     def _is_any_silent(self, now: float) -> bool:
@@ -139,7 +135,6 @@ class HangDetector:
             self._waiting_since += seconds
 
     def find_hang(self, now: float) -> HangInfo | None:
-        """Return a `HangInfo` if the attempt hangs, else None."""
         if self._waiting_since is not None and RankPhase.START in self.limits.max_duration_s:
             seconds, limit_s = now - self._waiting_since, self.limits.limit_s(RankPhase.START)
             return HangInfo(seconds, limit_s) if seconds > limit_s else None
@@ -159,8 +154,7 @@ class HangDetector:
 def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:
     """Return the ranks that the others wait for; empty if unknown.
 
-    Returns the first non-empty group: ranks that do not respond, ranks that are steps behind, ranks that are
-    not waiting while others wait, and ranks at a different position than most.
+    They do not respond, are steps behind, do not wait while others wait, or are elsewhere than most.
     """
     if silent and snapshots:
         return sorted(silent)

@@ -64,10 +64,9 @@ class HeartbeatHandler(Protocol):
 
 
 class HeartbeatServer:
-    """Port for the connections of all ranks. Use as a context manager.
+    """Port for the connections of all ranks, which prove that they have the run's secret, as does this side.
 
-    Both sides prove that they have the secret, which only the run's ranks have. Every line has a MAC, which
-    is checked before the line is parsed.
+    Every line has a MAC, which is checked before the line is parsed.
     """
 
     def __init__(self, address: str, handler: HeartbeatHandler) -> None:
@@ -191,11 +190,8 @@ class HeartbeatServer:
         except Unauthenticated as error:
             self._refuse(rank_connection, str(error))
         except Exception:
-            log.exception(
-                "could not handle a message from rank %d (attempt %d)",
-                rank_connection.rank,
-                rank_connection.attempt,
-            )
+            rank, attempt = rank_connection.rank, rank_connection.attempt
+            log.exception("could not handle a message from rank %d (attempt %d)", rank, attempt)
             self._drop(rank_connection)
         else:
             if not data:

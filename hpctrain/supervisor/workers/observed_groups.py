@@ -41,7 +41,6 @@ class ObservedGroups:
         self._num_members = 0
         self._stop_signal: signal.Signals | None = None
         self._asked: set[int] = set()
-        self.has_process_group = False
 
     def join(self, introduction: Mapping[str, Any]) -> int:
         """Add a process to its group, and return its key."""
@@ -67,7 +66,6 @@ class ObservedGroups:
             return
         group.trains |= len(group.ranks) > 1 or message.step > 0 or message.phase == RankPhase.JOIN
         group.monitor.on_message(group.ranks[key], message)
-        self.has_process_group |= group.monitor.has_process_group
         if self._stop_signal is not None and key not in self._asked:
             self._ask_to_stop([key], self._stop_signal)
 

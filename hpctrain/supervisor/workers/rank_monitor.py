@@ -31,7 +31,6 @@ from hpctrain.supervisor.workers.hang_detection import (
 from hpctrain.supervisor.workers.straggler_detection import (
     LASTING_WINDOWS,
     StepTimes,
-    Straggler,
     StragglerDetector,
 )
 from hpctrain.text import format_ranks, pluralize
@@ -87,8 +86,6 @@ class RankMonitor:
         self._modules: dict[int, list[str]] = {}
         self._changed: set[str] = set()
         self._reported: set[int] = set()
-        #: True if a rank has formed a process group.
-        self.has_process_group = False
 
     def on_message(self, rank: int, message: RankMessage) -> None:
         self._check_for_pause(system.monotonic())
@@ -104,7 +101,6 @@ class RankMonitor:
             self._straggler_detector.on_heartbeat(rank, times)
             self._modules[rank] = message.modules
             self._changed.update(message.changed)
-            self.has_process_group |= message.group
         elif message.stop_signal is not None:
             self._emit(RankSignalled(rank, message.stop_signal))
         elif self._probe is not None and message.told is not None:
@@ -144,11 +140,10 @@ class RankMonitor:
         if self._probe is not None:
             self._probe_ranks(self._probe, now)
         elif (hang := self._hang_detector.find_hang(now)) is not None:
-            log.warning(
-                "no rank has made progress for %.0f s (limit %.0f s): requesting stack traces from all ranks",
-                hang.seconds,
-                hang.limit_s,
+            message = (
+                "no rank has made progress for %.0f s (limit %.0f s): requesting stack traces from all ranks"
             )
+            log.warning(message, hang.seconds, hang.limit_s)
             self._probe = _HangProbe(hang, now)
             self._send({"tell": True})
         else:
@@ -225,34 +220,26 @@ class RankMonitor:
         self._emit(HangDetected(cause, rank, self._host_of(rank)))
 
     def _report_stragglers(self, now: float) -> None:
+        """Report the first detection of each slow rank, then every `LASTING_WINDOWS` windows."""
         for straggler, times in self._straggler_detector.check_window(now):
-            # Report the first detection, then every `LASTING_WINDOWS` windows.
-            lasting = times % LASTING_WINDOWS == 0
-            if not lasting and straggler.rank in self._reported:
+            rank, lasting = straggler.rank, times % LASTING_WINDOWS == 0
+            if not lasting and rank in self._reported:
                 continue
-            self._reported.add(straggler.rank)
-            self._record(straggler, self._host_of(straggler.rank), lasting=lasting)
-
-    def _record(self, straggler: Straggler, host: str, *, lasting: bool) -> None:
-        log.warning(
-            "rank %d on %s %s %.1f times as long per step as most ranks (slow part: %s)",
-            straggler.rank,
-            host,
-            "still takes" if lasting else "takes",
-            straggler.ratio,
-            straggler.part,
-        )
-        self._run.log_event(
-            "straggler",
-            self._attempt,
-            rank=straggler.rank,
-            host=host,
-            ratio=round(straggler.ratio, 2),
-            part=straggler.part,
-            lasting=lasting,
-            seconds=straggler.own_times.by_part(),
-            typical=straggler.typical_times.by_part(),
-        )
+            self._reported.add(rank)
+            host, takes = self._host_of(rank), "still takes" if lasting else "takes"
+            message = "rank %d on %s %s %.1f times as long per step as most ranks (slow part: %s)"
+            log.warning(message, rank, host, takes, straggler.ratio, straggler.part)
+            self._run.log_event(
+                "straggler",
+                self._attempt,
+                rank=rank,
+                host=host,
+                ratio=round(straggler.ratio, 2),
+                part=straggler.part,
+                lasting=lasting,
+                seconds=straggler.own_times.by_part(),
+                typical=straggler.typical_times.by_part(),
+            )
 
 
 def describe_hang(

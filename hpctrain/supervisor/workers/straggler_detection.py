@@ -6,9 +6,11 @@ time for a step, so step durations do not show stragglers. The time outside the 
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 #: A rank is slow if its time is this multiple of the typical time,
 _SLOW_RATIO = 1.5
@@ -20,8 +22,7 @@ WINDOW_S, _WINDOW_STEPS = 20.0, 5
 LASTING_WINDOWS = 3
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Times of a rank since it began to train, in seconds, and its number of steps."""
 
     steps: int
@@ -32,8 +33,8 @@ class StepTimes:
     """Steps that the times of computing and exchange contain: on a GPU, measurements arrive later."""
     measured_steps: int
 
-    def __sub__(self, earlier: StepTimes) -> StepTimes:
-        return StepTimes(*(getattr(self, name) - getattr(earlier, name) for name in _FIELDS))
+    def since(self, earlier: StepTimes) -> StepTimes:
+        return StepTimes(*map(operator.sub, self, earlier))
 
     def per_step(self) -> StepTimes:
         timed = max(1, self.timed_steps)
@@ -46,9 +47,6 @@ class StepTimes:
     @property
     def own_time_s(self) -> float:
         return self.data_s + self.compute_s
-
-
-_FIELDS = tuple(entry.name for entry in fields(StepTimes))
 
 
 @dataclass(frozen=True)
@@ -76,17 +74,14 @@ def find_stragglers(times: Mapping[int, StepTimes]) -> list[Straggler]:
     typical = StepTimes(1, median("data_s"), median("compute_s"), median("exchange_s"), 1, 1)
     typical_s = max(median("own_time_s"), 1e-9)
     longest_s = max(step.own_time_s + step.exchange_s for step in steps.values())
-    stragglers = [
-        Straggler(rank, step.own_time_s / typical_s, _slow_part(step, typical), step, typical)
-        for rank, step in steps.items()
-        if step.own_time_s >= _SLOW_RATIO * typical_s
-        and step.own_time_s - typical_s >= _SLOW_PART * longest_s
-    ]
+    stragglers = []
+    for rank, step in steps.items():
+        is_slow = step.own_time_s >= _SLOW_RATIO * typical_s
+        if is_slow and step.own_time_s - typical_s >= _SLOW_PART * longest_s:
+            is_data = step.data_s - typical.data_s > step.compute_s - typical.compute_s
+            part = "data" if is_data else "compute"
+            stragglers.append(Straggler(rank, step.own_time_s / typical_s, part, step, typical))
     return sorted(stragglers, key=lambda straggler: -straggler.ratio)
-
-
-def _slow_part(step: StepTimes, typical: StepTimes) -> str:
-    return "data" if step.data_s - typical.data_s > step.compute_s - typical.compute_s else "compute"
 
 
 class StragglerDetector:
@@ -116,7 +111,7 @@ class StragglerDetector:
         if not self._window:
             self._window, self._window_start = dict(self._newest), now
             return []
-        times = {rank: newest - self._window[rank] for rank, newest in self._newest.items()}
+        times = {rank: newest.since(self._window[rank]) for rank, newest in self._newest.items()}
         num_measured = min(total.measured_steps for total in times.values())
         if now - self._window_start < self._window_s or num_measured < _WINDOW_STEPS:
             return []

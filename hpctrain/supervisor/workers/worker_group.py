@@ -34,11 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """Starts the ranks of an attempt, from standby workers if possible, and receives their messages.
-
-    Use as a context manager: on exit, standby workers are ended. `start` and `stop_monitoring` are called
-    alternately from one thread; another thread receives messages.
-    """
+    """Starts the ranks of an attempt, from standby workers if possible; another thread receives messages."""
 
     def __init__(
         self, run: RunDir, spec: JobSpec, launcher: Launcher, job_started_at: float | None = None
@@ -58,8 +54,6 @@ class WorkerGroup:
         self._modules: list[str] = []
         self._standby_started = False
         self._closed = system.Event()
-        #: True if a rank of the last attempt has formed a process group.
-        self.has_process_group = False
 
     def __enter__(self) -> Self:
         self._server = HeartbeatServer(self._launcher.address, self)
@@ -72,7 +66,8 @@ class WorkerGroup:
         # Close the connections first: no new standby workers start, and waiting workers detect the closed
         # connection.
         self._server.__exit__()
-        self._stop_standby()
+        if (standby := self._take_standby()) is not None:
+            standby.close()
 
     def start(
         self,
@@ -120,7 +115,6 @@ class WorkerGroup:
             monitor, self._monitor = self._monitor, None
         if monitor is not None:
             monitor.close()
-            self.has_process_group = monitor.has_process_group
         with suppress(OSError):
             record = json.dumps(self._limits.max_duration_s) + "\n"
             write_atomic(self._run.phase_durations, record, durable=False)
@@ -166,7 +160,12 @@ class WorkerGroup:
             with self._lock:
                 attempt, monitor = self._attempt, self._monitor
             try:
-                self._send_profile_request(read_json(path), attempt, monitor)
+                record = read_json(path)
+                ranks = [int(rank) for rank in record["ranks"]]
+                request = {"number": int(record["number"]), "ranks": ranks, "steps": int(record["steps"])}
+                if monitor is not None and monitor.are_connected(ranks):
+                    path.unlink()
+                    self._server.send(attempt, {"profile": request})
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -174,26 +173,20 @@ class WorkerGroup:
                 with suppress(OSError):
                     path.unlink()
 
-    def _send_profile_request(
-        self, read: Any, attempt: int, monitor: RankMonitor | ObservedGroups | None
-    ) -> None:
-        ranks = [int(rank) for rank in read["ranks"]]
-        request = {"number": int(read["number"]), "ranks": ranks, "steps": int(read["steps"])}
-        if monitor is not None and monitor.are_connected(ranks):
-            self._run.profile_request.unlink()
-            self._server.send(attempt, {"profile": request})
-
     def _start_from_standby(
         self, attempt: int, hosts: list[str], environ: Mapping[str, str], emit: EmitEvent
     ) -> JobStep | None:
-        with self._lock:
-            standby, self._standby = self._standby, None
-        if standby is None:
+        if (standby := self._take_standby()) is None:
             return None
         if standby.is_usable(attempt, hosts):
             return standby.activate(environ, emit)
         standby.close()
         return None
+
+    def _take_standby(self) -> StandbyWorkers | None:
+        with self._lock:
+            standby, self._standby = self._standby, None
+        return standby
 
     def _start_standby_when_due(self, monitor: RankMonitor) -> None:
         """Start standby workers for the next attempt once the current ranks have trained for a while."""
@@ -211,11 +204,10 @@ class WorkerGroup:
             return
         self._standby_started = True
         if changed := monitor.changed:
-            log.info(
+            message = (
                 "not starting standby workers: the script sets environment variables that imports may read "
-                "(%s). Set them with --env instead",
-                ", ".join(changed),
             )
+            log.info(message + "(%s). Set them with --env instead", ", ".join(changed))
             return
         # The file system may hang, but this thread must keep receiving from the ranks.
         system.Thread(target=self._start_standby, args=(monitor, modules), daemon=True).start()
@@ -228,17 +220,10 @@ class WorkerGroup:
             variables = {**self._standby_variables(attempt), **self._server.variables, **new_secret()}
             with self._lock:
                 if self._monitor is monitor:
-                    self._standby = StandbyWorkers(
-                        self._launcher, self._server, command, variables, modules, ranks
-                    )
+                    workers = StandbyWorkers(self._launcher, self._server, command, variables, modules, ranks)
+                    self._standby = workers
         except (OSError, HpctrainError) as error:
             log.warning("cannot start standby workers: %s", error)
-
-    def _stop_standby(self) -> None:
-        with self._lock:
-            standby, self._standby = self._standby, None
-        if standby is not None:
-            standby.close()
 
 
 class StandbyWorkers:
@@ -267,9 +252,8 @@ class StandbyWorkers:
         if message.ready:
             self._ready.add(rank)
             if len(self._ready) == self._world_size:
-                log.info(
-                    "%s ready for attempt %d", pluralize(self._world_size, "standby worker"), self.attempt
-                )
+                workers = pluralize(self._world_size, "standby worker")
+                log.info("%s ready for attempt %d", workers, self.attempt)
         elif message.why is not None:
             log.warning("standby worker %d failed: %s", rank, message.why)
             self._is_broken = True

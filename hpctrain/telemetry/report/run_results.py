@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from hpctrain.files import parse_yaml, read_regular
+from hpctrain.files import Record, parse_yaml, read_regular
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
 from hpctrain.schema import (
     CodeRecord,
     Event,
-    Record,
     StepRecord,
     SweepRanking,
     decode,

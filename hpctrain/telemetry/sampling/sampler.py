@@ -20,8 +20,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.addresses import host_name
 from hpctrain.cluster.device_plan import visible_devices
-from hpctrain.cluster.host_name import host_name
 from hpctrain.files import append_json_line, make_folder, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading

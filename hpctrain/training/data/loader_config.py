@@ -34,7 +34,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from hpctrain.cluster.parent_death import die_with_parent
+from hpctrain.cluster.processes import die_with_parent
 from hpctrain.errors import DataWorkerKilled, HpctrainError, UserError
 from hpctrain.runtime.failure_file import wait_for_dead_worker
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS

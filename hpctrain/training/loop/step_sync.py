@@ -23,13 +23,12 @@ _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 class MessageBatcher:
     """Counter of work items. All ranks derive the same message size from the last exchanged duration."""
 
-    def __init__(self, *, one_by_one: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._max_size, self._clock = 1 if one_by_one else _MAX_ITEMS, clock
-        self.size = 1
+    def __init__(self, *, one_by_one: bool = False) -> None:
+        self._max_size, self.size = 1 if one_by_one else _MAX_ITEMS, 1
         self.reset()
 
     def reset(self) -> None:
-        self._count, self._since = 0, self._clock()
+        self._count, self._since = 0, time.perf_counter()
 
     def add(self) -> None:
         self._count += 1
@@ -40,9 +39,8 @@ class MessageBatcher:
 
     def seconds_per_item(self) -> float:
         """Return this rank's seconds per item since the last call, for the exchange with all ranks."""
-        now = self._clock()
-        seconds = (now - self._since) / max(self._count, 1)
-        self._count, self._since = 0, now
+        seconds = (time.perf_counter() - self._since) / max(self._count, 1)
+        self.reset()
         return seconds
 
     def adapt(self, seconds: float) -> None:

@@ -36,7 +36,12 @@ from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.module import Module, check_initialized, find_run, is_manual, takes_optimizer_idx
-from hpctrain.training.observe.environment_info import collect_environment, hash_code
+from hpctrain.training.observe.environment_info import (
+    collect_environment,
+    count_rank_cpus,
+    hash_code,
+    warn_too_few_workers,
+)
 from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, LossGuard, bad_loss
 from hpctrain.training.observe.run_writer import Progress, RunWriter, StepResult
@@ -78,6 +83,8 @@ class TrainingLoop:
             train_step.loss_check = self._exchange
         self.state, self.last_step = shared.state, shared.source.last_step
         self.metrics = MetricAccumulator()
+        self._cpus = count_rank_cpus(shared.context.ranks.local_world_size)
+        self._has_warned = False
 
     def run(self) -> None:
         timer = self._shared.step_timer
@@ -126,6 +133,7 @@ class TrainingLoop:
                 shared.compute_timer.begin()
                 yield step
                 shared.compute_timer.end()
+            self._warn_of_waits()
             requests = self._exchange.complete_step(step.rank_batch, self.metrics)
             if requests is None:
                 continue
@@ -148,6 +156,15 @@ class TrainingLoop:
             if state.finished:
                 break
             self._exchange.begin()
+
+    def _warn_of_waits(self) -> None:
+        if self._has_warned:
+            return
+        timer, num_workers = self._shared.step_timer, self._shared.source.loading.num_workers
+        all_s = time.perf_counter() - timer.started_at
+        hint = warn_too_few_workers(timer.waited_s, all_s, num_workers, self._cpus)
+        self._has_warned = hint is not None
+        self._print_hint(hint)
 
     def _roll_back(self, bad: BadStep) -> None:
         shared, guard = self._shared, self.state.loss_guard

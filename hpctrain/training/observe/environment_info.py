@@ -18,6 +18,7 @@ from hpctrain._version import __version__
 from hpctrain.checkpoint.format.manifest import checksum
 from hpctrain.rundir import CODE_VARIABLE
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.text import pluralize
 from hpctrain.training.base.device_selection import cpu_model
 from hpctrain.training.trainer_config import TrainerConfig
 
@@ -57,6 +58,10 @@ def collect_platform(context: DistributedContext) -> dict[str, Any]:
     }
 
 
+#: Minimum training time in seconds, and minimum fraction of waiting, for a hint.
+_SEEN_S, _SHARE = 10.0, 0.2
+
+
 def hash_code(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the checksum of the script and of each module that it imported from its folders, by path."""
     script = os.path.realpath(sys.argv[0])
@@ -85,3 +90,20 @@ def count_rank_cpus(ranks_here: int) -> int:
     on_machine = os.cpu_count() or 1
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else on_machine
     return bound if bound < on_machine else max(1, on_machine // max(1, ranks_here))
+
+
+def warn_too_few_workers(waited_s: float, all_s: float, num_workers: int, cpus: int) -> str | None:
+    """Return a hint during training; None if it is too early, or if waits for data were short."""
+    if all_s < _SEEN_S or waited_s < _SHARE * all_s:
+        return None
+    finding = (
+        f"Training spent {waited_s / all_s:.0%} of the first {all_s:.0f} s waiting for data with "
+        f"num_workers={num_workers}"
+    )
+    proposed = min(max(2 * num_workers, 1), cpus)
+    if proposed > num_workers:
+        return f"{finding}. Each rank has {pluralize(cpus, 'CPU')}, so try num_workers={proposed}."
+    return (
+        f"{finding}, and each rank has only {pluralize(cpus, 'CPU')}. Request more CPUs with "
+        "--cpus-per-task, or make data loading faster."
+    )

@@ -45,13 +45,6 @@ class SpikeDetector:
         deviation = max(deviation, _MIN_DEVIATION * abs(middle))
         return middle + self.threshold * deviation if deviation else math.inf
 
-    def is_spike(self, loss: float) -> bool:
-        if not self._sorted:
-            return False
-        middle = _median(self._sorted)
-        # Most losses are too close to the median for any deviation, which takes longer to compute.
-        return loss > middle + self.threshold * _MIN_DEVIATION * abs(middle) and loss > self.limit()
-
     def add(self, loss: float) -> None:
         self.losses.append(loss)
         insort(self._sorted, loss)
@@ -84,8 +77,8 @@ class LossGuard:
             return f"the loss is {loss}" if is_bad else None
         if self._spikes is None:
             return None
-        if self._spikes.is_spike(loss):
-            return f"the loss is {loss:.6g}, above the spike limit of {self._spikes.limit():.6g}"
+        if loss > (limit := self._spikes.limit()):
+            return f"the loss is {loss:.6g}, above the spike limit of {limit:.6g}"
         self._spikes.add(loss)
         return None
 

@@ -31,6 +31,8 @@ class StepTimer:
         self._device, self._on_gpu, self._has_others = device, device.type == "cuda", world_size > 1
         self._since, self._seconds = time.perf_counter(), dict[str, float]()
         self._exchange_s, self._uncounted_s, self._data_wait_s = activity.exchange_s, 0.0, 0.0
+        self.started_at, self.waited_s = self._since, 0.0
+        """Start on the clock of `time.perf_counter`, and all seconds of waiting for data since then."""
 
     def sample(self) -> TimingSample:
         sampled_at = time.perf_counter()
@@ -74,6 +76,7 @@ class StepTimer:
             activity.data_s += seconds
             if not self._on_gpu or torch.cuda.current_stream(self._device).query():
                 self._data_wait_s += seconds
+                self.waited_s += seconds
             yield batch
 
 

@@ -150,6 +150,11 @@ def _end(scheduler: Any) -> tuple[str, int] | None:
             return final and (final[0], scheduler._milestones[-1] + final[1])
         case lr_scheduler.ChainedScheduler():
             return min(filter(None, map(_end, scheduler._schedulers)), key=lambda end: end[1], default=None)
+        case lr_scheduler.LambdaLR():  # of Transformers
+            for function in scheduler.lr_lambdas:
+                steps = getattr(function, "keywords", {}).get("num_training_steps")
+                if isinstance(steps, int):
+                    return "num_training_steps", steps
     return None
 
 

@@ -1,1 +1,0 @@
-"""Detectors, one module per launcher, each with a function `detect(environ) -> Ranks | None`."""
