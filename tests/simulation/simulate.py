@@ -117,7 +117,7 @@ def simulated_supervisor(*, log: bool = False) -> Iterator[None]:
         put(worker_group, "TICK_INTERVAL_S", _REQUESTS_INTERVAL_S)
         put(attempt_runner, "RendezvousStore", _Store)
         put(node_steps, "RendezvousStore", _Store)
-        put(launchers, "_address_of_this_host", lambda hosts: hosts[0])
+        put(launchers, "address_of_this_host", lambda hosts: hosts[0])
         put(lease, "_now", lambda _: simulated_system.time())
         stack.enter_context(simulated_files())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
