@@ -18,7 +18,7 @@ ALGORITHMS: Registry[Algorithm] = Registry(
     group="hpctrain.algorithms",
     kind=Algorithm,
     ours={
-        "allreduce": "base:AllReduce",
+        "allreduce": "algorithm:AllReduce",
         "fp16": "compression:Float16",
         "bf16": "compression:BFloat16",
         "powersgd": "compression:PowerSGD",
