@@ -21,7 +21,7 @@ from pathlib import Path
 from results import Results
 
 from hpctrain.files import read_json_lines
-from hpctrain.jobs.runs import control
+from hpctrain.jobs.runs import run_control
 from hpctrain.rundir import RunDir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpctrain.jobs.options.table import SubmitOptions
     from hpctrain.jobs.runs.run import Run
     from hpctrain.jobs.runs.run_status import RunStatus
-    from hpctrain.jobs.submit.submit import submit
+    from hpctrain.jobs.submit.submit_prepared import submit
     from hpctrain.jobspec.job_spec import JobSpec
     from hpctrain.rundir import RunDir
     from hpctrain.runtime.stopping.stop_signals import should_stop
@@ -93,7 +93,7 @@ _HOMES = {
     "sample_generator": "hpctrain.training.data.sample_seeds",
     "session": "hpctrain.training.loop.session",
     "should_stop": "hpctrain.runtime.stopping.stop_signals",
-    "submit": "hpctrain.jobs.submit.submit",
+    "submit": "hpctrain.jobs.submit.submit_prepared",
 }
 
 

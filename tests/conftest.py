@@ -28,7 +28,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from hpctrain import sandbox
 from hpctrain.errors import UserError
-from hpctrain.sandbox.sandbox import check_requirements
+from hpctrain.sandbox.slurm_sandbox import check_requirements
 
 _SANDBOX_PREFIX = "pytest-"
 

@@ -13,7 +13,7 @@ import click
 
 from hpctrain.cli import submit
 from hpctrain.cli.common import open_run
-from hpctrain.cli.ranks import become, terminal_options
+from hpctrain.cli.rank_commands import become, terminal_options
 from hpctrain.cli.resume import repeated_options
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values

@@ -263,7 +263,7 @@ def command(ctx: click.Context, /, **params: Any) -> None:
         if reason := submission.preflight.refusal():
             raise SchedulerError(f"Slurm would reject this job: {reason}")
         return
-    from hpctrain.jobs.submit.submit import submit_prepared
+    from hpctrain.jobs.submit.submit_prepared import submit_prepared
 
     run = submit_prepared(submission)
     _print_lines(submission.forecast)

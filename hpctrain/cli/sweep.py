@@ -194,7 +194,7 @@ def _submit(ctx: click.Context, record: SweepRecord, indices: Sequence[int]) -> 
         for index in indices:
             click.echo(f"task-{index}: {' '.join(record.trial_args(index))}")
         return
-    from hpctrain.jobs.submit.submit import submit_prepared
+    from hpctrain.jobs.submit.submit_prepared import submit_prepared
 
     run = submit_prepared(submission, sweep=record)
     backend = submission.backend.name

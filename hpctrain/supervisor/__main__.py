@@ -12,7 +12,7 @@ deaths = run_under_watchdog(os.environ)
 
 from hpctrain.slurm.job_end import prepare_job_end  # noqa: E402
 from hpctrain.supervisor.batch_main import main  # noqa: E402
-from hpctrain.supervisor.launch.launchers import kill_session  # noqa: E402 (the waiting parent process does not need this)
+from hpctrain.supervisor.launch.step_launchers import kill_session  # noqa: E402 (the waiting parent process does not need this)
 
 exit_code = main(sys.argv[1:], os.environ, deaths=deaths)
 kill_session(os.environ)

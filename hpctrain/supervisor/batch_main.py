@@ -27,7 +27,7 @@ from hpctrain.supervisor.buffered_storage import (
 from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.batch import BatchLauncher, link_output, spec_of_allocation
 from hpctrain.supervisor.launch.job_step import Launcher
-from hpctrain.supervisor.launch.launchers import LocalLauncher, SrunLauncher
+from hpctrain.supervisor.launch.step_launchers import LocalLauncher, SrunLauncher
 from hpctrain.supervisor.local_array import LocalArray
 from hpctrain.supervisor.notifications import send_notifications
 from hpctrain.supervisor.run_end import finish_run

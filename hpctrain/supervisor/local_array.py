@@ -21,7 +21,7 @@ from hpctrain.rundir import BATCH_PID_VARIABLE, STOPPED_EARLY, RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.srun_step import TaskExit
 from hpctrain.supervisor.acquire_run import register_job
-from hpctrain.supervisor.launch.launchers import visible_gpus
+from hpctrain.supervisor.launch.step_launchers import visible_gpus
 from hpctrain.supervisor.run_end import finish_run
 
 log = logging.getLogger(__name__)

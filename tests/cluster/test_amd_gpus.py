@@ -10,7 +10,7 @@ from hpctrain.cluster import detect, device_plan
 from hpctrain.cluster.amd_gpus import AmdGpu, check_amd_variables, list_amd_gpus, visible_amd_gpus
 from hpctrain.cluster.device_plan import gpu_variables, plan_device
 from hpctrain.errors import EnvironmentMismatch
-from hpctrain.supervisor.launch import launchers
+from hpctrain.supervisor.launch import step_launchers
 from hpctrain.telemetry.sampling import nvml
 
 GPUS = [AmdGpu(f"0000:{bus:02x}:00.0", f"GPU-{bus:016x}") for bus in (0xC1, 0xC6, 0xC9, 0xD1)]
@@ -33,7 +33,7 @@ def write_topology(folder: Path) -> Path:
 @pytest.fixture
 def amd_machine(tmp_path, monkeypatch):
     gpus = list_amd_gpus(write_topology(tmp_path))
-    for module in (nvml, launchers, device_plan):
+    for module in (nvml, step_launchers, device_plan):
         monkeypatch.setattr(module, "list_amd_gpus", lambda: gpus)
     monkeypatch.setattr(nvml, "list_gpu_uuids", list)
 
@@ -95,6 +95,6 @@ def test_contradictory_variables_are_an_error_only_with_rocm(environ, message):
 
 
 def test_simulated_nodes_divide_fake_amd_gpus(amd_machine):
-    assert launchers.visible_gpus({"ROCR_VISIBLE_DEVICES": "1,2"}) == ["0", "1"]
-    assert launchers.visible_gpus({"HIP_VISIBLE_DEVICES": "3,2"}) == ["3", "2"]
+    assert step_launchers.visible_gpus({"ROCR_VISIBLE_DEVICES": "1,2"}) == ["0", "1"]
+    assert step_launchers.visible_gpus({"HIP_VISIBLE_DEVICES": "3,2"}) == ["3", "2"]
     assert gpu_variables(["3"]) == {"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "3"}

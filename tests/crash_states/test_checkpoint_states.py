@@ -22,7 +22,7 @@ from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.checkpoint.store import CheckpointStore, LoadedCheckpoint
 from hpctrain.cli.main import cli
 from hpctrain.files import read_json_lines
-from hpctrain.jobs.submit.submit import _write
+from hpctrain.jobs.submit.submit_prepared import _write
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
 

@@ -19,7 +19,7 @@ from helpers.waiting import scaled, wait_for
 
 from hpctrain.sandbox.daemons import Daemon, daemons
 from hpctrain.sandbox.layout import ROOT, SandboxSize, folder_of, sandbox_lock
-from hpctrain.sandbox.sandbox import create_folder, remove
+from hpctrain.sandbox.slurm_sandbox import create_folder, remove
 
 _START_LIMIT_S = 60.0
 

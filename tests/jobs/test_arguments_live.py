@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 
 #: As a supervisor, start the ranks once, without a store; as a rank, record what arrived.
 _LAUNCHER = """#!{python}
@@ -25,7 +25,7 @@ from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
 
 if sys.argv[1] == "-m":
-    from hpctrain.supervisor.launch.launchers import SrunLauncher
+    from hpctrain.supervisor.launch.step_launchers import SrunLauncher
     from hpctrain.supervisor.launch.job_step import StepEnded
 
     run = RunDir(Path(sys.argv[3]))

@@ -14,7 +14,7 @@ from helpers.waiting import wait_for
 from hpctrain.errors import RunFailed, SpecError
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
@@ -64,7 +64,7 @@ def test_throttle_beyond_the_machines_gpus_is_refused(prepared, monkeypatch):
 
 
 def test_concurrent_tasks_have_distinct_gpus(make_spec, monkeypatch):
-    monkeypatch.setattr("hpctrain.supervisor.launch.launchers.count_gpus", lambda environ: 4)
+    monkeypatch.setattr("hpctrain.supervisor.launch.step_launchers.count_gpus", lambda environ: 4)
     spec = make_spec(backend="local", array="0-3%2", nodes=2, gpus_per_node=1)
     array = LocalArray(RunDir(Path(spec.run_dir)), spec, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
     assert [array._gpus_of(slot) for slot in (0, 1)] == [

@@ -13,7 +13,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.slurm.states import RunState
 from hpctrain.sweeps.sweep_record import SweepRecord, read_sweep

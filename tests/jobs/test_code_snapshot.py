@@ -19,7 +19,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.submit.code_snapshot import plan_snapshot
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.snapshot_imports import describe_missing_copy

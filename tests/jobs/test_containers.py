@@ -17,7 +17,7 @@ from hpctrain.errors import RunFailed, SpecError
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.complete_options import complete_options
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobspec.container import Container
 from hpctrain.slurm.site_facts import SiteConventions
 from hpctrain.supervisor.launch.task_command import containerize

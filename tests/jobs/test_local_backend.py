@@ -16,7 +16,7 @@ from hpctrain.jobs.runs.run import find_run, list_runs
 from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.submit import submit as submit_module
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.slurm.states import RunState
 
 #: They start many processes or trainings, so `make test-fast` leaves them out.

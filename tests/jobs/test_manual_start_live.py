@@ -10,7 +10,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 
 
 @pytest.mark.long

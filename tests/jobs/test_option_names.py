@@ -106,7 +106,7 @@ def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypat
         raise SpecError("not submitted")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hpctrain.jobs.submit.submit.submit_prepared", stop)
+    monkeypatch.setattr("hpctrain.jobs.submit.submit_prepared.submit_prepared", stop)
     (tmp_path / "train.py").touch()
     CliRunner().invoke(cli, ["submit", "--backend=local", *args])
     assert [word.removeprefix(f"{tmp_path}/") for word in _program(asdict(specs[0]))] == call

@@ -18,7 +18,7 @@ from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends.mounts import path_notes
 from hpctrain.jobs.backends.site_check import JobRequest, check_request, explain_refusal
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.job_test import describe_start

@@ -55,7 +55,7 @@ def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
     ],
 )
 def test_bad_input_is_refused_and_leaves_nothing(prepared, tmp_path, options, message):
-    from hpctrain.jobs.submit.submit import submit_prepared
+    from hpctrain.jobs.submit.submit_prepared import submit_prepared
 
     with pytest.raises(SpecError, match=message):
         submit_prepared(prepared(**options))

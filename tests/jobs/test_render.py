@@ -22,7 +22,7 @@ from helpers.commands import environment, run_command
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
 from hpctrain.jobs.submit.render import render
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobspec.container import Container
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import TorchrunConfig

@@ -10,7 +10,7 @@ from helpers.fake_slurm import queued, recorded
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends import choose_backend
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.slurm import job_requests
 from hpctrain.slurm.command import run_slurm
 

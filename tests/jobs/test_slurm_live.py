@@ -12,7 +12,7 @@ from hpctrain.errors import RunFailed, SchedulerError, SpecError
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.records.run_record import read_run_record
 from hpctrain.slurm.states import RunState
 

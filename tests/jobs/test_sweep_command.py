@@ -14,7 +14,7 @@ from helpers.commands import environment
 
 from hpctrain.cli.main import cli
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
 from hpctrain.sweeps.sweep_record import SweepRecord, read_sweep

@@ -16,7 +16,7 @@ from hpctrain.sandbox.layout import (
     list_names,
     slurm_conf,
 )
-from hpctrain.sandbox.sandbox import check_requirements
+from hpctrain.sandbox.slurm_sandbox import check_requirements
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]
 

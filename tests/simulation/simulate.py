@@ -25,7 +25,7 @@ from unittest import mock
 from hpctrain import system as real_system
 from hpctrain.records import lease
 from hpctrain.supervisor import batch_main, notifications, supervise
-from hpctrain.supervisor.launch import launchers
+from hpctrain.supervisor.launch import step_launchers
 from hpctrain.supervisor.workers import attempt_runner, node_steps, worker_group
 from simulation import simulated_system
 from simulation.config import Fault, make_config, make_faults
@@ -117,7 +117,7 @@ def simulated_supervisor(*, log: bool = False) -> Iterator[None]:
         put(worker_group, "TICK_INTERVAL_S", _REQUESTS_INTERVAL_S)
         put(attempt_runner, "RendezvousStore", _Store)
         put(node_steps, "RendezvousStore", _Store)
-        put(launchers, "address_of_this_host", lambda hosts: hosts[0])
+        put(step_launchers, "address_of_this_host", lambda hosts: hosts[0])
         put(lease, "_now", lambda _: simulated_system.time())
         stack.enter_context(simulated_files())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

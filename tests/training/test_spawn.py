@@ -124,7 +124,7 @@ def test_lightning_module_is_trained_in_new_processes(tmp_path):
 FAILING = """
 import sys, threading, time, hpctrain
 from hpctrain.training.algorithms import register_algorithm
-from hpctrain.training.algorithms.base import AllReduce
+from hpctrain.training.algorithms.algorithm import AllReduce
 from train_with_strategies import Blocks, samples
 
 @register_algorithm("own")  # is known in the ranks, which do not run this line

@@ -455,7 +455,9 @@ def test_strategy_of_an_installed_package_is_found(tmp_path):
     )
     printed = run_command([sys.executable, "-c", code], {"PYTHONPATH": str(tmp_path)}).stdout
     assert printed.startswith("Theirs\n")
-    assert "theirs:nothing, which is not a subclass of hpctrain.training.strategies.base.Strategy" in printed
+    assert (
+        "theirs:nothing, which is not a subclass of hpctrain.training.strategies.strategy.Strategy" in printed
+    )
 
 
 @pytest.mark.parametrize(

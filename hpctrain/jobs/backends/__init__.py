@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.backends.base import Backend
+from hpctrain.jobs.backends.backend import Backend
 from hpctrain.jobspec.job_spec import BackendName
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, own_file, read_regular
-from hpctrain.jobs.backends.base import PreflightResult
+from hpctrain.jobs.backends.backend import PreflightResult
 from hpctrain.jobspec.job_spec import BackendName, JobSpec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.backends.base import PreflightResult
+from hpctrain.jobs.backends.backend import PreflightResult
 from hpctrain.jobs.backends.mounts import path_notes
 from hpctrain.jobspec.directives import all_directives
 from hpctrain.jobspec.job_spec import JobSpec

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.errors import SchedulerError
-from hpctrain.jobs.backends.base import PreflightResult, SubmissionUnconfirmed
+from hpctrain.jobs.backends.backend import PreflightResult, SubmissionUnconfirmed
 from hpctrain.jobspec.directives import all_directives
 from hpctrain.jobspec.job_spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir

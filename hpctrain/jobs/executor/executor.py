@@ -20,7 +20,7 @@ from hpctrain.jobs.options.spec_builder import new_run_id, node_shape
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, find_run
 from hpctrain.jobs.submit.prepare import prepare_submission
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.records.serialization import CallPayload, FunctionCall
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import suggest

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from hpctrain.cluster.signal_processes import signal_ranks
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.jobs.runs import control
+from hpctrain.jobs.runs import run_control
 from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.records.run_record import read_run_record
@@ -135,7 +135,7 @@ class ChaosRunner:
         run_dir, job_id, fault = str(self.run.dir.path), str(status.job_id), injection.fault
         number = signal.SIGSTOP if fault is Fault.STOP_RANK else signal.SIGKILL
         if fault is Fault.PREEMPT:
-            control.preempt([self.run.dir], self.run.environ)
+            run_control.preempt([self.run.dir], self.run.environ)
         elif fault is Fault.REQUEUE:
             requeue_job(job_id, strip_job_env(self.run.environ))
         elif status.backend == "slurm":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import RunFailed, RunNotFound, SpecError, WaitTimeout
 from hpctrain.files import is_locked
+from hpctrain.jobs.runs import run_control
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Event
@@ -141,9 +142,7 @@ class Run:
         Raises:
             SchedulerError: the scheduler refused or cannot be reached.
         """
-        from hpctrain.jobs.runs import control
-
-        return control.cancel(self.dir, self.environ)
+        return run_control.cancel(self.dir, self.environ)
 
     def requeue(self) -> RunStatus:
         """Ask the run to save its state and continue in a new attempt; return its previous status.
@@ -154,9 +153,7 @@ class Run:
             SpecError: the run is neither running nor delayed.
             SchedulerError: the scheduler refused or cannot be reached.
         """
-        from hpctrain.jobs.runs import control
-
-        return control.requeue(self.dir, self.environ)
+        return run_control.requeue(self.dir, self.environ)
 
 
 def check_completed(status: RunStatus) -> RunStatus:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hpctrain.errors import HpctrainError, SpecError
 from hpctrain.files import make_folder, read_json, write_atomic
-from hpctrain.jobs.backends.base import SubmissionUnconfirmed
+from hpctrain.jobs.backends.backend import SubmissionUnconfirmed
 from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
 from hpctrain.jobspec.job_spec import CodeRef
 from hpctrain.rundir import RunDir

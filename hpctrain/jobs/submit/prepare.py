@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends import choose_backend
-from hpctrain.jobs.backends.base import Backend, PreflightResult
+from hpctrain.jobs.backends.backend import Backend, PreflightResult
 from hpctrain.jobs.options.batch_options import BatchScript
 from hpctrain.jobs.options.option import OptionSource, OptionValue
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, resolve_options

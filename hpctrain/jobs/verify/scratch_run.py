@@ -20,7 +20,7 @@ from hpctrain.jobs.options.resolved_options import ResolvedOptions
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.submit.prepare import PreparedSubmission
 from hpctrain.jobs.submit.render import render
-from hpctrain.jobs.submit.submit import submit_prepared
+from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobs.verify.training_record import ReplayedPart, TrainingRecord, VerificationPlan
 from hpctrain.jobspec.directives import directives_after_start
 from hpctrain.jobspec.job_spec import BackendName, CodeRef, JobSpec

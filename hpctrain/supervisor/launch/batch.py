@@ -23,7 +23,7 @@ from hpctrain.slurm.command import list_steps
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_requests import signal_steps
 from hpctrain.supervisor.launch.job_step import EmitEvent
-from hpctrain.supervisor.launch.launchers import LocalStep, address_of_this_host
+from hpctrain.supervisor.launch.step_launchers import LocalStep, address_of_this_host
 
 #: The folder with the hook that Python runs at its start.
 _HOOK_FOLDER = Path(__file__).parents[2] / "runtime/program/startup_hook"

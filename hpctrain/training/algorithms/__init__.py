@@ -8,7 +8,7 @@ from typing import Any
 
 from hpctrain.class_registry import Registry
 from hpctrain.errors import UserError
-from hpctrain.training.algorithms.base import Algorithm
+from hpctrain.training.algorithms.algorithm import Algorithm
 
 __all__ = ["Algorithm", "BaguaStrategy", "find_algorithm", "register_algorithm"]
 
@@ -18,7 +18,7 @@ ALGORITHMS: Registry[Algorithm] = Registry(
     group="hpctrain.algorithms",
     kind=Algorithm,
     ours={
-        "allreduce": "base:AllReduce",
+        "allreduce": "algorithm:AllReduce",
         "fp16": "compression:Float16",
         "bf16": "compression:BFloat16",
         "powersgd": "compression:PowerSGD",

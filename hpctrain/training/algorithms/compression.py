@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import all_gather_single
-from hpctrain.training.algorithms.base import BucketAlgorithm, GradBucket, completed_future
+from hpctrain.training.algorithms.algorithm import BucketAlgorithm, GradBucket, completed_future
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup
 from hpctrain.training.trainer_config import TrainerConfig
 

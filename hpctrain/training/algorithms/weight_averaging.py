@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.algorithms.base import BucketAlgorithm
+from hpctrain.training.algorithms.algorithm import BucketAlgorithm
 from hpctrain.training.algorithms.compression import QuantizedRows
 
 

@@ -35,8 +35,8 @@ from hpctrain.training.optim.resumed_values import configured_values, ignored_va
 from hpctrain.training.saving.checkpoint_schedule import VerificationSteps
 from hpctrain.training.saving.training_checkpoints import MAX_SAVE_S, is_trained, refuse_restart_from_zero
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
-from hpctrain.training.strategies.base import broadcast_tensors
 from hpctrain.training.strategies.ddp import regroup_buckets
+from hpctrain.training.strategies.strategy import broadcast_tensors
 from hpctrain.training.training_state import Stateful, optimizer_parameters
 
 #: Key of the values of optimizers and schedulers that the script of the first attempt has set.

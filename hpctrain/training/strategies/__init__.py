@@ -15,9 +15,9 @@ from hpctrain.errors import UserError
 from hpctrain.rundir import ATTEMPT_VARIABLE, VERIFY_STEPS_VARIABLE
 from hpctrain.text import pluralize
 from hpctrain.training.algorithms import find_algorithm
-from hpctrain.training.algorithms.base import AllReduce
+from hpctrain.training.algorithms.algorithm import AllReduce
 from hpctrain.training.base.device_selection import has_launcher, parse_devices
-from hpctrain.training.strategies.base import Strategy
+from hpctrain.training.strategies.strategy import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
 __all__ = ["STRATEGY_VARIABLE", "Strategy", "find_strategy", "register_strategy"]

@@ -17,7 +17,7 @@ from hpctrain.torch_compat import buffer_broadcast_kwargs
 from hpctrain.training.algorithms import Algorithm, find_algorithm
 from hpctrain.training.module import Module, check_frozen, is_manual, takes_optimizer_idx
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
-from hpctrain.training.strategies.base import Strategy, broadcast_tensors
+from hpctrain.training.strategies.strategy import Strategy, broadcast_tensors
 from hpctrain.training.trainer_config import TrainerConfig
 
 

@@ -21,8 +21,8 @@ from hpctrain.training.base.tensors import slice_batch
 from hpctrain.training.data.batch_plan import split_range
 from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.module import Module, as_scalars, collect_logged, find_run, has_step_end
-from hpctrain.training.strategies.base import Strategy
 from hpctrain.training.strategies.ddp import DataParallelBase
+from hpctrain.training.strategies.strategy import Strategy
 from hpctrain.training.trainer_config import TrainerConfig
 
 

@@ -20,7 +20,7 @@ from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-from hpctrain.training.strategies.base import Strategy, broadcast_tensors
+from hpctrain.training.strategies.strategy import Strategy, broadcast_tensors
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: Environment variable of processes started by horovodrun.

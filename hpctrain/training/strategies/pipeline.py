@@ -27,7 +27,7 @@ from hpctrain.training.base.tensors import slice_batch
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module, as_scalars
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-from hpctrain.training.strategies.base import Strategy, joint_norm
+from hpctrain.training.strategies.strategy import Strategy, joint_norm
 from hpctrain.training.trainer_config import TrainerConfig
 
 #: Default number of micro-batches per stage: more micro-batches reduce the idle time of stages.

@@ -22,12 +22,12 @@ from hpctrain.torch_compat import FSDP_ATTRIBUTES, all_gather_single, fsdp_state
 from hpctrain.training.base.tensors import group_by_type, is_sharded
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
-from hpctrain.training.strategies.base import (
+from hpctrain.training.strategies.ddp import DataParallelBase
+from hpctrain.training.strategies.strategy import (
     Strategy,
     broadcast_tensors,
     joint_norm,
 )
-from hpctrain.training.strategies.ddp import DataParallelBase
 
 _BUCKET_BYTES = 25 << 20
 #: Optimizers whose updates are impossible with shards, and the reason.

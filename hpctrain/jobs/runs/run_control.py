@@ -8,7 +8,7 @@ from contextlib import suppress
 from hpctrain.errors import RunNotFound, SchedulerError, SpecError
 from hpctrain.files import write_atomic
 from hpctrain.jobs.backends import open_backend
-from hpctrain.jobs.backends.base import Backend
+from hpctrain.jobs.backends.backend import Backend
 from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.jobspec.load_spec import load_spec

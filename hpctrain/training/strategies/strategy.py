@@ -13,7 +13,7 @@ from torch import nn
 from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
-from hpctrain.training.algorithms.base import Algorithm, assign_flat
+from hpctrain.training.algorithms.algorithm import Algorithm, assign_flat
 from hpctrain.training.base.tensors import group_by_type, local_part
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module
