@@ -53,8 +53,12 @@ def command(context: click.Context, run: Run, options: tuple[str, ...]) -> None:
     """Submit an ended RUN as a new job that resumes from the newest valid checkpoint.
 
     The job uses the script, arguments and options of the last submission. OPTIONS of `hpctrain submit`, such
-    as --nodes 8 or --time 4:00:00, override them. To change the arguments, use `hpctrain submit --run-dir`.
-    """
+    as --nodes 8 or --time 4:00:00, override them. To change the arguments, or the script:
+
+    \b
+        hpctrain resume RUN [OPTIONS] -- ARGS
+        hpctrain resume RUN [OPTIONS] SCRIPT [ARGS]
+    """  # noqa: D301
     from hpctrain.cli import submit
     from hpctrain.jobspec.load_spec import load_spec
 
@@ -109,25 +113,32 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
 def resubmission(
     ctx: click.Context, spec: Mapping[str, Any], run: RunDir, options: Sequence[str], *, started: bool = True
 ) -> click.Context:
-    """Return the context of a submission that continues a run with its program and changed options."""
+    """Return the context of a submission that continues a run with changed options, arguments or program."""
     from hpctrain.cli import submit
 
     call = _program(spec)
     called = f"`{program_name()} {ctx.command_path.partition(' ')[2]}`"
     alone = click.Context(submit.command, info_name="submit", **submit.command.context_settings)
     with suppress(click.NoSuchOption):  # reported below
-        values, _, _ = submit.command.make_parser(alone).parse_args(list(options))
-        if "--" in options or values.get("as_module") or isinstance(values.get("script"), str):
-            raise SpecError(
-                f"{called} continues run {run.run_id} with its script and arguments, and accepts only "
-                "options. To continue the run with other arguments, use: "
-                f"{_command_with_program(spec, run, options, started=started)}"
-            )
+        end = list(options).index("--") if "--" in options else len(options)
+        values, _, _ = submit.command.make_parser(alone).parse_args(list(options[:end]))
+        if isinstance(values.get("script"), str):  # a `--` is an argument of the script
+            start = end - len(values["args"]) - 1
+            options, call = options[:start], [*options[start:]]
+        elif "--" in options:
+            options, words = options[:end], options[end + 1 :]
+            is_command = spec.get("program") == "command" and words[:1] == (spec["script"],)
+            call = ["--", *words] if is_command else [*_program({**spec, "args": ()}), *words]
         keys = [text.partition("=")[0] for text in values.get("assignments") or ()]
         if isinstance(values.get("run_dir"), str) or {"run_dir", "runs_dir"}.intersection(keys):
             raise SpecError(
                 f"{called} continues run {run.run_id} in its folder, so --run-dir cannot be changed. Remove "
                 "it, or use `hpctrain submit` for a new run."
+            )
+        if spec.get("array") is not None and call != _program(spec):
+            raise SpecError(
+                f"{called} continues the tasks of {run.run_id} with their program and arguments, and accepts "
+                "only options. Submit a new array for others."
             )
     arguments = [*options, f"--run-dir={run.path.absolute()}", *call]
     context = submit.command.make_context("submit", arguments, parent=ctx.parent)
@@ -137,24 +148,6 @@ def resubmission(
     return context
 
 
-def _command_with_program(
-    spec: Mapping[str, Any], run: RunDir, options: Sequence[str], *, started: bool
-) -> str:
-    """Return the command that continues a run with the program, or only the arguments, in `options`."""
-    from hpctrain.jobspec.redaction import redact_args
-
-    repeated = repeated_options(spec, started=started)
-    shown = as_arguments({name: value for name, value in repeated.items() if name not in ("env", "notify")})
-    shown += _batch_arguments(spec, started=started)
-    command_line = ["hpctrain", "submit", *redact_args(shown), f"--run-dir={short_path(run.path)}"]
-    end = list(options).index("--") if "--" in options else len(options)
-    if options[end + 1 : end + 2] and options[end + 1].startswith("-"):
-        # New arguments for the same program.
-        program = _program({**spec, "args": ()})
-        return shlex.join([*command_line, *options[:end], *program, *options[end + 1 :]])
-    return shlex.join([*command_line, *options])
-
-
 def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
     """Return shell lines that submit a script again in a new run folder; empty without script or folder."""
     if not isinstance(spec.get("script"), str) or not isinstance(workdir := spec.get("workdir"), str):
@@ -162,7 +155,10 @@ def resubmit_command(spec: Mapping[str, Any]) -> list[str]:
     copy = _mapping(spec.get("code")).get("copy")
     # A checkout can be used instead of the copy.
     comments = [f"# The code that ran: {' '.join(str(copy).split())}"] if copy else []
-    options = [*as_arguments(repeated_options(spec)), *_batch_arguments(spec)]
+    options = as_arguments(repeated_options(spec))
+    options += (
+        f"--{name}={value}" if value else f"--{name}" for name, value in _batch_directives(spec).items()
+    )
     command_line = ["hpctrain", "submit", *options, *_program(spec)]
     return [*comments, f"cd {shlex.quote(workdir)}", shlex.join(command_line)]
 
@@ -173,14 +169,6 @@ def _batch_directives(spec: Mapping[str, Any], *, started: bool = True) -> dict[
         return {}
     directives = dict(_pairs(spec.get("directives")))
     return directives_after_start(directives) if started else directives
-
-
-def _batch_arguments(spec: Mapping[str, Any], *, started: bool = True) -> list[str]:
-    names = {"job-name": "name"}
-    return [
-        f"--{names.get(name, name)}={value}" if value else f"--{name}"
-        for name, value in _batch_directives(spec, started=started).items()
-    ]
 
 
 def _program(spec: Mapping[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,23 +86,36 @@ def test_resume_refuses_an_active_run(workdir: Path) -> None:
         CliRunner().invoke(cli, ["wait", "a"])
 
 
-def test_resume_refuses_a_script_and_other_folders(workdir: Path) -> None:
-    """With a script among the options, --run-dir would become an argument of the script."""
+def test_resume_refuses_other_folders(workdir: Path) -> None:
     invoke("submit", "--backend=local", "--run-dir=runs/a", "train.py", "--lr", "0.1")
     invoke("wait", "a")
-    for options in (["--nodes=2", "train.py"], ["-m", "train"], ["--", "echo"]):
-        message = refusal("resume", "a", *options)
-        assert "`hpctrain resume` continues run a with its script and arguments" in message
-        assert f"--no-code-snapshot --run-dir=runs/a {' '.join(options)}" in message
     for options in (["--run-dir=runs/b"], ["--set", "run_dir=runs/b"], ["--set=runs_dir=b"]):
         message = "continues run a in its folder, so --run-dir cannot be changed"
         assert message in refusal("resume", "a", *options)
     assert "No such option '--bogus'. `hpctrain submit --help`" in refusal("resume", "a", "--bogus")
     assert os.listdir("runs") == ["a"]
-    command = refusal("resume", "a", "--name=b", "--", "--lr", "0.2").rpartition("use: hpctrain ")[2]
-    invoke(*shlex.split(command))
+
+
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        (["--", "--lr", "0.2"], "arguments ['--lr', '0.2']"),
+        (["--name=b", "--"], "arguments []"),
+        (["--name=b", "--", "now"], "arguments ['now']"),
+        (["other.py", "--lr", "0.2", "--", "x"], "other ['--lr', '0.2', '--', 'x']"),
+        (["--name=b", "-m", "other", "--nodes"], "other ['--nodes']"),
+    ],
+)
+def test_resume_changes_the_arguments_or_the_script(workdir: Path, options: list[str], printed: str) -> None:
+    (workdir / "other.py").write_text("import sys; print('other', sys.argv[1:])")
+    invoke("submit", "--backend=local", "--run-dir=runs/a", "--env=COLOR=red", "train.py", "--lr", "0.1")
     invoke("wait", "a")
-    assert "arguments ['--lr', '0.2']" in RunDir(workdir / "runs/a").rank_log(1, 0).read_text()
+    invoke("resume", "a", *options)
+    invoke("wait", "a")
+    run = RunDir(workdir / "runs/a")
+    assert os.listdir("runs") == ["a"]
+    assert printed in run.rank_log(1, 0).read_text()
+    assert load_spec(run.spec).env == {"COLOR": "red"}
 
 
 def resumed_spec(*options: str) -> JobSpec:
