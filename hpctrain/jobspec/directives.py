@@ -63,8 +63,6 @@ def _batch_directives(spec: JobSpec) -> dict[str, str]:
         # Only the supervisor receives the signal.
         "signal": f"B:USR2@{spec.stop_before_limit_s}",
     }
-    if "no-requeue" in spec.directives:
-        del defaults["requeue"]
     return {**defaults, **spec.directives}
 
 

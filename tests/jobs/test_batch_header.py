@@ -15,6 +15,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.options.batch_options import BatchScript, build_batch_spec
 from hpctrain.jobs.options.resolved_options import resolve_options
 from hpctrain.jobs.submit.render import render
+from hpctrain.jobspec.directives import all_directives
 from hpctrain.slurm.batch_header import parse_batch_header, shell_of
 
 #: Values of options that the test cluster accepts; None for a flag.
@@ -263,3 +264,21 @@ def test_options_override_the_header(tmp_path):
     assert (origins["output"], origins["qos"]) == ("job.sbatch:3", "SBATCH_QOS")
     assert (spec.nodes, spec.name, spec.workdir) == (3, "job.sbatch", str(tmp_path))
     assert "#SBATCH --exclusive  # job.sbatch:3\n" in render(spec, origins)
+
+
+def test_defaults_of_a_batch_script_give_way_to_its_header(tmp_path):
+    path = tmp_path / "job.sbatch"
+    path.write_text("#!/bin/bash\n#SBATCH --no-requeue --open-mode=truncate --signal=B:TERM@30 -D sub\n")
+    batch = BatchScript.read(path)
+    settings = resolve_options({}, header=batch.options, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": ""})
+    shape = {"backend": "slurm", "cwd": tmp_path, "python": "/usr/bin/python3"}
+    spec, _ = build_batch_spec(path, [], settings.options, settings.values, **shape)
+    assert all_directives(spec) == {
+        "job-name": "job.sbatch",
+        "chdir": spec.run_dir,
+        "output": f"{tmp_path}/sub/slurm-%j.out",
+        "no-requeue": "",
+        "open-mode": "truncate",
+        "signal": "B:TERM@30",
+    }
+    assert (spec.workdir, spec.stop_before_limit_s) == (f"{tmp_path}/sub", 30)
