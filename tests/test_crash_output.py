@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.crash_output import find_crash_output, fold, useful_lines
-from hpctrain.supervisor.failures.failure_files import RankFailure, classify
+from hpctrain.supervisor.failures.root_cause import RankFailure, classify
 
 IMPORT = """Traceback (most recent call last):
   File "worker.py", line 12, in <module>

@@ -33,9 +33,10 @@ _COMMANDS = tuple(name for names in _TASKS.values() for name in names)
 _MODULES = {
     **dict.fromkeys(("init", "completion"), "main"),
     **dict.fromkeys(("wait", "cancel", "requeue", "chaos"), "control"),
-    **dict.fromkeys(("env", "exec", "attach", "profile"), "rank_commands"),
+    **dict.fromkeys(("env", "exec", "profile"), "rank_commands"),
     **dict.fromkeys(("setup", "pull"), "on_cluster"),
     "list": "status",
+    "attach": "shell",
     "serve": "report",
 }
 

@@ -1,4 +1,4 @@
-"""Use ranks: `hpctrain env` and `exec` as a rank, `attach` and `profile` for those of a running run."""
+"""Run as a rank (`hpctrain env`, `exec`), or profile the ranks of a running run (`hpctrain profile`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import click
 
 from hpctrain.cli.common import echo_json, json_option, one_line, program_name, run_argument, short_path
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect, expand_hostlist
-from hpctrain.errors import EnvironmentMismatch, RendezvousError, SchedulerError, UserError
+from hpctrain.errors import EnvironmentMismatch, RendezvousError, UserError
 from hpctrain.text import format_count, format_duration
 
 if TYPE_CHECKING:
@@ -145,64 +145,6 @@ def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 def terminal_options() -> list[str]:
     """Return the option of srun that connects a program to the user's terminal, if there is one."""
     return ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-
-
-@click.command("attach")
-@run_argument
-@click.option(
-    "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Rank to use."
-)
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGS]...]")
-def attach_command(run: Run, rank: int, program: tuple[str, ...]) -> None:
-    """Open a shell on the node of a running rank of RUN, or run COMMAND there.
-
-    The shell uses the rank's container image, working directory and environment, and ends when the job ends.
-    Variables that would connect a process to the run are not set.
-    """
-    # Imported here because these packages are slow to import.
-    from hpctrain.jobs.runs.run import require_running_ranks
-    from hpctrain.jobspec.load_spec import load_spec
-    from hpctrain.slurm.environment import strip_job_env
-    from hpctrain.supervisor.launch.task_command import containerize, module_command
-
-    status, started = require_running_ranks(run, [rank], option="--rank", done="attached to")
-    spec = load_spec(run.dir.spec)
-    program = program or ("bash" if spec.container else os.environ.get("SHELL", "bash"),)
-    command = module_command(spec, "program.attach")
-    command += [str(run.dir), str(started.attempt), str(rank), *program]
-    contained = containerize(spec, command, ["TERM"], os.environ.get("PATH"))
-    outer = strip_job_env(os.environ)
-    if spec.backend == "local":
-        become(contained.command, outer)
-    host = (started.hosts or [])[rank // spec.ntasks_per_node]
-    _check_node(host, rank, outer)
-    step = [
-        *("srun", f"--jobid={_number_of(str(status.job_id), outer)}", f"--nodelist={host}", "--overlap"),
-        *("--nodes=1", "--ntasks=1", "--mpi=none", f"--chdir={spec.workdir}", *terminal_options()),
-    ]
-    outer["SLURM_EXIT_ERROR"] = str(SchedulerError.exit_code)
-    become([*step, *contained.srun_options, *contained.command], outer)
-
-
-def _check_node(host: str, rank: int, environ: Mapping[str, str]) -> None:
-    """Check that the node responds: srun would wait for it."""
-    from hpctrain.slurm.node_queries import query_nodes
-
-    for node in query_nodes([host], environ):
-        if "DOWN" in node.state or node.state.endswith("*") or "NOT_RESPONDING" in node.state:
-            raise SchedulerError(
-                f"The node {host} of rank {rank} does not respond: its state in Slurm is {node.state}. Use "
-                "`hpctrain status` to see whether the run has restarted without this node."
-            )
-
-
-def _number_of(job_id: str, environ: Mapping[str, str]) -> str:
-    """Return the number of a job. srun does not accept the name of an array task."""
-    from hpctrain.slurm.command import run_slurm
-
-    if "_" not in job_id:
-        return job_id
-    return run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A"], environ).strip()
 
 
 def _rank_list(_context: click.Context, _param: click.Parameter, text: str) -> list[int]:

@@ -1,18 +1,18 @@
-"""Open a shell with the resources and the environment of a run (`hpctrain shell`)."""
+"""Open a shell with the resources of a run (`hpctrain shell`), or on a rank's node (`hpctrain attach`)."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpctrain.cli import submit
-from hpctrain.cli.common import open_run
+from hpctrain.cli.common import open_run, run_argument
 from hpctrain.cli.rank_commands import become, terminal_options
 from hpctrain.cli.resume import repeated_options
 from hpctrain.errors import SchedulerError
@@ -23,6 +23,9 @@ from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.slurm.batch_header import parse_batch_header
 from hpctrain.slurm.environment import apply_env_defaults, sbatch_env, strip_job_env
+
+if TYPE_CHECKING:
+    from hpctrain.jobs.runs.run import Run
 
 #: Options of a submission that do not affect a shell.
 _WITHOUT_EFFECT = frozenset(
@@ -125,3 +128,61 @@ def _become_shell(spec: JobSpec, argv: Sequence[str], script: str) -> None:
 
 
 command.params += submit.hidden_options(_WITHOUT_EFFECT)
+
+
+@click.command("attach")
+@run_argument
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Rank to use."
+)
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGS]...]")
+def attach_command(run: Run, rank: int, program: tuple[str, ...]) -> None:
+    """Open a shell on the node of a running rank of RUN, or run COMMAND there.
+
+    The shell uses the rank's container image, working directory and environment, and ends when the job ends.
+    Variables that would connect a process to the run are not set.
+    """
+    # Imported here because these packages are slow to import.
+    from hpctrain.jobs.runs.run import require_running_ranks
+    from hpctrain.jobspec.load_spec import load_spec
+    from hpctrain.slurm.environment import strip_job_env
+    from hpctrain.supervisor.launch.task_command import containerize, module_command
+
+    status, started = require_running_ranks(run, [rank], option="--rank", done="attached to")
+    spec = load_spec(run.dir.spec)
+    program = program or ("bash" if spec.container else os.environ.get("SHELL", "bash"),)
+    command = module_command(spec, "program.attach")
+    command += [str(run.dir), str(started.attempt), str(rank), *program]
+    contained = containerize(spec, command, ["TERM"], os.environ.get("PATH"))
+    outer = strip_job_env(os.environ)
+    if spec.backend == "local":
+        become(contained.command, outer)
+    host = (started.hosts or [])[rank // spec.ntasks_per_node]
+    _check_node(host, rank, outer)
+    step = [
+        *("srun", f"--jobid={_number_of(str(status.job_id), outer)}", f"--nodelist={host}", "--overlap"),
+        *("--nodes=1", "--ntasks=1", "--mpi=none", f"--chdir={spec.workdir}", *terminal_options()),
+    ]
+    outer["SLURM_EXIT_ERROR"] = str(SchedulerError.exit_code)
+    become([*step, *contained.srun_options, *contained.command], outer)
+
+
+def _check_node(host: str, rank: int, environ: Mapping[str, str]) -> None:
+    """Check that the node responds: srun would wait for it."""
+    from hpctrain.slurm.node_queries import query_nodes
+
+    for node in query_nodes([host], environ):
+        if "DOWN" in node.state or node.state.endswith("*") or "NOT_RESPONDING" in node.state:
+            raise SchedulerError(
+                f"The node {host} of rank {rank} does not respond: its state in Slurm is {node.state}. Use "
+                "`hpctrain status` to see whether the run has restarted without this node."
+            )
+
+
+def _number_of(job_id: str, environ: Mapping[str, str]) -> str:
+    """Return the number of a job. srun does not accept the name of an array task."""
+    from hpctrain.slurm.command import run_slurm
+
+    if "_" not in job_id:
+        return job_id
+    return run_slurm(["squeue", "--noheader", f"--jobs={job_id}", "--format=%A"], environ).strip()

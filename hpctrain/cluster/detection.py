@@ -13,7 +13,7 @@ from hpctrain.cluster.env_variables import (
 )
 from hpctrain.cluster.launchers import LAUNCHERS, started_by_orted
 from hpctrain.cluster.ranks import Ranks
-from hpctrain.cluster.slurm_step import detect_slurm
+from hpctrain.cluster.slurm_ranks import detect_slurm
 from hpctrain.cluster.torchrun import REQUIRED_VARIABLES, RUN_ID_VARIABLE, detect_torchrun, is_standalone
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.text import suggest

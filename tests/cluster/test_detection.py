@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.slurm_step import parse_tasks_per_node
+from hpctrain.cluster.slurm_ranks import parse_tasks_per_node
 from hpctrain.errors import EnvironmentMismatch
 
 

@@ -11,7 +11,7 @@ from fuzzing import FOLDER, Parser, encode, parse_environment, write_file
 from helpers.launch_runner import load_recording
 
 from hpctrain.authentication import Signed, seal, unseal
-from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, launchers, slurm_step, torchrun
+from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, launchers, slurm_ranks, torchrun
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
 from hpctrain.jobs.backends import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
@@ -103,11 +103,11 @@ PARSERS = [
         for function in (rendezvous._parse_entry, rendezvous._parse_placement)
     ),
     detector(detection.detect, *LAUNCHES),
-    detector(slurm_step.detect_slurm, "srun-cyclic", "het-job-unsorted", "array"),
+    detector(slurm_ranks.detect_slurm, "srun-cyclic", "het-job-unsorted", "array"),
     *(detector(launcher.detect, *NAMES_BY_LAUNCHER[launcher.name]) for launcher in launchers.LAUNCHERS),
     detector(torchrun.detect_torchrun, "torchrun-under-srun"),
     detector(detection.detect_local, "nothing"),
-    of_environment(slurm_step.read_layout, *environments("srun-cyclic", "het-job-unsorted")),
+    of_environment(slurm_ranks.read_layout, *environments("srun-cyclic", "het-job-unsorted")),
     of_variable(env_variables.read_int, "17", EnvironmentMismatch),
     of_variable(env_variables.read_port, "29500", EnvironmentMismatch),
     of_variable(env_variables.read_hosts, "n[1-3]", EnvironmentMismatch),

@@ -22,7 +22,7 @@ from hpctrain.records import checkpoint_health, lease, log_tail, run_record, suc
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.schema import Event, StepRecord
-from hpctrain.supervisor.failures import failure_files
+from hpctrain.supervisor.failures import root_cause
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import attempt_runner, node_steps, worker_group
 from hpctrain.sweeps import sweep_record
@@ -85,10 +85,10 @@ def of_run(function: Callable[..., object], path: Path, example: str, call: Any 
 
 
 def read_failures() -> object:
-    found = list(failure_files._read(RUN, 0))
+    found = list(root_cause._read(RUN, 0))
     if found:
-        first = failure_files.root_cause({failure.rank: failure for failure in found}.values())
-        return str(first), failure_files.classify(first), failure_files.is_deterministic(first)
+        first = root_cause.root_cause({failure.rank: failure for failure in found}.values())
+        return str(first), root_cause.classify(first), root_cause.is_deterministic(first)
     return None
 
 
@@ -171,7 +171,7 @@ PARSERS = [
         lease.newest_lease, RUN.lease(0), lease.encode_holder(schema.LeaseHolder("17", 0, "n1", 5)).decode()
     ),
     Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
-    of_run(failure_files._read, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
+    of_run(root_cause._read, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
     of_run(
         error_report.details,
         RUN.failure(0, 0),
@@ -192,10 +192,10 @@ PARSERS = [
     ),
     of_run(worker_group._read_phase_durations, RUN.phase_durations, '{"step": 1.5, "save": 3.0}'),
     of_run(
-        failure_files.gpu_faults,
+        root_cause.gpu_faults,
         RUN.telemetry(0),
         NODE_LINES,
-        lambda: failure_files.gpu_faults(RUN, ["n1"], 0.0),
+        lambda: root_cause.gpu_faults(RUN, ["n1"], 0.0),
     ),
     of_run(
         node_steps._read_node_check,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fuzzing import Parser, with_answer
 
-from hpctrain.cluster import hostlist, slurm_step
+from hpctrain.cluster import hostlist, slurm_ranks
 from hpctrain.errors import EnvironmentMismatch, SchedulerError, SpecError, UserError
 from hpctrain.records import successor
 from hpctrain.slurm import (
@@ -153,6 +153,6 @@ PARSERS = [
         lambda text: hostlist.compress_hostlist(text.split(",")),
     ),
     Parser(
-        slurm_step.parse_tasks_per_node, ["4(x2),3", "1"], (EnvironmentMismatch,), slow=[("4", "(x#),3", "")]
+        slurm_ranks.parse_tasks_per_node, ["4(x2),3", "1"], (EnvironmentMismatch,), slow=[("4", "(x#),3", "")]
     ),
 ]

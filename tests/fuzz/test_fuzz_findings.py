@@ -19,7 +19,7 @@ from hpctrain.slurm import command, job_requests
 from hpctrain.slurm.command import is_answer_lost, list_rank_steps
 from hpctrain.slurm.job_requests import submit_job
 from hpctrain.slurm.srun_step import parse_task_report
-from hpctrain.supervisor.failures.failure_files import _read
+from hpctrain.supervisor.failures.root_cause import _read
 
 #: json rejects such texts with a RecursionError.
 NESTED = "[" * 100_000

@@ -10,8 +10,8 @@ from hpctrain import files, text
 from hpctrain.jobspec import redaction
 from hpctrain.records import crash_output
 from hpctrain.slurm import job_end
-from hpctrain.supervisor.failures import failure_files
-from hpctrain.supervisor.failures.failure_files import RankFailure
+from hpctrain.supervisor.failures import root_cause
+from hpctrain.supervisor.failures.root_cause import RankFailure
 from hpctrain.supervisor.policy import history
 
 TRACEBACK = """Traceback (most recent call last):
@@ -33,7 +33,7 @@ ERRORS = [
 
 def classify_message(message: str) -> object:
     failure = RankFailure(0, "n1", "exception", "RuntimeError", message, "log", None, 0.0)
-    return failure_files.classify(failure), failure_files.is_deterministic(failure)
+    return root_cause.classify(failure), root_cause.is_deterministic(failure)
 
 
 def newest_traceback(content: str) -> object:
@@ -68,7 +68,7 @@ PARSERS = [
     Parser(crash_output.fold, [TRACEBACK]),
     Parser(crash_output.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
     Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
-    Parser(failure_files.classify, ERRORS, call=classify_message),
+    Parser(root_cause.classify, ERRORS, call=classify_message),
     Parser(history.normalize_cause, ["rank 3 on n1: ValueError: at 0xdeadbeef"]),
     Parser(
         job_end._EVICTED.search,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.rundir import ATTEMPT_VARIABLE
 from hpctrain.runtime.failure_file import failure_record, no_death_handler
-from hpctrain.supervisor.failures.failure_files import RankFailure, classify
+from hpctrain.supervisor.failures.root_cause import RankFailure, classify
 
 #: The message of Lightning's SaveConfigCallback.
 SAVE_CONFIG = (

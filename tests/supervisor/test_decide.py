@@ -19,7 +19,7 @@ from hpctrain.jobspec.restart_policy import (
     RestartRule,
 )
 from hpctrain.slurm.srun_step import TaskExit, parse_task_report
-from hpctrain.supervisor.failures.failure_files import RankFailure, classify, is_deterministic, root_cause
+from hpctrain.supervisor.failures.root_cause import RankFailure, classify, is_deterministic, root_cause
 from hpctrain.supervisor.policy.decide import (
     Action,
     Allocation,

@@ -19,7 +19,7 @@ from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Corruption, Event, StepRecord, UnfinishedCall, read_record
 from hpctrain.slurm.srun_step import TaskResult
-from hpctrain.supervisor.failures.failure_files import (
+from hpctrain.supervisor.failures.root_cause import (
     RankFailure,
     classify,
     collect_failures,
