@@ -91,7 +91,7 @@ def measure(script: Path, path: Path, way: str, env: dict[str, str]) -> dict[str
     subprocess.run(submit, env=environ, cwd=script.parent, check=True, capture_output=True)
     wait_for(lambda: steps(run, 0) > 20, f"steps of {path}")
     preempted = time.time()
-    control.preempt([run], environ)
+    run_control.preempt([run], environ)
     wait_for(lambda: steps(run, 1) > 0, f"steps of {path} after the preemption")
     subprocess.run(
         [*hpctrain, "wait", str(path)], env=environ, check=True, capture_output=True, timeout=LIMIT_S
