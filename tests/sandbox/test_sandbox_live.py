@@ -15,7 +15,7 @@ from helpers.waiting import wait_for
 from hpctrain import sandbox
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.sandbox import cluster, layout
+from hpctrain.sandbox import layout, slurm_sandbox
 from hpctrain.sandbox.layout import HOSTS, ROOT, folder_of
 
 pytestmark = pytest.mark.slurm
@@ -103,8 +103,8 @@ def test_repeated_up_keeps_and_repairs_the_sandbox(name: str) -> None:
 def test_up_after_a_killed_up_starts_over(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         # As after SIGKILL: no clean-up runs, and no layout was saved.
-        patch.setattr(cluster, "remove", lambda *_, **__: None)
-        patch.setattr(cluster.Sandbox, "save", _interrupt)
+        patch.setattr(slurm_sandbox, "remove", lambda *_, **__: None)
+        patch.setattr(slurm_sandbox.Sandbox, "save", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             sandbox.up(name, nodes=1)
     assert folder_of(name).exists()

@@ -55,7 +55,6 @@ def train_manually(num_steps: int, batch: int) -> list[float]:
         (1, 10, "4"),  # micro-batches of 4, 3, 3
         (3, 10, "2"),  # shares of 4, 3, 3; the last batch gives each rank one
         (4, 3, "1"),  # more ranks than samples
-        (4, 7, '"auto"'),
     ],
 )
 def test_parameters_match_a_manual_loop(tmp_path, ranks, batch, micro):

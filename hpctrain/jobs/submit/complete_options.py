@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, node_shape
 from hpctrain.jobs.options.table import SubmitOptions
-from hpctrain.jobs.runs.run import find_run
 from hpctrain.jobspec.container import APPTAINER_PROGRAMS, ContainerRuntime, required_runtime
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.rundir import RunDir
@@ -130,6 +129,9 @@ def _find_run(
         raise SpecError(f"{option} specifies neither a job nor a run. Use KIND:JOB or KIND:RUN.")
     folder = os.path.join(cwd, match[1])
     run = folder if os.path.isfile(RunDir(Path(folder)).spec) else match[1]
+    # Imported here because a submission without such a dependency needs no status.
+    from hpctrain.jobs.runs.run import find_run
+
     status = find_run(run, cwd / runs_dir, environ).status()
     if status.job_id is None:
         raise SpecError(f"{option}: this run has never been submitted. Submit it first.")
