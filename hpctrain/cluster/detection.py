@@ -61,17 +61,8 @@ def detect(environ: Mapping[str, str]) -> Ranks:
     """Return the ranks of this process, based only on the variables in `environ`.
 
     `HPCTRAIN_ENVIRONMENT` selects an environment without detection. Otherwise, the innermost launcher is
-    used, because the variables of outer launchers remain set. The order, with the variables that identify
-    each launcher:
-
-    1. `torchrun`: TORCHELASTIC_RUN_ID, with RANK and WORLD_SIZE
-    2. `horovod`: HOROVOD_RANK and HOROVOD_SIZE
-    3. `openmpi`: OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE
-    4. `mpich`: PMI_RANK and MPI_LOCALRANKID
-    5. `submitit`: SUBMITIT_LOCAL_JOB_ID
-    6. `slurm`: SLURM_PROCID and the SLURM_STEP_ID of an srun step
-    7. `torchrun` without TORCHELASTIC_RUN_ID: RANK and WORLD_SIZE, which any program may have set
-    8. `local`: none of these, so a single process
+    used, because the variables of outer launchers remain set: torchrun, one of `LAUNCHERS`, an srun step, any
+    program that sets RANK and WORLD_SIZE, or none, for a single process.
 
     RANK, WORLD_SIZE and similar variables must not contradict the result. A single-host launcher inside a job
     step with several tasks is rejected: either each task would train alone, or the variables belong to an
@@ -124,7 +115,9 @@ def _check_generic_variables(ranks: Ranks, environ: Mapping[str, str]) -> None:
     if ranks.environment in {"slurm", "local"}:
         variables = {**variables, **_PMI_VARIABLES}
     if ranks.environment == "local":
-        variables = {**variables, **dict.fromkeys(_UNSUPPORTED_RANK_VARIABLES, "rank")}
+        detected = {launcher.rank for launcher in LAUNCHERS}
+        unsupported = (name for name in _UNSUPPORTED_RANK_VARIABLES if name not in detected)
+        variables = {**variables, **dict.fromkeys(unsupported, "rank")}
     for variable, field in variables.items():
         value = getattr(ranks, field)
         if environ.get(variable) and read_int(environ, variable) != value:
