@@ -33,7 +33,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_wheel_has_every_template(wheel: list[str]) -> None:
     templates = {path.name for path in (REPO / "slurm_templates").iterdir()}
-    assert templates == {f"{name}.sbatch.j2" for name in ("base", "cpu", "ddp", "ddp2", "torchrun", "plain")}
+    assert templates == {
+        f"{name}.sbatch.j2" for name in ("base", "batch", "cpu", "ddp", "ddp2", "torchrun", "plain")
+    }
     assert {f"hpctrain/slurm_templates/{name}" for name in templates} <= set(wheel)
 
 

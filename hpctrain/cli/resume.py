@@ -135,7 +135,7 @@ def resubmission(
                 f"{called} continues run {run.run_id} in its folder, so --run-dir cannot be changed. Remove "
                 "it, or use `hpctrain submit` for a new run."
             )
-        if spec.get("array") is not None and call != _program(spec):
+        if (run.sweep.exists() or spec.get("array") is not None) and call != _program(spec):
             raise SpecError(
                 f"{called} continues the tasks of {run.run_id} with their program and arguments, and accepts "
                 "only options. Submit a new array for others."

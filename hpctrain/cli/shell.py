@@ -76,7 +76,7 @@ def command(
     submission = prepare_submission(
         program,
         args,
-        options_given,  # type: ignore[arg-type]
+        {name: value for name, value in options_given.items() if value is not None},  # type: ignore[arg-type]
         source=COMMAND_LINE_SOURCE,
         assignments=assignments,
         previous=previous,

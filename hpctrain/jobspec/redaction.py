@@ -10,7 +10,10 @@ from typing import Any
 REDACTED_TEXT = "(not shown)"
 
 #: Names of variables whose values are secret.
-_SECRET = re.compile(r"key|token|secret|passw|credential|auth|(?:^|_)(?:pat|pwd|dsn)(?:_|$)", re.IGNORECASE)
+_SECRET = re.compile(
+    r"key|token|secret|passw|credential|auth|(?:^|_)(?:pat|pwd|dsn)(?:_|$)|^HPCTRAIN_SUPERVISOR",
+    re.IGNORECASE,
+)
 #: The same at the end of a name within other text. Stricter, because of words such as --max-tokens. Texts may
 #: be long, so each pattern can start at few positions and scans forward once.
 _NAME = (

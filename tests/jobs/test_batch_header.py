@@ -282,3 +282,16 @@ def test_defaults_of_a_batch_script_give_way_to_its_header(tmp_path):
         "signal": "B:TERM@30",
     }
     assert (spec.workdir, spec.stop_before_limit_s) == (f"{tmp_path}/sub", 30)
+
+
+@pytest.mark.parametrize("option", ["--signal=B:INT@30", "--input=x", "--test-only", "--clusters=a"])
+def test_options_that_cannot_be_adopted_are_refused(tmp_path, option):
+    path = tmp_path / "job.sh"
+    path.write_text(f"#!/bin/bash\n#SBATCH {option}\n")
+    script = BatchScript.read(path)
+    assert script is not None
+    with pytest.raises(SpecError, match=f"Line 2 of job.sh has {option}, which hpctrain cannot adopt"):
+        _ = script.options
+    path.write_bytes(b"#!/bin/bash\r\nsrun true\r\n")
+    with pytest.raises(SpecError, match="DOS line breaks"):
+        BatchScript.read(path)

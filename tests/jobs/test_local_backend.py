@@ -15,7 +15,7 @@ from hpctrain.jobs.backends import local
 from hpctrain.jobs.runs.run import find_run, list_runs
 from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
 from hpctrain.jobs.runs.run_status import RunStatus
-from hpctrain.jobs.submit import submit as submit_module
+from hpctrain.jobs.submit import submit_prepared as submit_module
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.slurm.states import RunState
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from signal import SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any, cast
 
 from hpctrain.errors import SpecError
@@ -19,7 +20,9 @@ from hpctrain.slurm.batch_header import BatchHeader, parse_batch_header, shell_o
 from hpctrain.slurm.duration import parse_duration
 
 #: Options of the command sbatch, not of the job.
-_OF_COMMAND = ("help", "ignore-pbs", "parsable", "quiet", "test-only", "usage", "verbose", "version", "wait")
+_OF_COMMAND = ("ignore-pbs", "parsable", "quiet", "verbose", "wait")
+#: Options with which a job would not run, would run elsewhere, or would read from a file.
+_REFUSED = ("clusters", "wrap", "help", "test-only", "usage", "version", "input")
 #: Options whose values are paths, relative to the working directory of the job or to that of sbatch.
 _JOB_PATHS, _PATHS = ("output", "error", "input"), {"nodefile", "export-file"}
 #: Options for ranks that hpctrain starts, which have no effect.
@@ -35,7 +38,9 @@ OF_RANKS = (
         "launcher",
     ),
 )
-_SIGNAL = re.compile(r"(?:[RB]+:)?\w+(?:@(\d+))?", re.ASCII | re.IGNORECASE)
+_SIGNAL = re.compile(r"([RB]+:)?(?:SIG)?(\w+)(?:@(\d+))?", re.ASCII | re.IGNORECASE)
+#: Signals for the batch script that the supervisor forwards, by name and number.
+_FORWARDED = ("TERM", "USR1", "USR2", *(str(int(number)) for number in (SIGTERM, SIGUSR1, SIGUSR2)))
 #: Seconds before the time limit at which sbatch sends the signal of --signal.
 _SIGNAL_LEAD_S = 60
 
@@ -52,7 +57,7 @@ class BatchScript:
     def read(cls, path: Path) -> BatchScript | None:
         """Read a script whose `#!` line names a shell; None for any other file."""
         try:
-            text = path.read_text(errors="surrogateescape")
+            text = path.read_bytes().decode("utf-8", "surrogateescape")
         except OSError:
             return None
         if not shell_of(text.partition("\n")[0]):
@@ -71,8 +76,9 @@ class BatchScript:
                 # The only option whose values sbatch adds up.
                 mail_types.append(value)
                 value = ",".join(mail_types)
-            if name in ("clusters", "wrap"):
-                raise SpecError(f"Line {line} of {self.path.name} has --{name}, which hpctrain cannot adopt.")
+            if name in _REFUSED or (name == "signal" and not _can_forward(value)):
+                option = f"--{name}={value}" if value else f"--{name}"
+                raise SpecError(f"Line {line} of {self.path.name} has {option}, which hpctrain cannot adopt.")
             if name not in _OF_COMMAND:
                 key = BATCH_KEYS.get(name, f"sbatch.{name}")
                 values.append(OptionValue(key, value, OptionSource("", self.path, line)))
@@ -87,6 +93,12 @@ class BatchScript:
         return [
             f"{self.path.name} has #SBATCH lines after its first command, which sbatch ignores: line {lines}."
         ]
+
+
+def _can_forward(text: str) -> bool:
+    """Return false for a signal to the batch script that would end the supervisor."""
+    match = _SIGNAL.fullmatch(text)
+    return match is None or "B" not in (match[1] or "").upper() or match[2].upper() in _FORWARDED
 
 
 def _directives(values: Mapping[str, OptionValue]) -> tuple[dict[str, str], dict[str, str]]:
@@ -139,7 +151,7 @@ def build_batch_spec(
         fields["time_limit_s"] = parse_duration(directives.get("time", "unlimited"))
     if "stop_before_limit" not in own:
         match = _SIGNAL.fullmatch(directives.get("signal", ""))
-        lead_s = int((match and match[1]) or _SIGNAL_LEAD_S) if match else 0
+        lead_s = int((match and match[3]) or _SIGNAL_LEAD_S) if match else 0
         fields["stop_before_limit_s"] = int(min(lead_s, (fields.get("time_limit_s") or 65536) - 1))
     own["sbatch"] = directives
     if "checkpoints" in own:

@@ -121,6 +121,8 @@ class ProcessObserver:
         )
 
 
+#: Launchers of ranks that run with `python -m`.
+_LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.launch"}
 #: They end when they are collected.
 _sidecars: list[Sidecar | None] = []
 
@@ -132,6 +134,8 @@ def observe_process() -> None:
     start do.
     """
     if CHILD_VARIABLE not in os.environ or os.path.basename(sys.argv[0]) in RANK_LAUNCHERS:
+        return
+    if _LAUNCHER_MODULES.intersection(sys.orig_argv):  # `python -m`, for which `sys.argv` is not complete yet
         return
     command = json.loads(os.environ[CHILD_VARIABLE])
     if command.get("job", (job := os.environ.get("SLURM_JOB_ID"))) != job:

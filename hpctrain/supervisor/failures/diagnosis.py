@@ -55,7 +55,7 @@ class FailureAnalyzer:
 
     def analyze(self, result: AttemptResult, hosts: list[str]) -> AttemptEnd:
         attempt = result.attempt
-        if self.spec.program == "batch" and (result.monitor.is_stopping or self._is_requeued()):
+        if self.spec.program == "batch" and (self._is_asked_to_stop(result) or self._is_requeued()):
             return self._diagnose_stop(result)
         early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
@@ -78,6 +78,13 @@ class FailureAnalyzer:
                 return replace(failure, lost=self._find_lost(hosts))
             case AttemptOutcome.DONE | AttemptOutcome.FAILED:
                 return self._analyze_failure(result, hosts, early_exits)
+
+    def _is_asked_to_stop(self, result: AttemptResult) -> bool:
+        """Return true if a batch script was stopped. A launcher also ends ranks if another fails."""
+        monitor, attempt = result.monitor, result.attempt
+        is_asked = monitor.was_signalled or self.run.is_asked_to_requeue(attempt)
+        has_failed = bool(self.run.failure_files(attempt)) or result.outcome is AttemptOutcome.FAILED
+        return monitor.is_stopping and (is_asked or not has_failed)
 
     def _is_requeued(self) -> bool:
         """Return true if the script has requeued its job itself."""

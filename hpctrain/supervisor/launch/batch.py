@@ -34,7 +34,6 @@ _POLL_S = 0.1
 #: A signal that only the batch script receives (sbatch(1), --signal).
 _BATCH_SIGNAL = re.compile(r"R?BR?:(?:SIG)?(\w+)(?:@\d+)?", re.ASCII | re.IGNORECASE)
 
-
 _StopRanks = Callable[[signal.Signals], object]
 
 
@@ -63,7 +62,7 @@ def link_output(log: Path, fd: int) -> None:
 
 
 class BatchLauncher:
-    """Starts the batch script of the run, regardless of the command."""
+    """Starts the batch script of the run."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self.hosts = _hosts(spec, environ)
@@ -95,7 +94,7 @@ class BatchLauncher:
         if attempt:
             # Scripts detect a restart by this variable.
             environ["SLURM_RESTART_COUNT"] = str(max(attempt, int(environ.get("SLURM_RESTART_COUNT", "0"))))
-        if PREDECESSOR_VARIABLE in environ:
+        if environ.pop(PREDECESSOR_VARIABLE, None) is not None:
             environ["SLURM_SUBMIT_DIR"] = spec.workdir
         return BatchStep(spec, command, environ, emit)
 
@@ -126,6 +125,8 @@ class BatchStep(LocalStep):
         else:
             self._is_stopping = True
             self.stop_ranks(number)
+            if not self.has_ranks():  # The script and its programs are not observed.
+                super().signal(signal.SIGTERM)
 
     def _signal_steps(self, number: Signals) -> None:
         if self._job_id is not None and (steps := list_steps(self._job_id, self._outer)):

@@ -90,6 +90,11 @@ class AttemptMonitor:
     _warned: bool = False
     _is_leaving: bool = False
 
+    @property
+    def was_signalled(self) -> bool:
+        """True if the supervisor received a signal, or the time limit is near."""
+        return bool(self.signals) or self._warned
+
     def wait(self, step: JobStep) -> AttemptOutcome:
         while self.end is None:
             timeout_s, begun = self._time_left(), system.monotonic()

@@ -1,4 +1,4 @@
-"""Render self-contained HTML pages of runs, in resumed content of a run cannot be executed."""
+"""Render self-contained HTML pages of runs, in which no content of a run is executed."""
 
 from __future__ import annotations
 
