@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 from hpctrain.errors import RunFailed, RunNotFound, SpecError, WaitTimeout
 from hpctrain.files import is_locked
-from hpctrain.jobs.runs import run_control
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event
 from hpctrain.text import format_ranks, pluralize, suggest
 
 # Submitting a run does not require the status modules, so they are imported on use.
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller, UnknownStateTracker
+    from hpctrain.schema import Event
 
 #: A supervisor exits shortly after it has recorded the end.
 _EXIT_TIMEOUT_S = 5.0
@@ -142,6 +141,8 @@ class Run:
         Raises:
             SchedulerError: the scheduler refused or cannot be reached.
         """
+        from hpctrain.jobs.runs import run_control
+
         return run_control.cancel(self.dir, self.environ)
 
     def requeue(self) -> RunStatus:
@@ -153,6 +154,8 @@ class Run:
             SpecError: the run is neither running nor delayed.
             SchedulerError: the scheduler refused or cannot be reached.
         """
+        from hpctrain.jobs.runs import run_control
+
         return run_control.requeue(self.dir, self.environ)
 
 
