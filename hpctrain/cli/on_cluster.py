@@ -139,7 +139,7 @@ class LogStream:
         self._cluster, self._last_notice = cluster, ""
         self._positions: dict[str, LogPosition] = {}
         self.follow: dict[str, Any] = {}
-        """How to continue, and the message for a user who interrupts; empty before the stream has started."""
+        """The command that continues, and the message after an interrupt; empty before the start."""
 
     def run(self, args: Sequence[str]) -> int:
         """Run `hpctrain ARGS` on the cluster, and return its exit code."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hpctrain.errors import SpecError
+from hpctrain.rundir import CHILD_VARIABLE
 
 #: `script` is the path of a Python file, `module` a module's name as for `python -m`, `command` any other
 #: command on the PATH of the ranks, `batch` the path of a batch script, which starts the ranks itself.
 ProgramKind = Literal["script", "module", "command", "batch"]
 #: Commands that start ranks as child processes.
 RANK_LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})
+
+#: The folder with the hook that Python runs at its start.
+_HOOK_FOLDER = Path(__file__).parents[1] / "runtime/program/startup_hook"
 
 LauncherName = Literal["srun", "torchrun"]
 RendezvousBackend = Literal["c10d", "etcd", "etcd-v2"]
@@ -40,3 +48,9 @@ class TorchrunConfig:
             )
         elif not _ENDPOINT.fullmatch(self.rdzv_endpoint):
             raise SpecError(f"{self.rdzv_endpoint!r} (rdzv_endpoint) is not of the form HOST:PORT.")
+
+
+def observing_variables(command: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which the Python processes of a command report, given facts for them."""
+    paths = [str(_HOOK_FOLDER), *filter(None, [environ.get("PYTHONPATH")])]
+    return {CHILD_VARIABLE: json.dumps(command), "PYTHONPATH": os.pathsep.join(paths)}

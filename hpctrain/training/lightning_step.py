@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 from hpctrain.errors import UserError
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
-from hpctrain.training.base.tensors import cast_batch
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.data.loader_config import to_device
 from hpctrain.training.data.step_source import MicroBatch, StepData
 from hpctrain.training.loop.train_step import TrainStep
 from hpctrain.training.module import as_scalars, collect_logged, is_manual
@@ -107,7 +105,7 @@ class LightningTrainStep(TrainStep):
         self._weight, self._losses = share * self._num_parts, []
         self._stepped.clear()
         self._strategy.sync_buffers()  # as DDP does before each forward pass
-        batch = cast_batch(to_device(micro_batch.batch, self._context.device), self._settings.precision)
+        batch = self._to_device(micro_batch.batch)
         with self._forward_context, collect_logged(self._module, num_samples) as logged:
             output, _ = self._strategy.training_step(batch, step.rank_batch.batch_idx, num_samples)
         # Gradients of other optimizers are accumulated in further steps, and saved in checkpoints.

@@ -28,15 +28,8 @@ _JOB_PATHS, _PATHS = ("output", "error", "input"), {"nodefile", "export-file"}
 #: Options for ranks that hpctrain starts, which have no effect.
 OF_RANKS = (
     *("spare_nodes", "node_check", "scale_up_after", "gpu_request_style", "standby_workers", "mpi"),
-    *(
-        "srun_arg",
-        "cpu_binding",
-        "code_snapshot",
-        "container_image",
-        "stage",
-        "stage_environment",
-        "launcher",
-    ),
+    *("srun_arg", "cpu_binding", "code_snapshot", "container_image", "stage", "stage_environment"),
+    "launcher",
 )
 _SIGNAL = re.compile(r"([RB]+:)?(?:SIG)?(\w+)(?:@(\d+))?", re.ASCII | re.IGNORECASE)
 #: Signals for the batch script that the supervisor forwards, by name and number.

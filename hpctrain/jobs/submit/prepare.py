@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.backends.backend import Backend, PreflightResult
-from hpctrain.jobs.options.batch_options import BatchScript
+from hpctrain.jobs.options.batch_options import BatchScript, build_batch_spec
 from hpctrain.jobs.options.option import OptionSource, OptionValue
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, resolve_options
+from hpctrain.jobs.options.spec_builder import build_spec, is_plain_template, template_path
 from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import ProgramKind
@@ -102,8 +103,6 @@ def prepare_submission(
     try:
         requested = settings.options.get("backend", "auto")
         backend, notes = choose_backend(requested, environ, dry_run=dry_run, meanwhile=_import_checks)
-        from hpctrain.jobs.options.batch_options import build_batch_spec
-        from hpctrain.jobs.options.spec_builder import build_spec, is_plain_template, template_path
         from hpctrain.jobs.submit.complete_options import complete_options
         from hpctrain.jobs.submit.preflight import check_job
         from hpctrain.jobs.submit.render import render

@@ -26,7 +26,7 @@ from types import TracebackType
 from hpctrain.cluster import Ranks, detect
 from hpctrain.cluster.detection import detect_local
 from hpctrain.errors import EnvironmentMismatch, UserError
-from hpctrain.jobspec.launcher import RANK_LAUNCHERS
+from hpctrain.jobspec.launcher import RANK_LAUNCHERS, observing_variables
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     CHILD_VARIABLE,
@@ -52,8 +52,6 @@ from hpctrain.runtime.supervisor_connection import (
     start_heartbeat,
 )
 
-#: The folder with the hook that Python runs at its start.
-_HOOK_FOLDER = Path(__file__).with_name("startup_hook")
 #: struct ucred of unix(7): pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
 #: Variables that a launcher inside of the command, such as torchrun, sets for each of its processes.
@@ -251,9 +249,7 @@ class ChildRelay:
     @property
     def variables(self) -> dict[str, str]:
         ranks = {name: value for name, value in vars(self._worker.ranks).items() if name != "sources"}
-        paths = [str(_HOOK_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = json.dumps({"socket": self._name, "ranks": ranks})
-        return {CHILD_VARIABLE: command, "PYTHONPATH": os.pathsep.join(paths)}
+        return observing_variables({"socket": self._name, "ranks": ranks}, os.environ)
 
     def start(self, connect: Callable[[], Connection]) -> None:
         start_heartbeat(connect, self.heartbeat_message, self.on_message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,15 +17,14 @@ from hpctrain import system
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, PREDECESSOR_VARIABLE, RunDir
+from hpctrain.jobspec.launcher import observing_variables
+from hpctrain.rundir import ATTEMPT_VARIABLE, PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import list_steps
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_requests import signal_steps
 from hpctrain.supervisor.launch.job_step import EmitEvent
 from hpctrain.supervisor.launch.step_launchers import LocalStep, address_of_this_host
 
-#: The folder with the hook that Python runs at its start.
-_HOOK_FOLDER = Path(__file__).parents[2] / "runtime/program/startup_hook"
 #: The folders with hpctrain and its dependencies, for Python environments without them.
 _PACKAGES = [str(Path(__file__).parents[3]), str(Path(msgspec.__file__).parents[1])]
 #: Seconds between two checks for ranks that are stopping.
@@ -81,13 +79,13 @@ class BatchLauncher:
     ) -> BatchStep:
         spec, attempt = self._spec, int(variables[ATTEMPT_VARIABLE])
         link_output(RunDir(Path(spec.run_dir)).rank_log(attempt, 0), 1)
-        paths = [str(_HOOK_FOLDER), *filter(None, [self._environ.get("PYTHONPATH")])]
         environ = {
             **self._environ,
             **spec.env,
             **{name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")},
-            CHILD_VARIABLE: json.dumps({"packages": _PACKAGES, "job": self._environ.get("SLURM_JOB_ID")}),
-            "PYTHONPATH": os.pathsep.join(paths),
+            **observing_variables(
+                {"packages": _PACKAGES, "job": self._environ.get("SLURM_JOB_ID")}, self._environ
+            ),
         }
         if "open-mode" not in spec.directives:
             environ.pop("SLURM_OPEN_MODE", None)  # from hpctrain's own directive

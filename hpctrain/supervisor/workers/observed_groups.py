@@ -27,9 +27,6 @@ class _Group:
 class ObservedGroups:
     """Replaces the `RankMonitor` of an attempt. Members have keys, because several groups have a rank 0."""
 
-    modules: list[str] | None = None
-    changed: tuple[str, ...] = ()
-
     def __init__(
         self,
         send: Send,
