@@ -83,10 +83,9 @@ class BatchLauncher:
             **self._environ,
             **spec.env,
             **{name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")},
-            **observing_variables(
-                {"packages": _PACKAGES, "job": self._environ.get("SLURM_JOB_ID")}, self._environ
-            ),
         }
+        # With the PYTHONPATH of --env, if any.
+        environ |= observing_variables({"packages": _PACKAGES, "job": environ.get("SLURM_JOB_ID")}, environ)
         if "open-mode" not in spec.directives:
             environ.pop("SLURM_OPEN_MODE", None)  # from hpctrain's own directive
         if attempt:
