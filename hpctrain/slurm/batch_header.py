@@ -44,10 +44,10 @@ partition power prefer priority profile qos reservation segment signal sockets-p
 tasks-per-node thread-spec threads-per-core time time-min tmp tres-bind tres-per-job tres-per-task uid
 wait-all-nodes wckey wrap
 """
-_FLAGS, _OPTIONAL, _WITH_VALUE = (
+FLAGS, _OPTIONAL, _WITH_VALUE = (
     frozenset(names.split()) for names in (_FLAG_NAMES, _OPTIONAL_NAMES, _VALUE_NAMES)
 )
-_LONG_NAMES = _FLAGS | _OPTIONAL | _WITH_VALUE
+_LONG_NAMES = FLAGS | _OPTIONAL | _WITH_VALUE
 
 #: Words at which sbatch splits the components of a heterogeneous job, anywhere in an #SBATCH line.
 HET_BORDER = re.compile(r"(pack|het)(?=job)", re.IGNORECASE)
@@ -156,7 +156,7 @@ def _parse_words(words: deque[tuple[str, int]], name: str) -> Iterator[Directive
         if word.startswith("--") and word != "--":
             prefix, equals, value = word[2:].partition("=")
             option = _complete(prefix, name, line)
-            if option in _FLAGS and equals:
+            if option in FLAGS and equals:
                 raise _invalid(name, line, f"has {word}, but --{option} has no value")
             # Only sbatch knows whether an option of a plugin has a value.
             is_plugin = option not in _LONG_NAMES and words and not words[0][0].startswith("-")
@@ -171,7 +171,7 @@ def _parse_words(words: deque[tuple[str, int]], name: str) -> Iterator[Directive
             raise _invalid(name, line, f"has {word!r}, which is not an option of sbatch")
         while letters:
             letter, letters = letters[0], letters[1:]
-            if (option := _ALL_SHORT_NAMES.get(letter, "")) in _FLAGS:
+            if (option := _ALL_SHORT_NAMES.get(letter, "")) in FLAGS:
                 yield Directive(option, "", line)
             elif not option:
                 raise _invalid(name, line, f"has -{letter}, which is not an option of sbatch")

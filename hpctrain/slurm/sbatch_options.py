@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hpctrain.errors import SpecError
-from hpctrain.slurm.batch_header import HET_BORDER, SHORT_NAMES, has_value
+from hpctrain.slurm.batch_header import FLAGS, HET_BORDER, SHORT_NAMES, has_value
 
 #: Options of sbatch(1) that hpctrain only passes on, from Slurm 20.11 to 25.05.
 _NAMES = """
@@ -22,10 +22,7 @@ threads-per-core time-min tmp tres-bind tres-per-job tres-per-task uid use-min-n
 SBATCH_OPTIONS = {name.replace("-", "_"): name for name in _NAMES.split()}
 #: Options whose value may be omitted; the others of these accept no value.
 SBATCH_OPTIONAL_VALUES = frozenset({"exclusive", "x11"})
-SBATCH_FLAGS = SBATCH_OPTIONAL_VALUES | {
-    *("contiguous", "hold", "ignore-pbs", "no-bell", "overcommit", "oversubscribe", "reboot", "spread-job"),
-    *("stepmgr", "use-min-nodes"),
-}
+SBATCH_FLAGS = SBATCH_OPTIONAL_VALUES | {"no-bell"} | FLAGS.intersection(SBATCH_OPTIONS.values())
 #: Short names of srun's options; some have another meaning in sbatch.
 _SRUN_SHORT_NAMES = SHORT_NAMES | {
     "a": "attach", "h": "help", "I": "immediate", "K": "kill-on-bad-exit", "k": "no-kill", "l": "label",
