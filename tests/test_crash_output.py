@@ -58,6 +58,29 @@ def test_empty_own_log_is_not_named_if_the_parents_log_has_output(logs):
     assert (crash.log, crash.message) == (logs[1], "")
 
 
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (
+            "sh: python: not found\nsrun: error: n1: tasks 2-3: Exited with exit code 127\n",
+            "sh: python: not found",
+        ),
+        ("a\nsrun: error: n1: task 0: Killed\nslurmstepd: error: *** STEP 3.0 ON n1 CANCELLED\n", "a"),
+        (
+            "a\nsrun: error: Unable to create step: Invalid node\n",
+            "srun: error: Unable to create step: Invalid node",
+        ),
+        (
+            "srun: error: n1: task 0: Exited with exit code 1\n",
+            "srun: error: n1: task 0: Exited with exit code 1",
+        ),
+    ],
+)
+def test_last_line_of_the_program_is_the_cause_not_the_report_of_its_end(logs, output, message):
+    append(logs[0], output)
+    assert find_crash_output(*logs).message == message
+
+
 @pytest.mark.parametrize(("number", "is_explained"), [(signal.SIGKILL, True), (signal.SIGABRT, False)])
 def test_possible_senders_of_a_kill_are_named(logs, number, is_explained):
     logs[0].write_text("here\n")

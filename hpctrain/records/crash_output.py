@@ -27,7 +27,10 @@ _TRACEBACK = re.compile(
 )
 # Slurm's own messages can appear within a traceback.
 _SLURM_LINES = re.compile(r"^(?:srun|slurmstepd)(?:-[^:\s]+)?: .*\n", re.MULTILINE)
-
+#: Slurm's reports of tasks that have ended, and of steps that end because of them.
+_TASK_REPORT = re.compile(
+    r"(?:srun|slurmstepd)(?:-[^:\s]+)?: (?:Terminating |error: (?:\S+: tasks? [\d,-]+: |\*\*\* ))"
+)
 
 #: Output of crash handlers without a cause: native stacks, and the list of loaded modules.
 _NOISE = re.compile(
@@ -95,7 +98,9 @@ def _abort_reason(log: Path) -> str:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in _end_of(log, 0).splitlines()]
-    return next(filter(None, reversed(lines)), "")[:300]
+    # Reports of ended tasks follow the output of the failed program. Other messages of srun may be the cause.
+    causes = [line for line in lines if not _TASK_REPORT.match(line)]
+    return next(filter(None, reversed([*lines, *causes])), "")[:300]
 
 
 def describe_unfinished(call: str, step: int | None, last_step: int | None) -> str:
