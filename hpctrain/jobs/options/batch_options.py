@@ -71,7 +71,10 @@ class BatchScript:
                 value = ",".join(mail_types)
             if name in _REFUSED or (name == "signal" and not _can_forward(value)):
                 option = f"--{name}={value}" if value else f"--{name}"
-                raise SpecError(f"Line {line} of {self.path.name} has {option}, which hpctrain cannot adopt.")
+                remedy = "Use TERM, USR1 or USR2" if name == "signal" else "Remove the option"
+                raise SpecError(
+                    f"Line {line} of {self.path.name} has {option}, which hpctrain cannot adopt. {remedy}."
+                )
             if name not in _OF_COMMAND:
                 key = BATCH_KEYS.get(name, f"sbatch.{name}")
                 values.append(OptionValue(key, value, OptionSource("", self.path, line)))
