@@ -1,7 +1,7 @@
 """Clusters on this machine: real sshd instances with a home folder, users and second factor of their own.
 
-Each sshd runs in a mount namespace with its own /etc/passwd, /etc/shadow and /etc/pam.d, so that the machine
-is not changed. A proxy in front of it can cut connections.
+Each sshd runs in a mount namespace with a copy of /etc, so that the machine is not changed. A proxy in front
+of it can cut connections.
 """
 
 from __future__ import annotations
@@ -109,21 +109,23 @@ class SshCluster:
         (self.home / ".bash_profile").write_text("\n".join(profile) + "\n")
 
     def _write_etc(self, password: str, code: str) -> None:
+        # A copy of the folder, because mounts on its files would end when useradd replaces those files.
+        etc = self.folder / "etc"
+        run_command(["cp", "-a", "/etc", etc])
         hashed = run_command(["openssl", "passwd", "-6", password]).stdout.strip() if password else "*"
         users = {"passwd": f"root:x:0:0:root:{self.home}:/bin/bash", "shadow": f"root:{hashed}:1::::::"}
         for name, line_of_root in users.items():
-            lines = Path("/etc", name).read_text().splitlines()
+            lines = (etc / name).read_text().splitlines()
             others = [line for line in lines if not line.startswith("root:")]
-            (self.folder / name).write_text("\n".join([line_of_root, *others]) + "\n")
+            (etc / name).write_text("\n".join([line_of_root, *others]) + "\n")
         check = self.folder / "check_code"
         check.write_text(f'#!/bin/sh\nread -r code\n[ "$code" = "{code}" ]\n')
         check.chmod(0o755)
-        (self.folder / "pam.d").mkdir()
         auth = f"pam_exec.so expose_authtok quiet {check}" if code else "pam_deny.so"
         # pam_exec ignores setcred, which must not fail.
         kinds = ("auth", "account", "session")
         rules = [f"auth requisite {auth}", *(f"{kind} required pam_permit.so" for kind in kinds)]
-        (self.folder / "pam.d" / "sshd").write_text("\n".join(rules) + "\n")
+        (etc / "pam.d" / "sshd").write_text("\n".join(rules) + "\n")
 
     def start(self, *, tmpfs: str = "") -> None:
         """Start sshd; the home folder is a file system of that size if `tmpfs` is set."""
@@ -134,7 +136,7 @@ class SshCluster:
             f"AuthenticationMethods {self._methods}\nKbdInteractiveAuthentication {self._uses_pam}\n"
             f"AuthorizedKeysFile {self.home}/.ssh/authorized_keys\nMaxStartups 100\n"
         )
-        mounts = [f"mount --bind {self.folder / name} /etc/{name}" for name in ("passwd", "shadow", "pam.d")]
+        mounts = [f"mount --bind {self.folder / 'etc'} /etc"]
         if tmpfs:
             saved = self.folder / "saved"
             mounts += [f"cp -a {self.home} {saved}", f"mount -t tmpfs -o size={tmpfs} tmpfs {self.home}"]
