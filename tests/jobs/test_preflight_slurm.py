@@ -6,13 +6,13 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 
 import pytest
 from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
+from msgspec.structs import replace
 
 from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError

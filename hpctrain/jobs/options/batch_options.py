@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any, cast
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
@@ -38,8 +40,7 @@ _FORWARDED = ("TERM", "USR1", "USR2", *(str(int(number)) for number in (SIGTERM,
 _SIGNAL_LEAD_S = 60
 
 
-@dataclass(frozen=True)
-class BatchScript:
+class BatchScript(Struct, frozen=True):
     """A batch script of the user that is submitted as it is."""
 
     path: Path

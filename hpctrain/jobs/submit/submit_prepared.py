@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
+
+from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic

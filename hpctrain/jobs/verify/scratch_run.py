@@ -8,10 +8,11 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from msgspec.structs import replace
 
 from hpctrain.errors import HpctrainError, RunFailed, SpecError
 from hpctrain.files import append_json_line, make_folder
