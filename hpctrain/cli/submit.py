@@ -265,16 +265,14 @@ def command(ctx: click.Context, /, **params: Any) -> None:
         return
     from hpctrain.jobs.submit.submit_prepared import submit_prepared
 
-    run = submit_prepared(submission)
+    run, job_id = submit_prepared(submission)
     _print_lines(submission.forecast)
     run_dir, backend, tasks = submission.spec.run_dir, submission.backend.name, submission.spec.tasks()
     if as_json:
-        facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": run_dir, "backend": backend}
+        facts = {"run_id": run.run_id, "job_id": job_id, "run_dir": run_dir, "backend": backend}
         echo_json(facts | ({"tasks": [task.array_task for task in tasks]} if tasks else {}))
     else:
-        click.echo(
-            f"Run {run.run_id}: job {run.job_id} ({backend}), folder {short_path(run_dir)}", err=follow
-        )
+        click.echo(f"Run {run.run_id}: job {job_id} ({backend}), folder {short_path(run_dir)}", err=follow)
     if follow:
         from hpctrain.cli.logs import stream_run
 

@@ -131,7 +131,7 @@ def test_refusal_of_slurm_has_a_remedy(submission, options, reason, remedy):
 
 
 def test_refused_resubmission_leaves_the_run_folder_unchanged(submission):
-    run = submit_prepared(submission())
+    run, _ = submit_prepared(submission())
     try:
         before = {path: path.read_text() for path in (run.dir.spec, run.dir.job_script)}
         run.cancel()

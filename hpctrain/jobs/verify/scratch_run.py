@@ -106,7 +106,8 @@ class ScratchRun:
             variables = {"OMP_NUM_THREADS": str(threads)} if type(threads) is int else {}
             spec = self._spec_of(segment, self.run.path, variables)
             submission = PreparedSubmission(spec, self._backend, self._environ, render(spec))
-            status = submit_prepared(submission, function).wait_for_end()
+            run, _ = submit_prepared(submission, function)
+            status = run.wait_for_end()
             if segment.last not in list_checkpoint_steps(self.run.checkpoints) and (
                 status.state is not RunState.COMPLETED
             ):
