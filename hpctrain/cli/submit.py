@@ -32,12 +32,17 @@ from hpctrain.jobs.options.batch_options import BatchScript
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, Option, OptionValue
 from hpctrain.jobs.options.option_parser import find_replacement, option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
-from hpctrain.jobs.options.table import BATCH_OPTIONS, all_options
+from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
-from hpctrain.slurm.batch_header import SHORT_NAMES
-from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES, SBATCH_OPTIONS
+from hpctrain.slurm.sbatch_options import (
+    BATCH_OPTIONS,
+    SBATCH_FLAGS,
+    SBATCH_OPTIONAL_VALUES,
+    SBATCH_OPTIONS,
+    SHORT_NAMES,
+)
 from hpctrain.text import suggest
 
 #: Key of the context: true if the program follows a `--`.
@@ -422,6 +427,5 @@ def _misplaced_options(script: str, args: Sequence[str]) -> list[str]:
 _params = [_click_option(option) for option in all_options().values() if option.on_command_line]
 # The options of sbatch belong to the section of --sbatch.
 _end = next(i for i, param in enumerate(_params, 1) if param.name == "sbatch")
-_sbatch_names = {**SBATCH_OPTIONS, **{name: name.replace("_", "-") for name in BATCH_OPTIONS}}
-_params[_end:_end] = [_sbatch_option(*names) for names in _sbatch_names.items()]
+_params[_end:_end] = [_sbatch_option(*names) for names in (SBATCH_OPTIONS | BATCH_OPTIONS).items()]
 command.params[:0] = _params

@@ -181,7 +181,9 @@ def test_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch,
     with pytest.raises(SpecError, match="Did you mean 'nodes'"):
         hpctrain.submit(script, nodez=2)
     submissions = []
-    monkeypatch.setattr(submit_module, "submit_prepared", lambda submission: (submissions.append(submission), ""))
+    monkeypatch.setattr(
+        submit_module, "submit_prepared", lambda submission: (submissions.append(submission), "")
+    )
     hpctrain.submit(script, ["--lr", 0.1], nodes=2, backend="local", partition="p")
     assert (submissions[0].spec.python, submissions[0].spec.args) == (sys.executable, ("--lr", "0.1"))
     assert "ignores these Slurm options: --partition" in caplog.text

@@ -25,7 +25,7 @@ from hpctrain.jobspec.job_spec import (
 from hpctrain.jobspec.launcher import LauncherName, RendezvousBackend
 from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotificationKind
 from hpctrain.jobspec.shell_setup import is_conda_prefix
-from hpctrain.slurm.batch_header import SHORT_NAMES
+from hpctrain.slurm.sbatch_options import SHORT_NAMES
 
 _Path = str | os.PathLike[str]
 
@@ -62,26 +62,6 @@ class SbatchOptions(TypedDict, total=False):
     switches: int | str
     tmp: int | str
     wckey: int | str
-
-
-#: Options of sbatch for a batch script only. For other programs, hpctrain sets them.
-BATCH_OPTIONS = tuple(
-    name.replace("-", "_")
-    for name in (
-        *("chdir", "cpus-per-gpu", "error", "export", "export-file", "gpus", "gpus-per-socket", "input"),
-        *("no-kill", "nodefile", "ntasks", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket"),
-        *("oom-kill-step", "open-mode", "output", "requeue", "signal"),
-    )
-)
-#: hpctrain's names of the other options that sbatch also has.
-BATCH_KEYS = {
-    "job-name": "name",
-    "array": "array",
-    "nodes": "nodes",
-    "time": "time",
-    **{f"{unit}-per-node": f"{unit}_per_node" for unit in ("gpus", "ntasks")},
-    **{f"{unit}-per-task": f"{unit}_per_task" for unit in ("cpus", "gpus")},
-}
 
 
 class SubmitOptions(SbatchOptions, total=False):
