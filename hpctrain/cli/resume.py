@@ -18,7 +18,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.options.resolved_options import previous_values
 from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
 from hpctrain.jobs.options.table import all_options
-from hpctrain.jobspec.directives import directives_after_start
+from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.rundir import RunDir

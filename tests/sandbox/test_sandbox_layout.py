@@ -12,10 +12,9 @@ from hpctrain.sandbox.layout import (
     SandboxSize,
     allocate,
     folder_of,
-    gres_conf,
     list_names,
-    slurm_conf,
 )
+from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.sandbox.slurm_sandbox import check_requirements
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hpctrain
-from hpctrain.training.data.batch_plan import SampleOrder
+from hpctrain.training.data.sample_order import SampleOrder
 
 NUM_SAMPLES, BATCH, SEED = 23, 10, 3
 

@@ -15,7 +15,8 @@ from train_small import Small, dataset
 
 import hpctrain
 from hpctrain.errors import UserError
-from hpctrain.training.data.batch_plan import BatchPlan, DataRank, SampleOrder
+from hpctrain.training.data.batch_plan import BatchPlan, DataRank
+from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.strategies import find_strategy
 from hpctrain.training.strategies.ddp import DDP
 from hpctrain.training.strategies.dp import DDP2

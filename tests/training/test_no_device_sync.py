@@ -24,7 +24,7 @@ ALLOWED = {
     ("metric_accumulator.py", "_double"),
     ("train_step.py", "_record_norm"),
     ("step_exchange.py", "_read_results"),
-    ("batch_plan.py", "_walk"),
+    ("sample_order.py", "_walk"),
     ("loader_config.py", "<genexpr>"),
     ("loader_config.py", "__init__"),
 }
