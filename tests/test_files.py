@@ -20,6 +20,7 @@ from hpctrain.files import (
     make_folder,
     own_file,
     read_json_lines,
+    read_lines,
     terminate_partial_line,
     try_lock,
     write_atomic,
@@ -40,6 +41,22 @@ def torn_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_line_that_a_writer_completes_meanwhile_is_not_damaged(tmp_path, caplog):
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntw")
+
+    def decode(line: bytes) -> str:
+        if line == b"tw":
+            with open(path, "ab") as file:
+                file.write(b"o\n")
+            raise ValueError
+        return line.decode()
+
+    assert list(read_lines(path, decode)) == ["one\n"]
+    assert list(read_lines(path, bytes.decode)) == ["one\n", "two\n"]
+    assert not caplog.text
+
+
 def test_no_empty_lines_are_written_without_torn_ones(tmp_path):
     path = tmp_path / "log"
     for line in ("one", "zwölf \ud800"):
@@ -52,6 +69,7 @@ def test_no_empty_lines_are_written_without_torn_ones(tmp_path):
     "read",
     [
         read_json_lines,
+    read_lines,
         lambda path: RecordTail(path, dict).read(),
         lambda path: reversed(list(read_last_records(path, dict))),
     ],
