@@ -69,7 +69,6 @@ def test_no_empty_lines_are_written_without_torn_ones(tmp_path):
     "read",
     [
         read_json_lines,
-    read_lines,
         lambda path: RecordTail(path, dict).read(),
         lambda path: reversed(list(read_last_records(path, dict))),
     ],
