@@ -215,3 +215,54 @@ def test_requested_requeue_runs_the_script_again_from_its_copy(tmp_path):
     run.hpctrain("requeue", str(run.path))
     assert run.wait(400) == 0, run.describe()
     assert (folder / "seen").read_text() == "argument in attempt 0\nargument in attempt 1\n"
+
+
+def run_script(folder: Path, lines: str, files: dict[str, str], *options: str) -> Run:
+    """Run a batch script without Slurm to its end; `python` is the interpreter of the tests."""
+    folder.mkdir(exist_ok=True)
+    for name, text in {**files, "job.sh": f"#!/bin/sh\n{lines}\n"}.items():
+        (folder / name).write_text(text)
+    run = Run(folder / "run", {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    run.hpctrain("submit", "--backend=local", "--run-dir=run", *options, "job.sh", cwd=folder)
+    run.wait(100)
+    return run
+
+
+CRASH = "import torch\nraise RuntimeError('the data are broken')\n"
+
+
+@pytest.mark.extended
+def test_script_that_ends_its_own_server_is_complete(tmp_path):
+    """The signal of the script is no request to stop the run, although the server is observed."""
+    server = "import time, torch\nopen('up', 'w').close()\ntime.sleep(100)\n"
+    lines = "python server.py &\nwhile [ ! -e up ]; do sleep 0.1; done\nsleep 1; kill $!; wait $!; exit 0"
+    run = run_script(tmp_path, lines, {"server.py": server})
+    assert run.status()["state"] == "COMPLETED", run.describe()
+    assert len(run.events("started")) == 1
+
+
+@pytest.mark.extended
+def test_crash_that_the_script_does_not_report_is_noted(tmp_path):
+    run = run_script(tmp_path, "python crash.py | cat", {"crash.py": CRASH})
+    status = run.status()
+    assert status["state"] == "COMPLETED", run.describe()
+    assert re.fullmatch(
+        r"rank 0 on \S+: RuntimeError: the data are broken, but the batch script exited with code 0",
+        status["note"],
+    )
+    assert "the data are broken" in run.hpctrain("report", str(run.path), "-o", "-").stdout
+
+
+@pytest.mark.extended
+def test_failure_that_the_script_survived_is_not_the_cause_of_another(tmp_path):
+    lines = "python crash.py || true\npython -c 'import torch'\necho 'no such table' >&2\nexit 3"
+    run = run_script(tmp_path, lines, {"crash.py": CRASH}, "--max-failures=1")
+    cause = run.status()["cause"]
+    assert "no such table" in cause, run.describe()
+    assert "the data are broken" not in cause
+
+
+@pytest.mark.extended
+def test_scripts_of_a_local_array_have_their_task(tmp_path):
+    run_script(tmp_path, "touch task-$SLURM_ARRAY_TASK_ID", {}, "--array=2,5%2")
+    assert sorted(path.name for path in tmp_path.glob("task-*")) == ["task-2", "task-5"]

@@ -136,8 +136,6 @@ def observe_process() -> None:
     if _LAUNCHER_MODULES.intersection(sys.orig_argv):  # `python -m`, for which `sys.argv` is not complete yet
         return
     command = json.loads(os.environ[CHILD_VARIABLE])
-    if command.get("job", (job := os.environ.get("SLURM_JOB_ID"))) != job:
-        return  # Another job has inherited the variables.
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
     if command.get("launch") == launch and command["pid"] != os.getpid():
         return
@@ -146,7 +144,8 @@ def observe_process() -> None:
     connect: Callable[[], Connection]
     if address is not None:  # of a batch script
         ranks = _own_ranks()
-        connect = partial(SupervisorConnection, address, ranks, attempt, _group_facts(ranks))
+        facts = _group_facts(ranks, in_step=os.environ.get("SLURM_STEP_ID") != command["step"])
+        connect = partial(SupervisorConnection, address, ranks, attempt, facts)
     else:
         ranks, connect = Ranks(**command["ranks"]), partial(connect_to_worker, command["socket"])
     try:
@@ -180,11 +179,11 @@ def _own_ranks() -> Ranks:
         return detect_local(os.environ)
 
 
-def _group_facts(ranks: Ranks) -> dict[str, object]:
+def _group_facts(ranks: Ranks, *, in_step: bool) -> dict[str, object]:
     """Return the name of the process group, equal on all ranks, its size, and the node of this rank."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     name = ranks.rendezvous_id or f"{host}:{os.getpid()}"
-    return {"group": name, "world_size": ranks.world_size, "host": host}
+    return {"group": name, "world_size": ranks.world_size, "host": host, "in_step": in_step}
 
 
 def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks) -> None:

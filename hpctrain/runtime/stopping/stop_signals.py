@@ -161,8 +161,11 @@ def exit_after_step() -> None:
 
 
 def raise_stop_signal(number: signal.Signals) -> None:
-    """Send a stop signal to the main thread, unless Slurm has sent one already."""
+    """Send a stop signal that the script handles to the main thread, unless Slurm has sent one already."""
+    ours = (signal.SIG_DFL, _exit_for_signal)
+    handled = [stop for stop in STOP_SIGNALS if signal.getsignal(stop) not in ours]
     if pending_stop_signal() is None:
+        number = number if number in handled or not handled else handled[0]
         signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
