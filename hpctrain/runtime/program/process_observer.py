@@ -44,7 +44,12 @@ from hpctrain.runtime.rank_activity import activity, has_process_group
 from hpctrain.runtime.sidecar import Sidecar, start_node_sampler
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
-from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal, is_exiting
+from hpctrain.runtime.stopping.stop_signals import (
+    exit_after_step,
+    exit_on_stop_signal,
+    is_exiting,
+    leave_in_time,
+)
 from hpctrain.runtime.supervisor_connection import (
     Connection,
     Message,
@@ -158,7 +163,7 @@ def observe_process() -> None:
         faulthandler.register(signal.SIGQUIT)
         if all(signal.getsignal(number) is signal.SIG_DFL for number in STOP_SIGNALS):
             agreed_stop.is_enabled = True
-            start_signal_recorder()
+            start_signal_recorder(leave_in_time)
             exit_on_stop_signal()
     environ: Mapping[str, str] = os.environ
     if address is not None:

@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 
 #: Failures after a stop request that are part of the stop, in addition to exit codes: ranks that stop at
 #: different times lose each other.
-_PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION, EndKind.UNFINISHED})
+_PART_OF_STOP = frozenset(
+    {EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION, EndKind.UNFINISHED, EndKind.GPU}
+)
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class FailureAnalyzer:
         """Diagnose failed ranks. Ranks that only lost stopped peers count as stopped."""
         attempt, monitor = result.attempt, result.monitor
         lost = self._find_lost(hosts)
-        if (hang := monitor.hang) is not None and not lost:
+        if (hang := monitor.hang) is not None and not lost and not monitor.is_stopping:
             return self._record(attempt, EndKind.HANG, hang.cause, rank=hang.rank, host=hang.host)
         failures = collect_failures(
             self.run,
