@@ -217,6 +217,36 @@ def test_requested_requeue_runs_the_script_again_from_its_copy(tmp_path):
     assert (folder / "seen").read_text() == "argument in attempt 0\nargument in attempt 1\n"
 
 
+@pytest.mark.extended
+def test_script_without_exported_variables_is_observed_but_its_own_jobs_are_not(slurm, tmp_path):
+    """The successor continues the run although sbatch exports no variable to it."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    python = sys.executable
+    (folder / "child.py").write_text(
+        "import os, pathlib, torch\n"
+        "names = [name for name in os.environ if name.startswith('HPCTRAIN_')]\n"
+        f"pathlib.Path({str(folder / 'child')!r}).write_text(f'{{sorted(names)}}')\n"
+    )
+    (folder / "job.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --export=NONE --nodes=1 --ntasks=2 --time=20 --no-requeue\n"
+        f"[ -e child ] || sbatch --export=ALL --wait --output=/dev/null --wrap='{python} child.py'\n"
+        "export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) GLOO_SOCKET_IFNAME=lo\n"
+        "export SLURM_EXPORT_ENV=$SLURM_EXPORT_ENV,MASTER_ADDR,MASTER_PORT,GLOO_SOCKET_IFNAME\n"
+        f"srun {python} {ADOPTED / 'train.py'} --out out --steps 30 --pause {SLOW_S}\n"
+    )
+    run = Run(folder / "run", slurm.env)
+    run.hpctrain("submit", "--run-dir=run", "--checkpoints=out/*.pt", "job.sbatch", cwd=folder)
+    wait_for((folder / "out/checkpoint.pt").exists, 200, "a checkpoint")
+    preempt(slurm.env)
+    assert run.wait(400) == 0, run.describe()
+    assert (folder / "child").read_text() == "[]"
+    check_result("", folder / "out")
+    # Observed ranks stop after the same step, and a successor continues the run.
+    assert "all ranks exit after step" in "".join(path.read_text() for path in folder.glob("slurm-*.out"))
+    assert len({event["job_id"] for event in run.events("submitted")}) == 2
+
+
 def run_script(folder: Path, lines: str, files: dict[str, str], *options: str) -> Run:
     """Run a batch script without Slurm to its end; `python` is the interpreter of the tests."""
     folder.mkdir(exist_ok=True)
