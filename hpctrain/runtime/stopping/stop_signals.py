@@ -209,8 +209,8 @@ def leave_in_time(number: signal.Signals, passed_s: float) -> None:
     if passed_s < grace_s - margin_s:
         return
     message = (
-        f"hpctrain: {passed_s:.0f} s after {number.name}, this rank is in phase {activity.phase}. It would be "
-        f"killed after {grace_s:.0f} s, so it exits now. Stacks of all threads:\n"
+        f"hpctrain: still in phase {activity.phase} {passed_s:.0f} s after {number.name}, this rank exits, "
+        f"because it would be killed after {grace_s:.0f} s. Stacks of all threads:\n"
     )
     with contextlib.suppress(OSError):
         os.write(2, message.encode())
