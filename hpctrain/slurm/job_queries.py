@@ -50,6 +50,7 @@ _RECORD = re.compile(
 _FIELDS = {
     "state": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
     "requeue": re.compile(r"^ +Requeue=(\d)", re.MULTILINE),
+    "preempted": re.compile(r"^ +PreemptEligibleTime=\S+ PreemptTime=(\d)", re.MULTILINE),
     "expedited": re.compile(r"^ +ExpeditedRequeue=(Yes)", re.MULTILINE),
     "reason": re.compile(r"^ +JobState=\S+ Reason=(.*) Dependency=", re.MULTILINE),
     "restarts": re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE),
@@ -78,6 +79,8 @@ class JobRow:
     """False if the job was submitted with `--no-requeue`; only set by the controller."""
     expedited: bool = False
     """True if the job was submitted with `--requeue=expedite`; only set by the controller."""
+    preempted: bool = False
+    """True in the grace time of a preemption; only set by the controller."""
 
     @property
     def is_ending(self) -> bool:
@@ -236,6 +239,7 @@ def _controller_rows(record: str) -> Iterable[JobRow]:
             values["submitted_at"],
             values["requeue"] != "0",
             bool(values["expedited"]),
+            bool(values["preempted"]),
         )
 
 

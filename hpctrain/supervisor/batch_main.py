@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,7 +16,13 @@ from hpctrain.files import make_folder, read_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
-from hpctrain.rundir import BATCH_PID_VARIABLE, REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE, RunDir
+from hpctrain.rundir import (
+    BATCH_PID_VARIABLE,
+    PREDECESSOR_VARIABLE,
+    REQUEUE_GRACE_KEY,
+    STOP_GRACE_VARIABLE,
+    RunDir,
+)
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.site_facts import query_grace_s
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
@@ -38,14 +45,22 @@ from hpctrain.supervisor.workers.node_steps import StagePlan
 
 log = logging.getLogger(__name__)
 
+#: Name of a link to the batch script of a successor (`RunDir.successor_script`).
+_SUCCESSOR = re.compile(r"continues-job-(\d+(?:_\d+)?)", re.ASCII)
 #: Connections of a rank to the supervisor's host: the store connections for the process group and for failure
 #: reports, and the heartbeat connections of the rank and its standby worker.
 _CONNECTIONS_PER_RANK = 4
 
 
 def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int:
-    """Supervise the run in the folder `argv[0]`; in a job array, the task of this job."""
+    """Supervise the run in the folder `argv[0]`; in a job array, the task of this job.
+
+    `argv[1]` names the job that this one continues, if any.
+    """
     path = run_of_this_job(RunDir(Path(argv[0])), environ).path
+    if PREDECESSOR_VARIABLE not in environ and (marker := _SUCCESSOR.fullmatch(" ".join(argv[1:]))):
+        # sbatch has not exported the variable.
+        environ = {**environ, PREDECESSOR_VARIABLE: marker[1]}
     storage = BufferedStorage(path)
     run = RunDir(path, storage)
     try:

@@ -84,6 +84,10 @@ class SlurmJobControl:
             return JobDisposition.REQUEUED
         return JobDisposition.EVICTED if is_evicted(self._log()) else JobDisposition.ENDS
 
+    def is_preempted(self) -> bool:
+        """Return true during the grace time, in which Slurm signals only the job steps."""
+        return query_job(self.job_id, self._environ).preempted
+
     def requeue(self) -> bool:
         """Requeue the job. Return true if this process will be ended, false if the run continues in it."""
         requeue_job(self.job_id, self._environ)
@@ -228,6 +232,9 @@ class LocalJobControl:
 
     def disposition(self) -> JobDisposition:
         return JobDisposition.STAYS  # Only the user ends a local job.
+
+    def is_preempted(self) -> bool:
+        return False  # This process receives all signals.
 
     def requeue(self) -> bool:
         """Restart the job immediately in this process, with the full time limit: there is no queue."""

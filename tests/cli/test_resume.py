@@ -116,6 +116,10 @@ def test_resume_changes_the_arguments_or_the_script(workdir: Path, options: list
     assert os.listdir("runs") == ["a"]
     assert printed in run.rank_log(1, 0).read_text()
     assert load_spec(run.spec).env == {"COLOR": "red"}
+    if printed != "arguments []":
+        assert "\narguments   attempt 0: --lr 0.1; attempt 1: " in invoke("status", "a")
+        again = json.loads(invoke("report", "a", "--json"))["again"]
+        assert "# Arguments of attempt 0: --lr 0.1" in again
 
 
 def resumed_spec(*options: str) -> JobSpec:

@@ -35,6 +35,8 @@ OF_RANKS = (
     "launcher",
 )
 _SIGNAL = re.compile(r"([RB]+:)?(?:SIG)?(\w+)(?:@(\d+))?", re.ASCII | re.IGNORECASE)
+#: A command whose processes inherit no variables.
+_HIDES = re.compile(r"[^#]*\bsrun\b[^#]*\s--export[= ]NONE\b", re.IGNORECASE)
 #: Signals for the batch script that the supervisor forwards, by name and number.
 _FORWARDED = ("TERM", "USR1", "USR2", *(str(int(number)) for number in (SIGTERM, SIGUSR1, SIGUSR2)))
 #: Seconds before the time limit at which sbatch sends the signal of --signal.
@@ -85,12 +87,21 @@ class BatchScript(Struct, frozen=True):
     @property
     def notes(self) -> list[str]:
         """Return notes for the user."""
-        if not self.header.ignored:
-            return []
-        lines = ", ".join(map(str, self.header.ignored))
-        return [
-            f"{self.path.name} has #SBATCH lines after its first command, which sbatch ignores: line {lines}."
-        ]
+        name, notes = self.path.name, []
+        if self.header.ignored:
+            lines = ", ".join(map(str, self.header.ignored))
+            notes.append(
+                f"{name} has #SBATCH lines after its first command, which sbatch ignores: line {lines}."
+            )
+        lines = ", ".join(
+            str(number) for number, line in enumerate(self.text.splitlines(), 1) if _HIDES.match(line)
+        )
+        if lines:
+            notes.append(
+                f"{name} starts processes with --export=NONE, which hpctrain cannot observe: line {lines}. "
+                "Remove the option to let hpctrain count steps, detect hangs and stop the ranks."
+            )
+        return notes
 
 
 def _can_forward(text: str) -> bool:

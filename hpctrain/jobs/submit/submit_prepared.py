@@ -20,6 +20,7 @@ from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import ProgramKind
+from hpctrain.jobspec.redaction import redact_args
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.slurm.environment import loaded_modules
@@ -148,8 +149,9 @@ def _written_sweep(folder: RunDir, sweep: SweepRecord) -> Iterator[None]:
 def _record(spec: JobSpec, job_id: str, modules: Sequence[str]) -> None:
     folder = _folder(spec)
     attempt = max(folder.attempts(), default=-1) + 1
+    fields = {"args": redact_args(spec.args)} if spec.args else {}
     try:
-        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend, modules=modules)
+        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend, modules=modules, **fields)
     except OSError as error:
         raise SubmissionUnconfirmed(
             f"Job {job_id} was submitted, but cannot be recorded in {str(folder.events)!r}: "

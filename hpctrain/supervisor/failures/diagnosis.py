@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 
 #: Failures after a stop request that are part of the stop, in addition to exit codes: ranks that stop at
 #: different times lose each other.
-_PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION, EndKind.UNFINISHED})
+_PART_OF_STOP = frozenset(
+    {EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION, EndKind.UNFINISHED, EndKind.GPU}
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class FailureAnalyzer:
         attempt = result.attempt
         if self.spec.program == "batch" and (self._is_asked_to_stop(result) or self._is_requeued()):
             return self._diagnose_stop(result)
+        if self.spec.program == "batch" and result.outcome is AttemptOutcome.DONE:
+            return AttemptEnd(EndKind.DONE, self._describe_hidden_failures(result, hosts))
         early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
             case AttemptOutcome.DONE if not early_exits:
@@ -80,11 +84,34 @@ class FailureAnalyzer:
                 return self._analyze_failure(result, hosts, early_exits)
 
     def _is_asked_to_stop(self, result: AttemptResult) -> bool:
-        """Return true if a batch script was stopped. A launcher also ends ranks if another fails."""
+        """Return true if a batch script was stopped from outside, or has asked to be continued.
+
+        The script and its launchers also end ranks, such as a server, or the peers of a failed rank.
+        """
         monitor, attempt = result.monitor, result.attempt
-        is_asked = monitor.was_signalled or self.run.is_asked_to_requeue(attempt)
-        has_failed = bool(self.run.failure_files(attempt)) or result.outcome is AttemptOutcome.FAILED
-        return monitor.is_stopping and (is_asked or not has_failed)
+        if not monitor.is_stopping:
+            return False
+        if monitor.was_signalled or self.run.is_asked_to_requeue(attempt) or self._is_job_ending():
+            return True
+        return result.outcome is AttemptOutcome.STOPPED and not self.run.failure_files(attempt)
+
+    def _is_job_ending(self) -> bool:
+        """Return true if Slurm has signalled the job steps, because of a preemption or the time limit."""
+        try:
+            is_preempted = self.job_control.is_preempted()
+        except SchedulerError as error:
+            log.warning("cannot determine whether this job is preempted (%s); assuming that it is", error)
+            is_preempted = True
+        return is_preempted or self._is_near_limit()
+
+    def _describe_hidden_failures(self, result: AttemptResult, hosts: list[str]) -> str | None:
+        """Return a remark on failures of ranks that a batch script has not reported by its exit code."""
+        attempt, offset = result.attempt, result.job_log_offset
+        failures = collect_failures(self.run, self.spec, attempt, (), hosts, offset)
+        if not failures:
+            return None
+        count = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
+        return f"{root_cause(failures)}{count}, but the batch script exited with code 0"
 
     def _is_requeued(self) -> bool:
         """Return true if the script has requeued its job itself."""
@@ -123,9 +150,11 @@ class FailureAnalyzer:
                 return EndKind.TIME_LIMIT if event.signal == signal.SIGUSR2.name else EndKind.PREEMPTED
             if event.kind == "started":
                 break
+        return EndKind.TIME_LIMIT if self._is_near_limit() else EndKind.PREEMPTED
+
+    def _is_near_limit(self) -> bool:
         left_s = known_seconds_left(self.job_control)
-        near = left_s is not None and left_s <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
-        return EndKind.TIME_LIMIT if near else EndKind.PREEMPTED
+        return left_s is not None and left_s <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
 
     def _diagnose_stop(self, result: AttemptResult) -> AttemptEnd:
         if draining := result.monitor.draining:
@@ -193,10 +222,17 @@ class FailureAnalyzer:
         """Diagnose failed ranks. Ranks that only lost stopped peers count as stopped."""
         attempt, monitor = result.attempt, result.monitor
         lost = self._find_lost(hosts)
-        if (hang := monitor.hang) is not None and not lost:
+        if (hang := monitor.hang) is not None and not lost and not monitor.is_stopping:
             return self._record(attempt, EndKind.HANG, hang.cause, rank=hang.rank, host=hang.host)
         failures = collect_failures(
-            self.run, self.spec, attempt, monitor.exits, hosts, result.job_log_offset, early_exits
+            self.run,
+            self.spec,
+            attempt,
+            monitor.exits,
+            hosts,
+            result.job_log_offset,
+            early_exits,
+            survived_until=result.survived_until,
         )
         if lost:
             # The loss of the node explains all reports of the ranks.
