@@ -1,7 +1,5 @@
 """AMD GPUs from a fake topology of the driver, and the variables that select them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

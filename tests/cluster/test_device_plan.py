@@ -1,7 +1,5 @@
 """The device plan: its rules, and its agreement with the GPUs that Slurm shows to each task."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

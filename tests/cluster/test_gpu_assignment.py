@@ -1,7 +1,5 @@
 """GPU assignment and conflicts, from the placements that ranks exchange."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpctrain.cluster.gpu_assignment import RankPlacement, assign_gpus, check_unique_placement

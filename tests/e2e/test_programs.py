@@ -1,7 +1,5 @@
 """Runs of modules and commands, including hang detection without a Trainer."""
 
-from __future__ import annotations
-
 import re
 import sys
 from contextlib import suppress

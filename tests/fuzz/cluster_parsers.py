@@ -1,7 +1,5 @@
 """Fuzzing of the parsers of environment variables, files of the kernel, and messages between hosts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Fuzzing of the readers of a run folder, whose files may be truncated, or written by others."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

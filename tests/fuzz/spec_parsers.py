@@ -1,7 +1,5 @@
 """Fuzzing of the parsers of specifications, configuration files, options and templates."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

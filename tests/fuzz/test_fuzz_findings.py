@@ -1,7 +1,5 @@
 """Texts that parsers once failed on."""
 
-from __future__ import annotations
-
 import json
 import math
 from unittest.mock import patch

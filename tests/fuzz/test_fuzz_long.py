@@ -1,7 +1,5 @@
 """Fuzzing of all parsers, and the completeness of their tables."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

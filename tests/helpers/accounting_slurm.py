@@ -1,7 +1,5 @@
 """A sandbox with slurmdbd and its database: a cluster on which `sacct` works."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

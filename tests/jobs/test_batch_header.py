@@ -1,7 +1,5 @@
 """The header of an adopted batch script, compared with sbatch itself."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Submission to the local backend, with a fake supervisor."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

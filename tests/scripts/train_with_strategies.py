@@ -3,8 +3,6 @@
 For each training, rank 0 writes to OUT the result or the error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

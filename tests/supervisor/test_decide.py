@@ -1,7 +1,5 @@
 """The decision after an attempt: every row of docs/restart-policy.md, and the rules around the table."""
 
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import replace

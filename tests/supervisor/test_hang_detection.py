@@ -1,7 +1,5 @@
 """Hang detection, and the rank that the others wait for."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

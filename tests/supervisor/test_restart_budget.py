@@ -1,7 +1,5 @@
 """The number of restarts without a new checkpoint is limited for every program."""
 
-from __future__ import annotations
-
 from itertools import count
 
 from helpers.run_histories import event, most_attempts

@@ -1,7 +1,5 @@
 """The supervisor over several attempts, with a fake launcher and fake job control."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

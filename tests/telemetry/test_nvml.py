@@ -1,7 +1,5 @@
 """GPU readings from a fake driver, including a lost GPU."""
 
-from __future__ import annotations
-
 import pynvml
 import pytest
 from helpers.fake_gpu_driver import DetailedFakeDriver, FakeDriver, install_fake_driver

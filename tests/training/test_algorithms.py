@@ -1,7 +1,5 @@
 """Communication algorithms of ddp: bytes sent, learning, and resuming after a stop."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

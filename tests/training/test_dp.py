@@ -1,7 +1,5 @@
 """DDP2: the loss sees the node's batch, and the gradient is that of one process with all nodes' losses."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """The gradient is the mean over the global batch, on any ranks, in any micro-batches, through any stops."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

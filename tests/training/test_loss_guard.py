@@ -1,7 +1,5 @@
 """Losses that are not finite, or far above the ones before: each policy, on one rank and on two."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

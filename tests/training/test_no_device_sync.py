@@ -4,8 +4,6 @@ This test needs no GPU. It records the callers that read a tensor's value, on th
 only those may do so that have checked the tensor's device.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

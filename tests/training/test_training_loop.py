@@ -1,7 +1,5 @@
 """Features of the training loop, compared with loops without hpctrain."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
