@@ -4,14 +4,7 @@ import math
 
 import pytest
 
-from hpctrain.text import (
-    format_duration,
-    format_memory,
-    format_number,
-    format_ranks,
-    format_size,
-    pluralize,
-)
+from hpctrain.text import format_duration, format_memory, format_number, format_ranks, format_size, pluralize
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,7 @@ class JobChanges:
 
 
 def submit_successor(
-    run: RunDir,
-    spec: JobSpec,
-    job_id: str,
-    attempt: int,
-    environ: Mapping[str, str],
-    changes: JobChanges,
+    run: RunDir, spec: JobSpec, job_id: str, attempt: int, environ: Mapping[str, str], changes: JobChanges
 ) -> str:
     """Submit the successor of this job, and return its id."""
     run.log_event("handover", attempt, job_id=job_id)

@@ -35,8 +35,7 @@ def test_node_files_are_read_at_the_submission(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dependency", "lasting"),
-    [("afterok:1", {}), ("afterok:1?singleton", {"dependency": "singleton"})],
+    ("dependency", "lasting"), [("afterok:1", {}), ("afterok:1?singleton", {"dependency": "singleton"})]
 )
 def test_options_that_delay_the_start_hold_for_the_first_job_only(dependency, lasting):
     """A deadline holds for the run."""

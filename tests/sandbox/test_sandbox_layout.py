@@ -5,13 +5,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.sandbox.layout import (
-    SandboxLayout,
-    SandboxSize,
-    allocate,
-    folder_of,
-    list_names,
-)
+from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, allocate, folder_of, list_names
 from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.sandbox.slurm_sandbox import check_requirements
 

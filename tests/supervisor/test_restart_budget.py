@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.jobspec.restart_policy import DEFAULT_RULES, EndKind, RestartPolicy
-from hpctrain.supervisor.policy.decide import (
-    Action,
-    Allocation,
-    AttemptEnd,
-    RunSituation,
-    decide,
-)
+from hpctrain.supervisor.policy.decide import Action, Allocation, AttemptEnd, RunSituation, decide
 from hpctrain.supervisor.policy.history import History
 
 #: Ends of attempts that count as failures.
