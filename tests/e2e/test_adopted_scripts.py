@@ -35,7 +35,7 @@ DISTURBANCES = ("undisturbed", "preempted", "killed", "hung")
 #: Scripts that set the number of steps.
 SHORT = ("self_requeue", "chain")
 CHEAP = {
-    *(("plain_srun", disturbance) for disturbance in ("preempted", "killed", "hung")),
+    *(("plain_srun", disturbance) for disturbance in ("preempted", "killed", "hung", "raised")),
     *(("several_steps", "undisturbed"), ("self_requeue", "undisturbed")),
 }
 
@@ -98,11 +98,11 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
             id=f"{name}-{disturbance}",
         )
         for name in SCRIPT_NAMES
-        for disturbance in DISTURBANCES
+        for disturbance in (*DISTURBANCES, "raised")[: 5 if name == "plain_srun" else 4]
     ],
 )
 def test_adopted_script(slurm, tmp_path, name, disturbance):
-    fault = {"killed": "8:kill", "hung": "8:hang"}.get(disturbance, "")
+    fault = {"killed": "8:kill", "hung": "8:hang", "raised": "8:raise"}.get(disturbance, "")
     step_s = SLOW_S if disturbance == "preempted" else FAST_S
     run = submit(tmp_path / "job", slurm.env, name, fault, step_s)
     out = tmp_path / "job/out"
@@ -119,6 +119,9 @@ def test_adopted_script(slurm, tmp_path, name, disturbance):
     if disturbance == "killed":
         # A launcher may only report that its rank has failed.
         assert failures & {"killed", "communication", "python"}
+    if disturbance == "raised":
+        # srun exits with the code of a peer, which it has stopped.
+        assert failures == {"python"}
     if disturbance == "undisturbed":
         assert not failures
     check_result(name, out)
@@ -262,12 +265,23 @@ CRASH = "import torch\nraise RuntimeError('the data are broken')\n"
 
 
 @pytest.mark.extended
-def test_script_that_ends_its_own_server_is_complete(tmp_path):
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        ("exit 0", None),
+        pytest.param("exit 3", "exit code 3", marks=pytest.mark.long),
+        # That of the server, which would be 143 without hpctrain.
+        ("", "the batch script exited with code 75, which requests a continuation, although nothing stopped"),
+    ],
+)
+def test_script_that_ends_its_own_server_ends(tmp_path, end, cause):
     """The signal of the script is no request to stop the run, although the server is observed."""
     server = "import time, torch\nopen('up', 'w').close()\ntime.sleep(100)\n"
-    lines = "python server.py &\nwhile [ ! -e up ]; do sleep 0.1; done\nsleep 1; kill $!; wait $!; exit 0"
-    run = run_script(tmp_path, lines, {"server.py": server})
-    assert run.status()["state"] == "COMPLETED", run.describe()
+    lines = f"python server.py &\nwhile [ ! -e up ]; do sleep 0.1; done\nsleep 1; kill $!; wait $!\n{end}"
+    run = run_script(tmp_path, lines, {"server.py": server}, "--max-failures=1")
+    status = run.status()
+    assert status["state"] == ("FAILED" if cause else "COMPLETED"), run.describe()
+    assert (cause or "") in (status["cause"] or "")
     assert len(run.events("started")) == 1
 
 
