@@ -42,7 +42,7 @@ CHEAP = {
 pytestmark = pytest.mark.timeout(600)
 
 
-def fake_programs(folder: Path) -> dict[str, str]:
+def fake_programs(folder: Path, env: dict[str, str]) -> dict[str, str]:
     """Write a fake apptainer, and a fake conda with one environment; return the variables of the scripts."""
     image = folder / "torch.sif"
     image.write_text(json.dumps({"env": {"INSIDE": "1"}, "hidden": []}))
@@ -58,7 +58,7 @@ def fake_programs(folder: Path) -> dict[str, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
-    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{programs}:{Path(sys.executable).parent}:{env.get('PATH', os.environ['PATH'])}"
     return {"IMAGE": str(image), "CONDA_ROOT": str(conda), "PATH": path, "TEST_PATH": path}
 
 
@@ -67,7 +67,7 @@ def submit(folder: Path, env: dict[str, str], name: str, fault: str = "", step_s
     (folder / "logs").mkdir()
     variables = {
         **env,
-        **fake_programs(folder),
+        **fake_programs(folder, env),
         "ADOPTED": str(ADOPTED),
         "OUT": str(folder / "out"),
         "FAULT": fault,
