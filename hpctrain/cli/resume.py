@@ -17,13 +17,13 @@ from hpctrain.cli.common import program_name, run_argument, run_reference, short
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.resolved_options import previous_values
 from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
-from hpctrain.jobs.options.table import BATCH_KEYS, all_options
+from hpctrain.jobs.options.table import all_options
 from hpctrain.jobspec.directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONS
+from hpctrain.slurm.sbatch_options import BATCH_KEYS, SBATCH_FLAGS, SBATCH_OPTIONS
 from hpctrain.text import is_finite
 
 if TYPE_CHECKING:

@@ -196,14 +196,14 @@ def _submit(ctx: click.Context, record: SweepRecord, indices: Sequence[int]) -> 
         return
     from hpctrain.jobs.submit.submit_prepared import submit_prepared
 
-    run = submit_prepared(submission, sweep=record)
+    run, job_id = submit_prepared(submission, sweep=record)
     backend = submission.backend.name
     if ctx.params["as_json"]:
-        facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": str(run.dir), "backend": backend}
+        facts = {"run_id": run.run_id, "job_id": job_id, "run_dir": str(run.dir), "backend": backend}
         echo_json(facts | {"trials": list(indices)})
         return
     click.echo(
-        f"Sweep {run.run_id}: {pluralize(len(indices), 'trial')}, job {run.job_id} ({backend}), folder "
+        f"Sweep {run.run_id}: {pluralize(len(indices), 'trial')}, job {job_id} ({backend}), folder "
         f"{short_path(run.dir.path)}"
     )
     submit.echo_next(str(run.dir), "sweep status", "sweep best", "sweep cancel")

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from msgspec import Struct
+
 from hpctrain.errors import UserError
 from hpctrain.files import write_atomic
 
@@ -48,8 +50,7 @@ class FunctionCall:
         return dumps(self, self.name, named_values)
 
 
-@dataclass(frozen=True)
-class CallPayload:
+class CallPayload(Struct, frozen=True):
     """A pickled call for the ranks, with the data required for unpickling."""
 
     call: bytes

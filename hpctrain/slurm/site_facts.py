@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
@@ -18,15 +20,14 @@ from hpctrain.text import pluralize
 RunQuery = Callable[[Sequence[str]], str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeGroup:
+class NodeGroup(Struct, frozen=True, kw_only=True):
     """Identical nodes of a partition."""
 
     num: int
     state: str = "idle"
     cpus: int
     memory_mib: int
-    gpus: Mapping[str, int] = field(default_factory=dict)
+    gpus: Mapping[str, int] = {}
     """GPUs per node by type. GPUs without a type have the key ""."""
     features: tuple[str, ...] = ()
 
@@ -40,8 +41,7 @@ class NodeGroup:
         return self.state in ("idle", "mixed", "allocated", "completing", "planned")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Partition:
+class Partition(Struct, frozen=True, kw_only=True):
     name: str
     default: bool = False
     state: str = "UP"
@@ -102,8 +102,7 @@ class Partition:
         return ", ".join([time, *described])
 
 
-@dataclass(frozen=True, kw_only=True)
-class SiteConventions:
+class SiteConventions(Struct, frozen=True, kw_only=True):
     """Site conventions that are not in Slurm's configuration. `hpctrain doctor` probes them."""
 
     memory_option: Literal["accepted", "ignored", "refused"] = "accepted"
@@ -118,13 +117,12 @@ class SiteConventions:
     """Available container runtimes: pyxis, apptainer, singularity, enroot; None if not probed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
+class Site(Struct, frozen=True, kw_only=True):
     """A Slurm site. Unknown facts are None or empty, and never fail a check."""
 
     slurm: SlurmConfig | None = None
     partitions: tuple[Partition, ...] = ()
-    habits: SiteConventions = field(default_factory=SiteConventions)
+    habits: SiteConventions = SiteConventions()
 
     def partition(self, name: str) -> Partition | None:
         return next((partition for partition in self.partitions if partition.name == name), None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from hpctrain.rundir import RunDir
 
@@ -42,8 +43,7 @@ RUN_STATES = {
 }
 
 
-@dataclass(frozen=True)
-class JobRecord:
+class JobRecord(Struct, frozen=True):
     """A submitted job, as recorded by the run."""
 
     job_id: str
@@ -54,8 +54,7 @@ class JobRecord:
     observed_state: str | None = None
 
 
-@dataclass(frozen=True)
-class JobStateView:
+class JobStateView(Struct, frozen=True):
     state: RunState
     #: Details beyond the state: the pending reason, or why the scheduler cannot be queried.
     words: str = ""

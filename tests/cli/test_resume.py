@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from click.testing import CliRunner
 from helpers.commands import run_command
 from helpers.fake_slurm import FakeSlurm
 from helpers.waiting import wait_for
+from msgspec.structs import replace
 
 from hpctrain.cli.main import cli
 from hpctrain.jobspec.job_spec import JobSpec

@@ -100,7 +100,7 @@ class ContainerProject:
             python=sys.executable,
             program=program,
         )
-        return submit_prepared(submission)
+        return submit_prepared(submission)[0]
 
     def check(self, run: Run, attempt: int, rank: int) -> dict[str, str]:
         """Check what a rank saw; return its variables."""

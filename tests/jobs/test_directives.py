@@ -13,8 +13,8 @@ from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobspec.directives import all_directives, directives_after_start
 from hpctrain.records.successor import JobChanges, submit_successor
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.batch_header import directive_lines, quote_directive
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
-from hpctrain.slurm.sbatch_options import directive_lines, quote_directive
 
 
 def test_node_files_are_read_at_the_submission(tmp_path):

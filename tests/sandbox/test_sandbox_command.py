@@ -81,6 +81,12 @@ def test_missing_sandbox_is_an_error_with_a_remedy(command: str) -> None:
         _run(command, "--name", "absent")
 
 
+def test_incomplete_sandbox_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "list_names", lambda: ["half"])
+    with pytest.raises(UserError, match=r"'half' is incomplete.*sandbox down --name half"):
+        _run("status", "--name", "half")
+
+
 @pytest.mark.slurm
 def test_missing_sandbox_is_reported_in_json() -> None:
     for verb, document in (("status", {"name": "absent", "up": False}), ("down", {"was_there": False})):

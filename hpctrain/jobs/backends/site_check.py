@@ -7,8 +7,9 @@ that exceeds the limits of its partition is queued, and pends forever (seen with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends.backend import PreflightResult
@@ -32,8 +33,7 @@ _RESUBMIT_HINT = "Submit the run again with the same --run-dir to continue."
 _SUCCESSOR_NOTE = "continues in a successor job, which starts after the previous job has ended"
 
 
-@dataclass(frozen=True)
-class JobRequest:
+class JobRequest(Struct, frozen=True):
     """The options of a job as sbatch reads them."""
 
     spec: JobSpec

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from hpctrain.errors import SchedulerError, UserError
 from hpctrain.files import write_atomic

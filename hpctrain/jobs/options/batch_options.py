@@ -6,18 +6,21 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any, cast
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobs.options.table import BATCH_KEYS, SubmitOptions
+from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm.batch_header import BatchHeader, parse_batch_header, shell_of
 from hpctrain.slurm.duration import parse_duration
+from hpctrain.slurm.sbatch_options import BATCH_KEYS
 
 #: Options of the command sbatch, not of the job.
 _OF_COMMAND = ("ignore-pbs", "parsable", "quiet", "verbose", "wait")
@@ -40,8 +43,7 @@ _FORWARDED = ("TERM", "USR1", "USR2", *(str(int(number)) for number in (SIGTERM,
 _SIGNAL_LEAD_S = 60
 
 
-@dataclass(frozen=True)
-class BatchScript:
+class BatchScript(Struct, frozen=True):
     """A batch script of the user that is submitted as it is."""
 
     path: Path

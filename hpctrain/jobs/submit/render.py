@@ -25,8 +25,7 @@ from hpctrain.jobspec.directives import all_directives, program_words, srun_opti
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.redaction import redact_args
 from hpctrain.jobspec.shell_setup import ShellSetup
-from hpctrain.slurm.batch_header import parse_batch_header
-from hpctrain.slurm.sbatch_options import directive_lines
+from hpctrain.slurm.batch_header import directive_lines, parse_batch_header
 from hpctrain.text import suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"

@@ -7,11 +7,11 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
 import msgspec
+from msgspec.structs import replace
 
 from hpctrain import system
 from hpctrain.cluster import expand_hostlist
