@@ -82,8 +82,10 @@ _JOB_STATES = {
         "RESV_DEL_HOLD": ("RD", "The job is held because its reservation was deleted. Submit it again."),
         "SPECIAL_EXIT": (
             "SE",
-            "The site requeued and held the job because of its exit code. Use "
-            + "`scontrol release JOB` to release it.",
+            (
+                "The site requeued and held the job because of its exit code. Use `scontrol release JOB` to "
+                "release it."
+            ),
         ),
     },
     RunState.RUNNING: {
