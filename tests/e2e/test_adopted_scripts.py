@@ -33,14 +33,14 @@ DISTURBANCES = ("undisturbed", "preempted", "killed", "hung")
 #: Scripts that set the number of steps.
 SHORT = ("self_requeue", "chain")
 CHEAP = {
-    *(("plain_srun", disturbance) for disturbance in ("preempted", "killed", "hung")),
+    *(("plain_srun", disturbance) for disturbance in ("preempted", "killed", "hung", "raised")),
     *(("several_steps", "undisturbed"), ("self_requeue", "undisturbed")),
 }
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def fake_programs(folder: Path) -> dict[str, str]:
+def fake_programs(folder: Path, env: dict[str, str]) -> dict[str, str]:
     """Write a fake apptainer, and a fake conda with one environment; return the variables of the scripts."""
     image = folder / "torch.sif"
     image.write_text(json.dumps({"env": {"INSIDE": "1"}, "hidden": []}))
@@ -56,7 +56,7 @@ def fake_programs(folder: Path) -> dict[str, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
-    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{programs}:{Path(sys.executable).parent}:{env.get('PATH', os.environ['PATH'])}"
     return {"IMAGE": str(image), "CONDA_ROOT": str(conda), "PATH": path, "TEST_PATH": path}
 
 
@@ -65,7 +65,7 @@ def submit(folder: Path, env: dict[str, str], name: str, fault: str = "", step_s
     (folder / "logs").mkdir()
     variables = {
         **env,
-        **fake_programs(folder),
+        **fake_programs(folder, env),
         "ADOPTED": str(ADOPTED),
         "OUT": str(folder / "out"),
         "FAULT": fault,
@@ -96,11 +96,11 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
             id=f"{name}-{disturbance}",
         )
         for name in SCRIPT_NAMES
-        for disturbance in DISTURBANCES
+        for disturbance in (*DISTURBANCES, "raised")[: 5 if name == "plain_srun" else 4]
     ],
 )
 def test_adopted_script(slurm, tmp_path, name, disturbance):
-    fault = {"killed": "8:kill", "hung": "8:hang"}.get(disturbance, "")
+    fault = {"killed": "8:kill", "hung": "8:hang", "raised": "8:raise"}.get(disturbance, "")
     step_s = SLOW_S if disturbance == "preempted" else FAST_S
     run = submit(tmp_path / "job", slurm.env, name, fault, step_s)
     out = tmp_path / "job/out"
@@ -117,6 +117,9 @@ def test_adopted_script(slurm, tmp_path, name, disturbance):
     if disturbance == "killed":
         # A launcher may only report that its rank has failed.
         assert failures & {"killed", "communication", "python"}
+    if disturbance == "raised":
+        # srun exits with the code of a peer, which it has stopped.
+        assert failures == {"python"}
     if disturbance == "undisturbed":
         assert not failures
     check_result(name, out)
@@ -260,12 +263,23 @@ CRASH = "import torch\nraise RuntimeError('the data are broken')\n"
 
 
 @pytest.mark.extended
-def test_script_that_ends_its_own_server_is_complete(tmp_path):
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        ("exit 0", None),
+        pytest.param("exit 3", "exit code 3", marks=pytest.mark.long),
+        # That of the server, which would be 143 without hpctrain.
+        ("", "the batch script exited with code 75, which requests a continuation, although nothing stopped"),
+    ],
+)
+def test_script_that_ends_its_own_server_ends(tmp_path, end, cause):
     """The signal of the script is no request to stop the run, although the server is observed."""
     server = "import time, torch\nopen('up', 'w').close()\ntime.sleep(100)\n"
-    lines = "python server.py &\nwhile [ ! -e up ]; do sleep 0.1; done\nsleep 1; kill $!; wait $!; exit 0"
-    run = run_script(tmp_path, lines, {"server.py": server})
-    assert run.status()["state"] == "COMPLETED", run.describe()
+    lines = f"python server.py &\nwhile [ ! -e up ]; do sleep 0.1; done\nsleep 1; kill $!; wait $!\n{end}"
+    run = run_script(tmp_path, lines, {"server.py": server}, "--max-failures=1")
+    status = run.status()
+    assert status["state"] == ("FAILED" if cause else "COMPLETED"), run.describe()
+    assert (cause or "") in (status["cause"] or "")
     assert len(run.events("started")) == 1
 
 

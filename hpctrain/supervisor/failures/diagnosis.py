@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain import system
-from hpctrain.errors import SchedulerError
+from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.crash_output import describe_unfinished
@@ -53,10 +53,15 @@ class FailureAnalyzer:
 
     def analyze(self, result: AttemptResult, hosts: list[str]) -> AttemptEnd:
         attempt = result.attempt
-        if self.spec.program == "batch" and (self._is_asked_to_stop(result) or self._is_requeued()):
-            return self._diagnose_stop(result)
-        if self.spec.program == "batch" and result.outcome is AttemptOutcome.DONE:
-            return AttemptEnd(EndKind.DONE, self._describe_hidden_failures(result, hosts))
+        if self.spec.program == "batch":
+            if self._is_asked_to_stop(result) or self._is_requeued():
+                return self._diagnose_stop(result)
+            # Only the script has ended ranks, such as a server, or a launcher the peers of a failed rank.
+            result.monitor.is_stopping = False
+            if result.outcome is AttemptOutcome.DONE:
+                return AttemptEnd(EndKind.DONE, self._describe_hidden_failures(result, hosts))
+            if result.outcome is AttemptOutcome.STOPPED:
+                return self._analyze_failure(result, hosts, {})
         early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
             case AttemptOutcome.DONE if not early_exits:
@@ -80,16 +85,17 @@ class FailureAnalyzer:
                 return self._analyze_failure(result, hosts, early_exits)
 
     def _is_asked_to_stop(self, result: AttemptResult) -> bool:
-        """Return true if a batch script was stopped from outside, or has asked to be continued.
-
-        The script and its launchers also end ranks, such as a server, or the peers of a failed rank.
-        """
+        """Return true if a batch script was stopped from outside, or asks for a continuation after a save."""
         monitor, attempt = result.monitor, result.attempt
         if not monitor.is_stopping:
             return False
         if monitor.was_signalled or self.run.is_asked_to_requeue(attempt) or self._is_job_ending():
             return True
-        return result.outcome is AttemptOutcome.STOPPED and not self.run.failure_files(attempt)
+        if result.outcome is not AttemptOutcome.STOPPED or self.run.failure_files(attempt):
+            return False
+        return any(
+            event.kind == "checkpoint" and event.attempt == attempt for event in self.run.read_events()
+        )
 
     def _is_job_ending(self) -> bool:
         """Return true if Slurm has signalled the job steps, because of a preemption or the time limit."""
@@ -238,10 +244,18 @@ class FailureAnalyzer:
             return replace(end, lost=lost)
         if not failures and monitor.is_stopping:
             return self._diagnose_stop(result)
+        if not failures and result.outcome is AttemptOutcome.STOPPED:
+            cause = (
+                f"the batch script exited with code {EXIT_CONTINUE}, which requests a continuation, although "
+                "nothing stopped the run, and the attempt saved no checkpoint. If the script saves any, name "
+                "them with --checkpoints"
+            )
+            return self._record(attempt, EndKind.PYTHON, cause, rank=0, host=hosts[0])
         if not failures:
             return self._record(attempt, EndKind.KILLED, "the job step failed, but no rank reported a cause")
         failure = root_cause(failures)
-        told_to_leave = any(task.result is TaskResult.CONTINUE for task in monitor.exits)
+        exits = () if self.spec.program == "batch" else monitor.exits
+        told_to_leave = any(task.result is TaskResult.CONTINUE for task in exits)
         if told_to_leave and failure.is_peer_lost:
             return self._diagnose_stop(result)
         if failure.corruption is not None:

@@ -18,7 +18,13 @@ from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import observing_variables
-from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, PREDECESSOR_VARIABLE, RunDir
+from hpctrain.rundir import (
+    ATTEMPT_VARIABLE,
+    CHILD_VARIABLE,
+    LIFELINE_VARIABLE,
+    PREDECESSOR_VARIABLE,
+    RunDir,
+)
 from hpctrain.slurm.command import list_steps
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_queries import query_job
@@ -88,7 +94,7 @@ class BatchLauncher:
         own = {name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")}
         environ = {**self._environ, **spec.env, **own}
         names = [*own, CHILD_VARIABLE]
-        facts: dict[str, object] = {"packages": _PACKAGES, "variables": names}
+        facts: dict[str, object] = {"packages": _PACKAGES, "variables": [*names, LIFELINE_VARIABLE]}
         facts |= {"job": environ.get("SLURM_JOB_ID"), "step": environ.get("SLURM_STEP_ID")}
         # With the PYTHONPATH of --env, if any.
         environ |= observing_variables(facts, environ)
