@@ -27,6 +27,7 @@ from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.slurm.job_queries import queue_cells
 from hpctrain.slurm.job_requests import cancel_jobs, submit_job, update_job
 from hpctrain.slurm.parsing import parse_timestamp
 
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 #: Time to retry an unresponsive controller, within the grace time of most preemptions.
 _TIMEOUT_S = 25.0
 _PAUSE_S = 1.0
-
-_SEPARATOR = "\x1f"
 
 
 @dataclass(frozen=True)
@@ -75,17 +74,9 @@ def submit_successor(
 def find_successor(run: RunDir, job_id: str, environ: Mapping[str, str]) -> str | None:
     """Return the successor job of `job_id`, in any state, or None."""
     columns = ("ArrayJobID", "ArrayTaskID", "JobID", "WorkDir", "Command")
-    layout = ",".join(f"{name}:0{_SEPARATOR}" for name in columns)
-    listing = run_slurm(
-        ["squeue", "--noheader", "--all", "--array", "--me", "--states=all", f"--Format={layout}"],
-        strip_job_env(environ),
-    )
+    options = ["--all", "--array", "--me", "--states=all"]
     folder, marker = (run.array or run).path, run.successor_script(job_id).name
-    for line in listing.split("\n"):
-        cells = line.split(_SEPARATOR)
-        if len(cells) != len(columns) + 1:
-            continue
-        array_id, task, raw_id, workdir, command, _ = cells
+    for array_id, task, raw_id, workdir, command in queue_cells(columns, options, strip_job_env(environ)):
         # Newer Slurm releases may quote the words of the command.
         is_successor = command.strip("'\"").endswith((f"/{marker}", f" {marker}"))
         if is_successor and os.path.basename(workdir) == folder.name:
@@ -226,11 +217,9 @@ def _prevent_requeue(job_id: str, outer: Mapping[str, str]) -> None:
 def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) -> None:
     """Change the dependencies of the user's other jobs from this job to its successor."""
     outer = strip_job_env(environ)
-    layout = f"--Format=JobID:0{_SEPARATOR},Dependency:0{_SEPARATOR}"
+    options = ["--me", "--states=PENDING"]
     try:
-        waiting = run_slurm(["squeue", "--noheader", "--me", "--states=PENDING", layout], outer)
-        for line in waiting.split("\n"):
-            waits, _, dependency = line.rstrip(_SEPARATOR).partition(_SEPARATOR)
+        for waits, dependency in queue_cells(("JobID", "Dependency"), options, outer):
             moved = replace_dependency(dependency, job_id, successor)
             if moved and waits != successor.partition("_")[0]:
                 update_job([waits], outer, Dependency=moved)

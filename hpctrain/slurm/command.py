@@ -96,13 +96,6 @@ def run_slurm(
     return SlurmCall(command, environ, timeout_s=timeout_s).answer()[0]
 
 
-def run_slurm_parallel(
-    commands: Sequence[Sequence[str]], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
-) -> list[str | SchedulerError]:
-    """Run all commands concurrently. Return the stdout of each command, or its error."""
-    return run_all([SlurmCall(command, environ, timeout_s=timeout_s) for command in commands])
-
-
 def run_all(calls: Sequence[SlurmCall], *, probe_s: float | None = None) -> list[str | SchedulerError]:
     """Return the stdout of each call, or its error."""
     answers: list[str | SchedulerError] = []

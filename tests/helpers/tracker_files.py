@@ -1,6 +1,7 @@
 """Metrics from the local files of trackers, as (name, step, value)."""
 
 import csv
+import json
 import sqlite3
 import struct
 from collections.abc import Iterator
@@ -44,8 +45,6 @@ def mlflow_points(folder: Path) -> Points:
 
 
 def wandb_points(folder: Path) -> Points:
-    import json
-
     from wandb.proto import wandb_internal_pb2
 
     points, ids = [], set()

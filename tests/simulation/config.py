@@ -1,7 +1,5 @@
 """The site, the run and the faults of a seed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
@@ -24,7 +22,7 @@ class Fault:
         return self.kind in _SURVIVABLE or (self.kind == "disk-away" and self.value < _BRIEF_S)
 
     @classmethod
-    def parse(cls, text: str) -> Fault:
+    def parse(cls, text: str) -> "Fault":
         kind, _, rest = text.partition("@")
         at, _, value = rest.partition(":")
         return cls(kind, float(at), float(value or 0))

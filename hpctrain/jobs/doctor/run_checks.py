@@ -30,7 +30,7 @@ from hpctrain.jobs.doctor.machine_checks import (
 from hpctrain.jobs.doctor.probe import DoctorReport, Finding
 from hpctrain.jobs.options.option_parser import SITE_KEY
 from hpctrain.jobspec.job_spec import GpuRequestStyle
-from hpctrain.slurm.command import is_transient, run_slurm, run_slurm_parallel
+from hpctrain.slurm.command import SlurmCall, is_transient, run_all, run_slurm
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.site_facts import Partition, Site, SiteConventions, discover_site, nodes_are_this_machine
@@ -129,7 +129,8 @@ def probe_options(site: Site, environ: Mapping[str, str]) -> DoctorReport:
         **{f"{style} with memory": [*place, _TIME, _MEMORY, option] for style, option in _GPU.items()},
     }
     commands = [("sbatch", "--test-only", *options, "--wrap=true") for options in probes.values()]
-    answers = dict(zip(probes, run_slurm_parallel(commands, environ, timeout_s=_LIMIT_S), strict=True))
+    calls = [SlurmCall(command, environ, timeout_s=_LIMIT_S) for command in commands]
+    answers = dict(zip(probes, run_all(calls), strict=True))
     refusals = {name: _reason(reply) for name, reply in answers.items() if isinstance(reply, SchedulerError)}
     if {"plain", "no memory", "no time", "neither"} <= refusals.keys():
         remedy = "Set the options that this site requires, such as --account, in hpctrain.yaml."
