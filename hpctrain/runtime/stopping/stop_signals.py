@@ -74,7 +74,7 @@ class StopFlag:
         self.signal_name: str | None = None
         self.received_at = 0.0
         self.may_leave = True
-        """False if this process has to do more than to stop, such as to save or to wait for other processes."""
+        """False if this process also has to save, or to wait for other processes."""
 
     @property
     def is_set(self) -> bool:
