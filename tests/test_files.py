@@ -1,7 +1,5 @@
 """Files: torn lines are skipped, and private files are private."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+from msgspec import to_builtins
 
 from hpctrain.cli import submit
 from hpctrain.cli.common import (
@@ -399,7 +400,7 @@ def _resubmit(
     from hpctrain.jobspec.load_spec import load_spec
 
     spec = load_spec(run.dir.spec)
-    fields = {**asdict(spec), "array": None, "args": record.args}
+    fields = {**to_builtins(spec), "array": None, "args": record.args}
     record = replace(record, concurrent=concurrent or record.concurrent)
     with resubmission(ctx, fields, run.dir, options) as inner:
         os.chdir(spec.workdir)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import create_atomic, make_folder, read_regular
-from hpctrain.jobspec.directives import all_directives, directives_after_start
+from hpctrain.jobspec.job_directives import directives_after_start, job_directives
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
@@ -58,12 +58,7 @@ class JobChanges:
 
 
 def submit_successor(
-    run: RunDir,
-    spec: JobSpec,
-    job_id: str,
-    attempt: int,
-    environ: Mapping[str, str],
-    changes: JobChanges,
+    run: RunDir, spec: JobSpec, job_id: str, attempt: int, environ: Mapping[str, str], changes: JobChanges
 ) -> str:
     """Submit the successor of this job, and return its id."""
     run.log_event("handover", attempt, job_id=job_id)
@@ -159,7 +154,7 @@ def _test_job(run: RunDir, spec: JobSpec, changes: JobChanges, environ: Mapping[
     if spec.array_task is not None:
         command.append(f"--array={spec.array_task}")
     command.append(str((run.array or run).job_script))
-    run_slurm(command, sbatch_env(environ, all_directives(spec)))
+    run_slurm(command, sbatch_env(environ, job_directives(spec)))
 
 
 def _submit_once(
@@ -192,7 +187,7 @@ def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str],
     if spec.array_task is not None:
         options.append(f"--array={spec.array_task}")
     options += _marked_script(run.array or run, job_id)
-    variables = sbatch_env(environ, all_directives(spec)) | {PREDECESSOR_VARIABLE: job_id}
+    variables = sbatch_env(environ, job_directives(spec)) | {PREDECESSOR_VARIABLE: job_id}
     successor = submit_job(options, variables)
     if "hold" in spec.directives:
         # The hold applied to the first job, and was released.

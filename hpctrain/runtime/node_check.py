@@ -18,15 +18,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.device_plan import (
-    gpu_sharing_reason,
-    gpus_per_task,
-    is_mig,
-    own_gpus,
-    plan_device,
-    visible_devices,
-)
+from hpctrain.cluster.device_plan import gpu_sharing_reason, gpus_per_task, own_gpus, plan_device
 from hpctrain.cluster.processes import die_with_supervisor
+from hpctrain.cluster.visible_gpus import is_mig, visible_devices
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir

@@ -26,11 +26,7 @@ from hpctrain.rundir import (
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.site_facts import query_grace_s
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
-from hpctrain.supervisor.buffered_storage import (
-    BufferedLogHandler,
-    BufferedStorage,
-    describe_disk_error,
-)
+from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
 from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.batch import BatchLauncher, link_output, spec_of_allocation
 from hpctrain.supervisor.launch.job_step import Launcher

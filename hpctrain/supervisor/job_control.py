@@ -14,13 +14,7 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import file_size, open_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.lease import Lease
-from hpctrain.records.successor import (
-    JobChanges,
-    can_start,
-    excluded_nodes,
-    find_successor,
-    submit_successor,
-)
+from hpctrain.records.successor import JobChanges, can_start, excluded_nodes, find_successor, submit_successor
 from hpctrain.rundir import BATCH_PID_VARIABLE, PREDECESSOR_VARIABLE, RunDir
 from hpctrain.schema import LeaseHolder
 from hpctrain.slurm.config import query_config

@@ -1,7 +1,5 @@
 """Checkpoints saved to the local tier first and copied to the shared folder."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading

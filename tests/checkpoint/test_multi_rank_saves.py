@@ -1,7 +1,5 @@
 """Saves by several ranks: each writes its share, and all report the same error."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Retention rules: checkpoints that are kept and deleted."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

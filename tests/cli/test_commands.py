@@ -1,7 +1,5 @@
 """The command line, end to end."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`hpctrain logs` for runs with several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -5,8 +5,6 @@
 rewrites the stored format; `git diff` then shows what users have to adapt.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`hpctrain report`: output path, format and arguments."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`hpctrain resume` with the local backend."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

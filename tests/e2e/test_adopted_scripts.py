@@ -4,8 +4,6 @@ The container runtime and conda are fakes. The scripts train a small model that 
 the weights of a disturbed run equal those of an undisturbed one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

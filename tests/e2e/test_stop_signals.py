@@ -1,7 +1,5 @@
 """Stop signals in any phase of a run, once or twice: it saves or exits, and then resumes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

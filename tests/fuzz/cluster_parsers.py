@@ -1,7 +1,5 @@
 """Fuzzing of the parsers of environment variables, files of the kernel, and messages between hosts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +9,16 @@ from fuzzing import FOLDER, Parser, encode, parse_environment, write_file
 from helpers.launch_runner import load_recording
 
 from hpctrain.authentication import Signed, seal, unseal
-from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, launchers, slurm_ranks, torchrun
+from hpctrain.cluster import (
+    amd_gpus,
+    detection,
+    device_plan,
+    env_variables,
+    launchers,
+    slurm_ranks,
+    torchrun,
+    visible_gpus,
+)
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
 from hpctrain.jobs.backends import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
@@ -112,9 +119,9 @@ PARSERS = [
     of_variable(env_variables.read_port, "29500", EnvironmentMismatch),
     of_variable(env_variables.read_hosts, "n[1-3]", EnvironmentMismatch),
     Parser(
-        device_plan.visible_devices,
+        visible_gpus.visible_devices,
         ["0,1,2", "GPU-1a,GPU-2b", "MIG-3c", "NoDevFiles"],
-        call=lambda text: device_plan.visible_devices({device_plan.VISIBLE_VARIABLE: text}),
+        call=lambda text: visible_gpus.visible_devices({visible_gpus.VISIBLE_VARIABLE: text}),
         slow=[("", "#,", "")],
     ),
     of_environment(

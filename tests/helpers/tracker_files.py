@@ -1,7 +1,5 @@
 """Metrics from the local files of trackers, as (name, step, value)."""
 
-from __future__ import annotations
-
 import csv
 import sqlite3
 import struct

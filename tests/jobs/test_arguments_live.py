@@ -1,7 +1,5 @@
 """Names, paths, arguments and variables with any characters, from the command to the ranks of a real job."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

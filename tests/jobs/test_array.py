@@ -1,7 +1,5 @@
 """Job arrays with the local backend and fake supervisors of their tasks."""
 
-from __future__ import annotations
-
 import os
 import signal
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Job arrays on a real Slurm: each task is its own run, and events of one do not affect the others."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

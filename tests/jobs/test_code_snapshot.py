@@ -3,8 +3,6 @@
 The last tests have working trees that try to read outside files, run programs, or never end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

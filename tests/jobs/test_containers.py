@@ -1,7 +1,5 @@
 """Ranks in containers, with fake runtimes (`fake_container.py`): neither real one is available to tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Submission to the local backend, with a fake supervisor."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading
@@ -104,10 +102,7 @@ def test_ended_run_can_be_resubmitted(prepared):
     assert (status.attempt, resubmitted.dir.cancel_request.exists()) == (1, False)
     assert [
         event["attempt"] for event in read_json_lines(resubmitted.dir.events) if event["kind"] == "submitted"
-    ] == [
-        0,
-        1,
-    ]
+    ] == [0, 1]
 
 
 def test_changes_of_a_resubmitted_run_are_reported(prepared):

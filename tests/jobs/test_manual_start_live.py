@@ -1,7 +1,5 @@
 """A job's script that the user starts."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

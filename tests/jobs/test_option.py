@@ -1,7 +1,5 @@
 """Parsing of option values, and consistency of the option table."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options of `submit` under the names of sbatch, torchrun and submitit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

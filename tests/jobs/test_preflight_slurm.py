@@ -1,7 +1,5 @@
 """Preflight checks against a real cluster: refused jobs, notes and forecasts."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

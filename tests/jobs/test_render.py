@@ -5,8 +5,6 @@
 rewrites them; `git diff` then shows the effect of a changed template.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Reactions of a submission to answers of fake Slurm commands."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Submission to a real Slurm: parsing of our scripts, and states of our jobs."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

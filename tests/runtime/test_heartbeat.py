@@ -1,7 +1,5 @@
 """Diagnostics of a hanging rank, with a fake flight recorder: without GPUs, there is no NCCL."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Release of the devices of a stopped rank: first its work, then its communicators."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

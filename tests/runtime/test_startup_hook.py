@@ -1,7 +1,5 @@
 """The hook in the Python processes of a command, in environments that differ from that of the ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

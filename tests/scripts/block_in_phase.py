@@ -3,8 +3,6 @@
 Like a compiler or a file system, it does not return to Python, so no handler runs. A save is only slow.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

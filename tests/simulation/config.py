@@ -61,10 +61,7 @@ class ForeignProgram:
         return _WAYS_TO_FAIL[((self.number & 3) + (self.number & 16) // 4 + shift) % len(_WAYS_TO_FAIL)]
 
 
-_WAYS_TO_FAIL = (
-    *("exception", "kill", "hang", "early exit"),
-    *("oom", "signal", "data worker", "exit code"),
-)
+_WAYS_TO_FAIL = (*("exception", "kill", "hang", "early exit"), *("oom", "signal", "data worker", "exit code"))
 #: Faults with a duration in seconds.
 _SLURM_WINDOWS = (
     *("slurm-away", "slurm-silent", "slurm-slow", "slurm-lost-answers", "slurm-stale", "slurm-refuse"),

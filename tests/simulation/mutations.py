@@ -1,7 +1,5 @@
 """Bugs to plant: each must be found by the simulation."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable

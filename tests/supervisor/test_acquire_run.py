@@ -1,7 +1,5 @@
 """Several jobs may continue a run, and only one of them trains."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The process of an adopted batch script, and the end of its job steps."""
 
-from __future__ import annotations
-
 import queue
 import signal
 

@@ -1,7 +1,5 @@
 """The grace periods that ranks receive from the supervisor."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.commands import environment
 from helpers.run_histories import make_spec

@@ -1,7 +1,5 @@
 """Several process groups of an adopted batch script, each with its own ranks."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

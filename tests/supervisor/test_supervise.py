@@ -1,7 +1,5 @@
 """The supervisor over several attempts, with a fake launcher and fake job control."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -705,10 +703,7 @@ def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoi
         "If the script had finished and saved its result elsewhere, nothing is lost."
         in finished(run)["cause"]
     )
-    assert [event["class"] for event in events_of(run, "failure")] == [
-        "killed",
-        "unfinished",
-    ]
+    assert [event["class"] for event in events_of(run, "failure")] == ["killed", "unfinished"]
 
 
 @pytest.mark.parametrize(

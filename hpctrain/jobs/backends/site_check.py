@@ -14,7 +14,7 @@ from msgspec import Struct
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends.backend import PreflightResult
 from hpctrain.jobs.backends.mounts import path_notes
-from hpctrain.jobspec.directives import all_directives
+from hpctrain.jobspec.job_directives import job_directives
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_slurm
@@ -44,7 +44,7 @@ class JobRequest(Struct, frozen=True):
 
     @classmethod
     def from_spec(cls, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
-        directives = all_directives(spec)
+        directives = job_directives(spec)
         return cls(spec, directives, sbatch_env(environ, directives))
 
     def value(self, key: str) -> str:

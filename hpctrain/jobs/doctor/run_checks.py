@@ -33,13 +33,7 @@ from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.command import is_transient, run_slurm, run_slurm_parallel
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_facts import (
-    Partition,
-    Site,
-    SiteConventions,
-    discover_site,
-    nodes_are_this_machine,
-)
+from hpctrain.slurm.site_facts import Partition, Site, SiteConventions, discover_site, nodes_are_this_machine
 
 _LIMIT_S = 20.0
 #: A shorter grace time may be insufficient to write a checkpoint.

@@ -23,7 +23,7 @@ from hpctrain.jobs.submit.prepare import PreparedSubmission
 from hpctrain.jobs.submit.render import render
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobs.verify.training_record import ReplayedPart, TrainingRecord, VerificationPlan
-from hpctrain.jobspec.directives import directives_after_start
+from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import BackendName, CodeRef, JobSpec
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.jobspec.notify import NotifyConfig

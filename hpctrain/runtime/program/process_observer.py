@@ -50,12 +50,7 @@ from hpctrain.runtime.stopping.stop_signals import (
     is_exiting,
     leave_in_time,
 )
-from hpctrain.runtime.supervisor_connection import (
-    Connection,
-    Message,
-    SupervisorConnection,
-    start_heartbeat,
-)
+from hpctrain.runtime.supervisor_connection import Connection, Message, SupervisorConnection, start_heartbeat
 
 #: struct ucred of unix(7): pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")

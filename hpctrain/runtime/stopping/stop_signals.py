@@ -351,6 +351,9 @@ def should_stop() -> bool:
     Call this at points where the state can be saved, at least every few seconds. If the result is true, save
     and exit with `sys.exit(75)`, which requests a continuation. After the first call, a signal no longer ends
     the rank. Each call performs a small all-reduce on the CPU.
+
+    Raises:
+        RendezvousError: the ranks did not form a process group.
     """
     is_stopping = _consensus().any_rank_signalled()
     # Each call counts as a step, instead of those of optimizers.

@@ -27,11 +27,7 @@ from hpctrain.supervisor.failures.root_cause import (
     is_deterministic,
     root_cause,
 )
-from hpctrain.supervisor.job_control import (
-    EARLY_SIGNAL_TOLERANCE_S,
-    JobControl,
-    known_seconds_left,
-)
+from hpctrain.supervisor.job_control import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
 from hpctrain.supervisor.policy.decide import AttemptEnd, describe_nodes
 from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S, History
 from hpctrain.supervisor.policy.job_intent import JobDisposition

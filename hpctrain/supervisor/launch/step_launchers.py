@@ -13,9 +13,9 @@ from hpctrain import system
 from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.amd_gpus import HIP_VARIABLES, list_amd_gpus
-from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, gpu_variables, visible_devices
+from hpctrain.cluster.visible_gpus import VISIBLE_VARIABLE, gpu_variables, visible_devices
 from hpctrain.errors import SpecError
-from hpctrain.jobspec.directives import srun_options
+from hpctrain.jobspec.job_directives import srun_options
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
 from hpctrain.slurm.command import job_step_name

@@ -32,11 +32,7 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.schema import Event, StepRecord
-from hpctrain.supervisor.job_control import (
-    EARLY_SIGNAL_TOLERANCE_S,
-    JobControl,
-    known_seconds_left,
-)
+from hpctrain.supervisor.job_control import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
 from hpctrain.supervisor.launch.batch import BatchStep
 from hpctrain.supervisor.launch.job_step import Launcher, RendezvousStore, StepEvent
 from hpctrain.supervisor.policy.history import History

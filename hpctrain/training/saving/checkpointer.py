@@ -70,6 +70,7 @@ class Checkpointer:
 
         Raises:
             UserError: an object has no state, or an option is out of range.
+            RendezvousError: the ranks did not form a process group.
         """
         stateful = {
             name: _PlainValues(value) if isinstance(value, dict) else value for name, value in objects.items()
