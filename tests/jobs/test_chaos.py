@@ -36,7 +36,9 @@ def test_local_backend_excludes_faults_without_restart():
 def test_batch_script_excludes_faults_of_ranks():
     faults = (Fault.KILL_SUPERVISOR, Fault.PREEMPT, Fault.REQUEUE)
     assert faults_for("slurm", [], is_batch=True) == faults
-    with pytest.raises(SpecError, match="--fault kill-rank signals ranks that hpctrain starts, but the batch"):
+    with pytest.raises(
+        SpecError, match="--fault kill-rank signals ranks that hpctrain starts, but the batch"
+    ):
         faults_for("slurm", [Fault.KILL_RANK], is_batch=True)
 
 

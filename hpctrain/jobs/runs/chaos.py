@@ -69,8 +69,8 @@ def faults_for(
         possible = [fault for fault in possible if fault not in _NOT_FOR_BATCH]
     if is_batch and (impossible := sorted(_NOT_FOR_BATCH.intersection(requested))):
         raise SpecError(
-            f"--fault {', '.join(impossible)} signals ranks that hpctrain starts, but the batch script of this "
-            f"run starts its own. Valid faults: {', '.join(possible)}."
+            f"--fault {', '.join(impossible)} signals ranks that hpctrain starts, but the batch script of "
+            f"this run starts its own. Valid faults: {', '.join(possible)}."
         )
     if impossible := sorted(set(requested).difference(possible)):
         raise SpecError(

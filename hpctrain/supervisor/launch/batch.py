@@ -127,7 +127,12 @@ class BatchStep(LocalStep):
 
     def _signal_steps(self, number: Signals) -> None:
         if self._job_id is not None and (steps := list_steps(self._job_id, self._outer)):
-            signal_steps(steps, number, self._outer)
+            try:
+                signal_steps(steps, number, self._outer)
+            except SchedulerError:
+                # Slurm reports an error for steps that have ended since.
+                if not set(steps).isdisjoint(list_steps(self._job_id, self._outer)):
+                    raise
 
     def kill(self) -> None:
         try:
