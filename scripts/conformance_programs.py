@@ -15,9 +15,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,44 +28,47 @@ from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 
 SCENARIOS = ("undisturbed", "preempted", "killed", "hung")
-#: Seconds for a run to reach the step at which it is disturbed, and to end.
-REACH_LIMIT_S, END_LIMIT_S = 200, 300
 SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
-SUBMIT = ("submit", "--run-dir=run", "--hang-timeout=10")
+#: Seconds for a run to save its first checkpoint, after which it is disturbed, and to end.
+SAVE_LIMIT_S, END_LIMIT_S = 200, 400
+ONE_RANK = ("--nodes=1", "--ntasks-per-node=1")
+FOUR_RANKS = ("--nodes=2", "--ntasks-per-node=2")
+BATCH_SCRIPT = "job.sbatch"
 
 
 @dataclass(frozen=True)
 class Program:
     name: str
-    #: Distribution whose version is reported, and the source folder, if it needs one.
     distribution: str
     #: Arguments of `submit`.
     submit: tuple[str, ...]
-    #: Files that the program saves as checkpoints, and those with its final weights; {} stands for no folder.
+    #: Files that the program saves as checkpoints, and the file with its final state.
     checkpoints: str
     result: str
-    #: How it resumes.
-    resumes: str
-    source: str | None = None
-    #: Writes the data and models.
+    #: Folder of CONFORMANCE_SOURCES, if the package does not contain the program.
+    source: str = ""
+    #: Writes data and models, because nothing is downloaded.
     prepare: Callable[[Path], None] = lambda _: None
-    #: Optimizer steps after which it is disturbed; 0 for its first checkpoint.
-    disturb_at: int = 0
-    #: Batch script, and its number of nodes.
+    #: Lines of the shell script that the last argument of `submit` names.
     script: str = ""
-    num_nodes: int = 1
+
+    @property
+    def version(self) -> str:
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return ""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    program: str
-    scenario: str
-    state: str
-    attempts: int
-    seconds: float
-    result: str
-    status: str
-    error: str = ""
+#: Programs that do not run on several ranks without GPUs.
+NOT_ON_CPUS = {
+    "torchvision references/classification": "calls torch.cuda.set_device if RANK or SLURM_PROCID is set",
+    "torchtitan, debug model": "its device is cuda unless torch has another accelerator",
+    "pytorch/examples minGPT-ddp, ddp, FSDP2": "print that they require two GPUs, and exit with code 0",
+    "pytorch/examples imagenet": "does not wrap the model in DistributedDataParallel on CPUs",
+    "PyTorch Geometric examples/multi_gpu": "call init_process_group('nccl')",
+    "nanoGPT, timm, litgpt with several ranks": "select CUDA or pass device_ids; they run with one rank",
+}
 
 
 def write_tokens(folder: Path) -> None:
@@ -117,7 +121,7 @@ def write_glue(folder: Path) -> None:
 
     model = folder / "bert-base-cased"
     model.mkdir()
-    (model / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]))
+    (model / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\nc")
     BertTokenizer(str(model / "vocab.txt")).save_pretrained(model)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)).save_pretrained(model)
@@ -152,14 +156,11 @@ METRIC = """import datasets
 import evaluate
 class Glue(evaluate.Metric):
     def _info(self):
-        features = datasets.Features({name: datasets.Value("int64") for name in ("predictions", "references")})
+        features = datasets.Features(dict.fromkeys(("predictions", "references"), datasets.Value("int64")))
         return evaluate.MetricInfo(description="", citation="", features=features)
     def _compute(self, predictions, references):
         return {"accuracy": sum(p == r for p, r in zip(predictions, references)) / len(references), "f1": 0.0}
 """
-
-ONE_RANK = ("--nodes=1", "--ntasks-per-node=1")
-FOUR_RANKS = ("--nodes=2", "--ntasks-per-node=2")
 
 PROGRAMS = [
     Program(
@@ -167,10 +168,9 @@ PROGRAMS = [
         distribution="nanoGPT",
         source="nanoGPT",
         prepare=write_tokens,
-        submit=("job.sbatch",),
+        submit=(BATCH_SCRIPT,),
         checkpoints="out/ckpt.pt",
         result="out/ckpt.pt",
-        resumes="its checkpoint, not its random numbers",
         script="[ -e out/ckpt.pt ] && init_from=resume || init_from=scratch\n"
         "python train.py --init_from=$init_from --dataset=noise --device=cpu --compile=False --dtype=float32 "
         "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 --gradient_accumulation_steps=4 "
@@ -189,7 +189,6 @@ PROGRAMS = [
         ),
         checkpoints="out/*.ckpt",
         result="out/last.ckpt",
-        resumes="exactly",
     ),
     Program(
         name="Accelerate",
@@ -197,42 +196,36 @@ PROGRAMS = [
         source="accelerate/examples",
         prepare=write_glue,
         submit=(
-            *(*FOUR_RANKS, "complete_nlp_example.py", "--cpu", "--with_tracking", "--checkpointing_steps=10"),
-            "--output_dir=out",
+            *(*FOUR_RANKS, "--env=WANDB_MODE=offline", "complete_nlp_example.py", "--cpu", "--with_tracking"),
+            *("--checkpointing_steps=10", "--output_dir=out"),
         ),
         checkpoints="out/step_*/model.safetensors",
         result="out/step_60/model.safetensors",
-        resumes="starts over",
     ),
     Program(
         name="TRL",
         distribution="trl",
         prepare=write_text,
-        submit=("job.sbatch",),
-        checkpoints="out/checkpoint-*/model.safetensors",
+        submit=(*FOUR_RANKS, "--", "bash", "train.sh"),
+        checkpoints="out/checkpoint-*/trainer_state.json",
         result="out/model.safetensors",
-        resumes="exactly",
-        num_nodes=2,
-        script="latest=$(ls -d out/checkpoint-* 2>/dev/null | sort -V | tail -n 1)\n"
-        "export MASTER=$(scontrol show hostnames | head -n 1) ARGS=${latest:+--resume_from_checkpoint=$latest}\n"
-        "srun --ntasks-per-node=1 bash -c 'trl sft --num_machines=2 --num_processes=4 "
-        "--machine_rank=$SLURM_NODEID --main_process_ip=$MASTER --main_process_port=29511 "
-        "--model_name_or_path=model --dataset_name=text --use_cpu --bf16=false --gradient_checkpointing=false "
-        "--output_dir=out --save_steps=10 --max_steps=80 --per_device_train_batch_size=1 --max_length=32 "
-        "--report_to=none --logging_steps=10 $ARGS'\n",
+        script="latest=$(ls -d out/checkpoint-*/trainer_state.json 2>/dev/null | sort -V | tail -n 1)\n"
+        "python -m trl.scripts.sft --model_name_or_path=model --dataset_name=text --use_cpu --bf16=false "
+        "--gradient_checkpointing=false --output_dir=out --save_steps=10 --max_steps=60 --report_to=none "
+        "--per_device_train_batch_size=1 --max_length=32 --logging_steps=10 "
+        "${latest:+--resume_from_checkpoint=${latest%/*}}\n",
     ),
     Program(
         name="timm",
         distribution="timm",
         source="pytorch-image-models",
         prepare=write_images,
-        submit=("job.sbatch",),
+        submit=(BATCH_SCRIPT,),
         checkpoints="out/run/last.pth.tar",
         result="out/run/last.pth.tar",
-        resumes="its checkpoint, not its random numbers",
         script="[ -e out/run/last.pth.tar ] && resume='--resume out/run/last.pth.tar'\n"
         "python train.py --data-dir=images --device=cpu --model=resnet10t --num-classes=2 --img-size=32 -b=8 "
-        "--epochs=4 --workers=0 --output=out --experiment=run --checkpoint-hist=2 --log-interval=8 $resume\n",
+        "--epochs=4 --workers=1 --output=out --experiment=run --checkpoint-hist=2 --log-interval=8 $resume\n",
     ),
     Program(
         name="open_clip",
@@ -247,7 +240,6 @@ PROGRAMS = [
         ),
         checkpoints="logs/run/checkpoints/*.pt",
         result="logs/run/checkpoints/epoch_8.pt",
-        resumes="its checkpoint, not its random numbers",
     ),
     Program(
         name="litgpt",
@@ -263,7 +255,6 @@ PROGRAMS = [
         ),
         checkpoints="out/step-*/lit_model.pth",
         result="out/final/lit_model.pth",
-        resumes="its checkpoint",
     ),
 ]
 
@@ -301,7 +292,7 @@ def run_processes(run: Path) -> list[ProcessInfo]:
     return [process for process in processes() if process.environ.get(RUN_DIR_VARIABLE) == str(run)]
 
 
-def is_rank(process: ProcessInfo) -> bool:
+def is_python(process: ProcessInfo) -> bool:
     """True for Python processes that a batch script starts."""
     return ATTEMPT_VARIABLE in process.environ and Path(process.argv[0]).name.startswith("python")
 
@@ -311,117 +302,133 @@ def cpu_ticks(pid: int) -> int:
 
 
 class Driver:
+    """Runs programs in copies of their folders."""
+
     def __init__(self, box: sandbox.Sandbox, work: Path, sources: Path | None) -> None:
-        self.box, self.work, self.sources = box, work, sources
+        self.work, self.sources = work, sources
+        path = f"{Path(sys.executable).parent}:{box.env.get('PATH', os.environ['PATH'])}"
+        self.env = {**os.environ, **box.env, "PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+    def reason_to_skip(self, program: Program) -> str | None:
+        if program.source and (self.sources is None or not (self.sources / program.source).is_dir()):
+            return f"CONFORMANCE_SOURCES contains no {program.source}"
+        return None if program.version or program.source else f"{program.distribution} is not installed"
+
+    def run(self, program: Program, scenario: str) -> dict[str, Any]:
+        folder = self.work / program.name.replace(" ", "-") / scenario
+        self.copy(program, folder)
+        started_at = time.monotonic()
+        options = ("--run-dir=run", "--hang-timeout=10", f"--checkpoints={program.checkpoints}")
+        self.hpctrain(folder, "submit", *options, *program.submit)
+        problem = None if scenario == "undisturbed" else self.disturb(program, scenario, folder)
+        self.hpctrain(folder, "wait", f"--timeout={END_LIMIT_S}", "run")
+        seconds = round(time.monotonic() - started_at)
+        status = json.loads(self.hpctrain(folder, "status", "--json", "run"))
+        words = self.hpctrain(folder, "status", "run")
+        if status["state"] not in ("COMPLETED", "FAILED"):
+            problem = f"still {status['state']} after {END_LIMIT_S} s"
+            self.hpctrain(folder, "cancel", "run")
+        elif left := run_processes(folder / "run"):
+            problem = f"{len(left)} processes are left"
+        facts = {"state": status["state"], "attempts": (status["attempt"] or 0) + 1, "seconds": seconds}
+        result = self.compare(program.result, folder)
+        return {
+            **facts,
+            "result": result,
+            "resumed": has_resumed(folder),
+            "problem": problem,
+            "status": words,
+        }
+
+    def copy(self, program: Program, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        prepared = folder.parent / "prepared"
+        if not prepared.exists():
+            if program.source and self.sources is not None:
+                ignore = shutil.ignore_patterns(".git")
+                shutil.copytree(self.sources / program.source, prepared, ignore=ignore)
+            prepared.mkdir(parents=True, exist_ok=True)
+            program.prepare(prepared)
+        shutil.copytree(prepared, folder)
+        if program.script:
+            header = "#!/bin/bash\n#SBATCH --nodes=1 --ntasks-per-node=1\n"
+            (folder / program.submit[-1]).write_text(f"{header}{program.script}")
 
     def hpctrain(self, folder: Path, *args: str) -> str:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environ = {
-            **os.environ,
-            "PATH": path,
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-        } | self.box.env
-        if "PATH" in self.box.env:
-            environ["PATH"] = f"{Path(sys.executable).parent}:{self.box.env['PATH']}"
         command = [sys.executable, "-m", "hpctrain", *args]
-        result = subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=END_LIMIT_S + 60
-        )
+        output = {"capture_output": True, "text": True, "timeout": END_LIMIT_S + 60}
+        result = subprocess.run(command, cwd=folder, env=self.env, **output)
         if result.returncode and args[0] != "wait":
-            raise RuntimeError(f"{' '.join(args[:2])}: {result.stdout}{result.stderr}")
+            raise RuntimeError(f"{args}: {result.stdout}{result.stderr}")
         return result.stdout
 
-    def run(self, program: Program, scenario: str) -> Outcome:
-        folder = self.work / program.name.replace(" ", "-") / scenario
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if program.source:
-            shutil.copytree(self.sources / program.source, folder, ignore=shutil.ignore_patterns(".git"))
-        else:
-            folder.mkdir()
-        program.prepare(folder)
-        if program.script:
-            header = f"#!/bin/bash\n#SBATCH --nodes={program.num_nodes} --ntasks-per-node=2\n"
-            (folder / "job.sbatch").write_text(f"{header}{program.script}")
-        start, error = time.monotonic(), ""
-        self.hpctrain(folder, *SUBMIT, f"--checkpoints={program.checkpoints}", *program.submit)
-        try:
-            if scenario != "undisturbed":
-                self.disturb(program, scenario, folder)
-        except (RuntimeError, TimeoutError) as problem:
-            error = str(problem)
-        self.hpctrain(folder, "wait", f"--timeout={END_LIMIT_S}", "run")
-        seconds = time.monotonic() - start
-        status = json.loads(self.hpctrain(folder, "status", "--json", "run"))
-        if not status["state"] in ("COMPLETED", "FAILED"):
-            self.hpctrain(folder, "cancel", "run")
-        left = run_processes(folder / "run")
-        error += f" {len(left)} processes are left" if left else ""
-        words = self.hpctrain(folder, "status", "run")
-        return Outcome(
-            program.name,
-            scenario,
-            status["state"],
-            (status["attempt"] or 0) + 1,
-            round(seconds),
-            self.compare(program, scenario, folder),
-            words,
-            error,
-        )
-
-    def disturb(self, program: Program, scenario: str, folder: Path) -> None:
-        deadline = time.monotonic() + REACH_LIMIT_S
-        while not self.is_due(program, folder):
+    def disturb(self, program: Program, scenario: str, folder: Path) -> str | None:
+        """Disturb a run after its first checkpoint; return the reason if it was not."""
+        deadline = time.monotonic() + SAVE_LIMIT_S
+        while not any(folder.glob(program.checkpoints)):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no checkpoint or step {program.disturb_at} after {REACH_LIMIT_S} s")
+                return f"no checkpoint after {SAVE_LIMIT_S} s"
             time.sleep(0.2)
         if scenario == "preempted":
             urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
-            subprocess.run([*urgent, "--wrap=sleep 2"], env={**os.environ, **self.box.env}, check=True)
-        elif program.script:
-            # The process that uses most CPU time is no launcher.
-            pids = [process.pid for process in run_processes(folder / "run") if is_rank(process)]
+            subprocess.run([*urgent, "--wrap=sleep 2"], env=self.env, check=True)
+        elif program.submit[-1] == BATCH_SCRIPT:
+            # Of the Python processes of the script, launchers use less CPU time.
+            pids = [process.pid for process in run_processes(folder / "run") if is_python(process)]
             os.kill(max(pids, key=cpu_ticks), SIGNALS[scenario])
         else:
-            faults = {"killed": "kill-rank", "hung": "stop-rank"}
-            self.hpctrain(folder, "chaos", "run", f"--fault={faults[scenario]}", "--seed=3")
+            fault = {"killed": "kill-rank", "hung": "stop-rank"}[scenario]
+            self.hpctrain(folder, "chaos", "run", f"--fault={fault}", "--seed=3")
+        return None
 
-    def is_due(self, program: Program, folder: Path) -> bool:
-        if not program.disturb_at:
-            return next(folder.glob(program.checkpoints), None) is not None
-        path = folder / "run/metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return any(json.loads(line).get("step", 0) >= program.disturb_at for line in lines[-3:])
-
-    def compare(self, program: Program, scenario: str, folder: Path) -> str:
-        tensors = load(program.result, folder)
-        if tensors is None:
-            return "none"
-        reference = load(program.result, folder.parent / "undisturbed")
-        if scenario == "undisturbed" or reference is None:
-            return f"{tensors.numel()} numbers"
-        if tensors.shape != reference.shape:
-            return "other shape"
+    def compare(self, pattern: str, folder: Path) -> str:
+        tensors, reference = (load(pattern, path) for path in (folder, folder.parent / "undisturbed"))
+        if tensors is None or reference is None or tensors.shape != reference.shape:
+            return "none" if tensors is None else "not comparable"
         difference = (tensors - reference).abs().max().item()
         return "identical" if difference == 0 else f"differs by {difference:.2g}"
 
 
+def has_resumed(folder: Path) -> bool:
+    """True if the last attempt loaded the state of an earlier one."""
+    events = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
+    return any(event["kind"] == "resumed" and event["attempt"] for event in events)
+
+
+def describe(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Summarize how a program resumes."""
+    disturbed = [outcome for name, outcome in outcomes.items() if name != "undisturbed"]
+    if all(outcome["result"] == "identical" for outcome in disturbed):
+        return "exactly" if all(outcome["resumed"] for outcome in disturbed) else "starts over, same result"
+    return "from its own checkpoint" if all(outcome["resumed"] for outcome in disturbed) else "starts over"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="part of the name of a program")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS))
-    parser.add_argument("--work", type=Path, default=Path("/tmp/conformance"))
+    parser.add_argument("--box", default="conformance", help="name of the sandbox")
+    parser.add_argument("--json", type=Path, help="file for the results")
     args = parser.parse_args()
-    box = sandbox.find("programs")
+    box = sandbox.up(args.box, nodes=2, gpus_per_node=0)
     sources = os.environ.get("CONFORMANCE_SOURCES")
-    driver = Driver(box, args.work, Path(sources) if sources else None)
+    work = Path(tempfile.gettempdir()) / "conformance"
+    driver = Driver(box, work, Path(sources) if sources else None)
+    rows = [{"name": name, "skipped": reason} for name, reason in NOT_ON_CPUS.items()]
     for program in PROGRAMS:
-        if args.only.lower() in program.name.lower():
-            for scenario in args.scenarios.split(","):
-                outcome = driver.run(program, scenario)
-                print(json.dumps(asdict(outcome) | {"status": None}), flush=True)
-                print(outcome.status, flush=True)
+        if args.only.lower() not in program.name.lower():
+            continue
+        if reason := driver.reason_to_skip(program):
+            rows.append({"name": program.name, "skipped": reason})
+            continue
+        outcomes = {}
+        for scenario in args.scenarios.split(","):
+            outcomes[scenario] = driver.run(program, scenario)
+            print(program.name, scenario, json.dumps(outcomes[scenario]), flush=True)
+        row = {"name": program.name, "version": program.version, "resumes": describe(outcomes)}
+        rows.append({**row, "scenarios": outcomes})
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
