@@ -22,16 +22,16 @@ class SbatchOption(NamedTuple):
 _TABLE = {
     "passed required": """
         account/A$ acctg-freq$ batch$ bb$ bbf begin/b cluster-constraint$ comment constraint/C$ container$
-        container-id$ core-spec/S$ cores-per-socket cpu-freq$ deadline delay-boot$ dependency/d
-        distribution/m$ exclude/x extra extra-node-info/B gid gpu-bind$ gpu-freq$ gres$ gres-flags$ hint$
-        kill-on-invalid-dep licenses/L mail-type mail-user mcs-label mem$ mem-bind$ mem-per-cpu$
-        mem-per-gpu$ mincpus network$ nodelist/w partition/p$ power$ prefer priority qos/q$ reservation$
-        segment$ sockets-per-node switches$ thread-spec$ threads-per-core$ time-min tmp tres-bind$
-        tres-per-job tres-per-task$ uid wait-all-nodes$ wckey$""",
+        container-id$ container-type$ core-spec/S$ cores-per-socket cpu-freq$ deadline delay-boot$
+        dependency/d distribution/m$ exclude/x extra extra-node-info/B gid gpu-bind$ gpu-freq$ gres$
+        gres-flags$ hint$ kill-on-invalid-dep licenses/L mail-type mail-user mcs-label mem$ mem-bind$
+        mem-per-cpu$ mem-per-gpu$ mincpus network$ nodelist/w partition/p$ power$ prefer priority qos/q$
+        reservation$ segment$ sockets-per-node switches$ thread-spec$ threads-per-core$ time-min tmp
+        tres-bind$ tres-per-job tres-per-task$ uid wait-all-nodes$ wckey$""",
     "passed optional": "exclusive$ get-user-env$ nice propagate resv-ports",
     "passed none": """
-        consolidate-segments contiguous hold/H ignore-pbs$ overcommit/O$ oversubscribe/s reboot spread-job$
-        stepmgr use-min-nodes$""",
+        consolidate-segments$ contiguous hold/H ignore-pbs$ overcommit/O$ oversubscribe/s reboot
+        spread-job$ spread-segments$ stepmgr use-min-nodes$""",
     "translated required": """
         array/a cpus-per-task/c gpus-per-node gpus-per-task job-name/J$ nodes/N ntasks-per-node time/t$""",
     "batch required": """

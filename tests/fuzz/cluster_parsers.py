@@ -45,6 +45,14 @@ def environments(*names: str) -> list[str]:
     return [json.dumps(load_recording(name)[-1].variables) for name in names]
 
 
+def launched_by(launcher: launchers.RankLauncher) -> list[str]:
+    """Return the recorded variables of a launcher, or those that it needs if it was never recorded."""
+    if names := NAMES_BY_LAUNCHER.get(launcher.name):
+        return environments(*names)
+    names = (launcher.rank, launcher.world_size, launcher.local_rank, launcher.local_world_size)
+    return [json.dumps(dict(zip(names, "1212", strict=True)))]
+
+
 def of_environment(function: Callable[..., object], *texts: str) -> Parser:
     return Parser(function, texts, (EnvironmentMismatch,), lambda text: function(parse_environment(text)))
 
@@ -111,7 +119,7 @@ PARSERS = [
     ),
     detector(detection.detect, *LAUNCHES),
     detector(slurm_ranks.detect_slurm, "srun-cyclic", "het-job-unsorted", "array"),
-    *(detector(launcher.detect, *NAMES_BY_LAUNCHER[launcher.name]) for launcher in launchers.LAUNCHERS),
+    *(of_environment(launcher.detect, *launched_by(launcher)) for launcher in launchers.LAUNCHERS),
     detector(torchrun.detect_torchrun, "torchrun-under-srun"),
     detector(detection.detect_local, "nothing"),
     of_environment(slurm_ranks.read_layout, *environments("srun-cyclic", "het-job-unsorted")),

@@ -1,9 +1,10 @@
 """Submission to a real Slurm: parsing of our scripts, and states of our jobs."""
 
+import re
 import sys
 
 import pytest
-from helpers.commands import environment
+from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
@@ -12,6 +13,7 @@ from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.records.run_record import read_run_record
+from hpctrain.slurm.sbatch_options import OPTIONS
 from hpctrain.slurm.states import RunState
 
 
@@ -31,6 +33,13 @@ def test_all_states_of_a_run_are_reported(prepared, environ):
     resubmitted, _ = submit_prepared(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
     with pytest.raises(RunFailed, match=r"failed: Slurm reports FAILED\. Log: .*slurm\.log"):
         resubmitted.wait(timeout=120)
+
+
+def test_table_contains_all_options_of_sbatch(environ):
+    printed = run_command(["sbatch", "--help"], environ).stdout
+    names = set(re.findall(r"^ +(?:-\w, )?--([a-z-]+)", printed, re.MULTILINE))
+    assert len(names) > 80
+    assert names - OPTIONS.keys() == set()
 
 
 def test_unreachable_controller_gives_unknown_state_and_a_note(prepared, environ, tmp_path):
