@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import hpctrain
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 from hpctrain.rundir import ATTEMPT_VARIABLE, RunDir
 

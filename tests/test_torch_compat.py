@@ -59,6 +59,16 @@ def test_fully_shard_adds_only_known_attributes():
     run_on_ranks(fully_shard_leaves_traces, world_size=1)
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "save_cache_artifacts"), reason="needs torch 2.7")
+def test_artifacts_of_the_compiler_are_counted():
+    from torch.compiler._cache import CacheArtifactManager, CacheInfo
+
+    assert CacheArtifactManager.need_serialize() is False
+    assert all(
+        isinstance(keys, list) for keys in getattr(CacheInfo(), "artifacts", vars(CacheInfo())).values()
+    )
+
+
 def test_iterators_of_data_loaders_count_batches_in_an_attribute():
     iterator = iter(torch.utils.data.DataLoader(range(4)))
     assert isinstance(iterator, torch_compat.DataLoaderIterator)

@@ -24,6 +24,8 @@ from hpctrain.cluster.visible_gpus import is_mig, visible_devices
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.stopping.agreed_stop import agreement_timeout_s
+from hpctrain.runtime.stopping.release_devices import release_devices
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 from hpctrain.text import format_memory, pluralize
@@ -50,9 +52,10 @@ def main(environ: Mapping[str, str]) -> None:
         record = json.dumps({"rank": ranks.rank, "host": host, **result})
         write_atomic(path, f"{record}\n", durable=durable)
 
-    def exit_on_stop(_number: int, _frame: FrameType | None) -> None:
+    def exit_on_stop(number: int, _frame: FrameType | None) -> None:
         with suppress(OSError):
             write(durable=False, trouble=[], stopped=True)
+        release_devices(agreement_timeout_s(signal.Signals(number), environ))
         os._exit(EXIT_CONTINUE)
 
     for number in STOP_SIGNALS:

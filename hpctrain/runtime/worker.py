@@ -42,6 +42,7 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
+from hpctrain.runtime.program.compile_cache import compile_cache
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.step_hook import install_step_hook
@@ -110,6 +111,7 @@ def main(argv: list[str]) -> NoReturn:
     program = _resolve_program(program_json)
     observer = ProcessObserver(run, attempt, ranks, os.environ, records_steps=ranks.is_main)
     install_step_hook(observer.after_step, is_restart=attempt > 0)
+    compile_cache.install(run, ranks, os.environ)
     relay = None
     if connect is not None:
         agreed_stop.is_enabled = True

@@ -13,7 +13,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_all, run_slurm
 from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_config, query_site
-from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.duration import format_time_limit, parse_duration
 from hpctrain.text import pluralize
 
 #: Runs a Slurm command and returns its output, or raises SchedulerError.
@@ -154,14 +154,23 @@ def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[
     return parse_site(run_all(query_site(environ)), habits)
 
 
-def query_grace_s(partition: str, environ: Mapping[str, str]) -> float | None:
-    """Return the seconds from SIGTERM to SIGKILL: the partition's GraceTime, else KillWait. None if unknown.
+#: Time limit for slurmdbd, which some sites make unreachable from compute nodes.
+_ACCOUNTING_LIMIT_S = 10.0
 
-    If jobs are preempted by QOS, the QOS has the GraceTime, and only accounting can report it.
+
+def query_grace_s(partition: str, qos: str, environ: Mapping[str, str]) -> float | None:
+    """Return the seconds from SIGTERM to SIGKILL: the GraceTime of the partition or QOS, else KillWait.
+
+    None if unknown.
     """
     config = query_config(environ)
     if config.preempt_type == "qos":
-        return None
+        # Only accounting can report it.
+        command = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", qos, "format=GraceTime"]
+        answer = run_slurm(command, environ, timeout_s=_ACCOUNTING_LIMIT_S).strip() if qos else ""
+        if not answer:
+            return None
+        return parse_duration(answer) if answer.strip("0:") else config.kill_wait_s
     answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], environ)
     return parse_partition(answer).grace_time_s or config.kill_wait_s
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain import system
 from hpctrain.cluster.ports import raise_fd_limit
-from hpctrain.errors import HpctrainError, RunFailed, SchedulerError
+from hpctrain.errors import HpctrainError, RunFailed, SchedulerError, SpecError
 from hpctrain.files import make_folder, read_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.load_spec import load_spec
@@ -168,8 +168,8 @@ def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     else:
         limits["SIGTERM"] = None
         try:
-            partition = environ.get("SLURM_JOB_PARTITION", "")
-            limits["SIGTERM"] = query_grace_s(partition, strip_job_env(environ))
-        except SchedulerError as error:
+            partition, qos = environ.get("SLURM_JOB_PARTITION", ""), environ.get("SLURM_JOB_QOS", "")
+            limits["SIGTERM"] = query_grace_s(partition, qos, strip_job_env(environ))
+        except (SchedulerError, SpecError) as error:
             log.warning("cannot determine the grace time, so Slurm may kill ranks while they save: %s", error)
     return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in limits.items() if s is not None)}

@@ -20,9 +20,9 @@ from hpctrain.training.algorithms import Algorithm, find_algorithm, register_alg
 from hpctrain.training.base.device_selection import find_devices, has_launcher, process_devices, with_devices
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
-from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import spawn_ranks
 from hpctrain.training.loop.training_loop import build_training_loop
+from hpctrain.training.loop.validation import Evaluation
 from hpctrain.training.module_run import ModuleRun, canonical_arguments, lightning_base
 from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved

@@ -234,6 +234,16 @@ def test_interpreter_of_a_script(line, command):
     assert shell_of(f"{line}\n") == command
 
 
+def test_notes_name_ignored_directives_and_processes_that_are_not_observed(tmp_path):
+    path = tmp_path / "job.sbatch"
+    path.write_text(
+        "#!/bin/bash\nsrun --export=NONE a\n# srun --export=NONE b\nsrun -n1 --export NONE c\n#SBATCH -N2\n"
+    )
+    ignored, hidden = BatchScript.read(path).notes
+    assert "which sbatch ignores: line 5." in ignored
+    assert "with --export=NONE, which hpctrain cannot observe: line 2, 4." in hidden
+
+
 def test_options_override_the_header(tmp_path):
     """Stronger sources are the last: sbatch uses the last of options that exclude each other."""
     path = tmp_path / "job.sbatch"

@@ -15,7 +15,7 @@ from torch import nn
 
 import hpctrain
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import BadLoss, UserError

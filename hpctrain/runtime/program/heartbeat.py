@@ -30,7 +30,8 @@ from hpctrain.telemetry.startup_parts import startup_times
 
 #: Modules with slow imports.
 _SLOW_MODULES = (
-    *("numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer"),
+    *("numpy", "torch", "torch._dynamo", "torch._inductor.compile_fx"),
+    *("torch.distributed.checkpoint", "hpctrain.training.trainer"),
     *("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers", "torchvision"),
 )
 #: Variables that PyTorch and hpctrain set themselves.

@@ -37,6 +37,7 @@ from hpctrain.rundir import (
 )
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.program import heartbeat
+from hpctrain.runtime.program.compile_cache import compile_cache
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
@@ -169,6 +170,7 @@ def observe_process() -> None:
     is_main = ranks.is_main if address is not None else launch[1] == "0"
     observer = ProcessObserver(run, attempt, ranks, environ, records_steps=is_main)
     install_step_hook(partial(_after_step, observer), is_restart=attempt > 0)
+    compile_cache.install(run, ranks, os.environ)
     observer.start(connect)
 
 

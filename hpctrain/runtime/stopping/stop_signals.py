@@ -61,8 +61,6 @@ _LOADER_MODULES = ("torch.utils.data.", "torchdata.")
 _late_signal: signal.Signals | None = None
 #: The signal that caused the exit of this process.
 _exit_signal: int | None = None
-#: True if `should_stop` has returned true: the script saves and exits.
-_script_stops = False
 
 
 class StoppedBeforeTraining(SystemExit):
@@ -75,6 +73,8 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self.received_at = 0.0
+        self.may_leave = True
+        """False if this process also has to save, or to wait for other processes."""
 
     @property
     def is_set(self) -> bool:
@@ -201,8 +201,9 @@ def leave_in_time(number: signal.Signals, passed_s: float) -> None:
     Another thread calls this repeatedly after a signal, because the main thread may be in native code.
     """
     handler = signal.getsignal(number)
-    is_ours = handler is _exit_for_signal or getattr(handler, "__func__", None) is StopFlag.record
-    if not is_ours or _script_stops or activity.phase == RankPhase.SAVE:
+    flag = getattr(handler, "__self__", None)
+    may_leave = flag.may_leave if isinstance(flag, StopFlag) else handler is _exit_for_signal
+    if not may_leave or activity.phase == RankPhase.SAVE:
         return
     grace_s = _grace_s(number)
     margin_s = min(LEAVE_MARGIN_S, grace_s * _LEAVE_SHARE)
@@ -354,8 +355,7 @@ def should_stop() -> bool:
     Raises:
         RendezvousError: the ranks did not form a process group.
     """
-    global _script_stops
-    _script_stops = is_stopping = _consensus().any_rank_signalled()
+    is_stopping = _consensus().any_rank_signalled()
     # Each call counts as a step, instead of those of optimizers.
     activity.is_managed = True
     activity.set_phase(RankPhase.SCRIPT)
@@ -380,6 +380,7 @@ class _StopConsensus:
         stop = self._flag.is_set
         if self._context is not None:
             stop = self._context.all_reduce_min(-float(stop)) < 0
+        self._flag.may_leave = not stop
         if stop and self._announces:
             self._announces = False
             print(f"hpctrain: stop requested by {self._flag.signal_name or 'a signal to another rank'}")

@@ -91,9 +91,9 @@ class BatchLauncher:
     ) -> BatchStep:
         spec, attempt = self._spec, int(variables[ATTEMPT_VARIABLE])
         link_output(RunDir(Path(spec.run_dir)).rank_log(attempt, 0), 1)
-        own = {name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")}
-        environ = {**self._environ, **spec.env, **own}
-        names = [*own, CHILD_VARIABLE]
+        run_variables = {name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")}
+        environ = {**self._environ, **spec.env, **run_variables}
+        names = [*run_variables, CHILD_VARIABLE]
         facts: dict[str, object] = {"packages": _PACKAGES, "variables": [*names, LIFELINE_VARIABLE]}
         facts |= {"job": environ.get("SLURM_JOB_ID"), "step": environ.get("SLURM_STEP_ID")}
         # With the PYTHONPATH of --env, if any.

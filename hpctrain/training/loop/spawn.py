@@ -142,7 +142,7 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
 
 
 def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
-    is_forwarded = False
+    is_forwarded = stop.may_leave = False
     while running := [process for process in processes if process.is_alive()]:
         if stop.signal_name and not is_forwarded:
             is_forwarded = True

@@ -34,7 +34,7 @@ STRATEGIES: Registry[Strategy] = Registry(
     ours={
         "ddp": "ddp:DDP",
         "ddp_spawn": "ddp:DDPSpawn",
-        "ddp2": "dp:DDP2",
+        "ddp2": "ddp2:DDP2",
         "dp": "dp:DP",
         "horovod": "horovod:Horovod",
         "pipeline": "pipeline:Pipeline",

@@ -17,7 +17,7 @@ from hpctrain.training.data.batch_plan import BatchPlan, DataRank
 from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.strategies import find_strategy
 from hpctrain.training.strategies.ddp import DDP
-from hpctrain.training.strategies.dp import DDP2
+from hpctrain.training.strategies.ddp2 import DDP2
 
 pytestmark = pytest.mark.ranks
 
