@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal, TypedDict
 
+from msgspec.structs import replace
+
 from hpctrain.jobs.options.option import Option, OptionType
 from hpctrain.jobspec.container import DEFAULT_PYTHON, is_image_file
 from hpctrain.jobspec.job_spec import (
@@ -353,7 +355,8 @@ def all_options() -> dict[str, Option]:
             if default is None and not option.default_text:
                 default = SPEC_DEFAULTS.get(name, SPEC_DEFAULTS.get(f"{name}_s"))
             text = "" if default is None else "no" if default is False else str(default)
-            options[name] = option._replace(
+            options[name] = replace(
+                option,
                 name=name,
                 group=group,
                 kind=kind,
