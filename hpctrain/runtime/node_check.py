@@ -25,7 +25,7 @@ from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.stopping.agreed_stop import agreement_timeout_s
-from hpctrain.runtime.stopping.release_devices import release_devices
+from hpctrain.runtime.stopping.release_devices import release_devices_within
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 from hpctrain.text import format_memory, pluralize
@@ -55,7 +55,7 @@ def main(environ: Mapping[str, str]) -> None:
     def exit_on_stop(number: int, _frame: FrameType | None) -> None:
         with suppress(OSError):
             write(durable=False, trouble=[], stopped=True)
-        release_devices(agreement_timeout_s(signal.Signals(number), environ))
+        release_devices_within(agreement_timeout_s(signal.Signals(number), environ))
         os._exit(EXIT_CONTINUE)
 
     for number in STOP_SIGNALS:

@@ -49,7 +49,7 @@ from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.sidecar import Sidecar, start_node_sampler
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
-from hpctrain.runtime.stopping.release_devices import release_devices
+from hpctrain.runtime.stopping.release_devices import release_devices_within
 from hpctrain.runtime.stopping.signal_recorder import (
     is_failure_part_of_stop,
     pending_stop_signal,
@@ -269,7 +269,7 @@ class _RankEnd:
     def exit_now(self, code: int) -> NoReturn:
         """Exit without the interpreter's clean-up, which may wait for unresponsive peers."""
         if code == EXIT_CONTINUE:
-            release_devices(release_limit_s())
+            release_devices_within(release_limit_s())
         self._stop_sampler()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -102,6 +102,8 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
 def test_adopted_script(slurm, tmp_path, name, disturbance):
     fault = {"killed": "8:kill", "hung": "8:hang", "raised": "8:raise"}.get(disturbance, "")
     step_s = SLOW_S if disturbance == "preempted" else FAST_S
+    if name == "own_master":
+        step_s *= 4  # The supervisor queries Slurm every ten seconds.
     run = submit(tmp_path / "job", slurm.env, name, fault, step_s)
     out = tmp_path / "job/out"
     if disturbance == "preempted":

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from helpers.ranks import run_on_ranks
 
 from hpctrain.runtime.stopping import release_devices as module
-from hpctrain.runtime.stopping.release_devices import release_devices
+from hpctrain.runtime.stopping.release_devices import release_devices, release_devices_within
 
 pytestmark = pytest.mark.ranks
 
@@ -19,7 +19,7 @@ def release_during_an_exchange() -> list[object]:
     torch._C._cuda_hasPrimaryContext = lambda device: device == 1
     torch.cuda.synchronize = lambda device: calls.append((device, dist.is_initialized()))
     dist.all_reduce(torch.ones(100_000), async_op=True)
-    release_devices(60)
+    release_devices()
     return [*calls, dist.is_initialized()]
 
 
@@ -31,7 +31,7 @@ def test_communicators_of_a_blocked_device_are_kept_and_the_rank_goes_on(monkeyp
     blocked, destroyed = threading.Event(), []
     monkeypatch.setattr(torch.cuda, "is_initialized", blocked.wait)
     monkeypatch.setattr(module, "shut_down_process_group", lambda: destroyed.append(True))
-    release_devices(0.1)
+    release_devices_within(0.1)
     assert not destroyed
     blocked.set()
 
@@ -42,6 +42,6 @@ def test_nccl_exchange_completes_before_its_communicator_is_destroyed():
     values = torch.ones(1 << 26, device="cuda")
     for _ in range(20):
         dist.all_reduce(values, async_op=True)
-    release_devices(60)
+    release_devices()
     assert torch.cuda.current_stream().query()
     assert not dist.is_initialized()

@@ -124,5 +124,10 @@ def test_failures_before_another_launch_or_a_long_time_alone_are_survived(superv
     assert supervisor.groups.survived_until() == 1000.0
     clock = 1200.0
     assert supervisor.groups.survived_until() == 1100.0
-    supervisor.join("b", 0)
+    key = supervisor.join("b", 0)
+    assert supervisor.groups.survived_until() == 1200.0
+    # A rank that has failed before another of its group arrives.
+    clock = 1201.0
+    supervisor.groups.on_disconnect(key)
+    supervisor.join("b", 1)
     assert supervisor.groups.survived_until() == 1200.0

@@ -9,20 +9,20 @@ from contextlib import suppress
 from hpctrain.runtime.gloo_shutdown import shut_down_process_group
 
 
-def release_devices(limit_s: float) -> None:
-    """Complete the work on the devices, then destroy the idle communicators. Gives up after the time limit.
+def release_devices_within(limit_s: float) -> None:
+    """Release the devices in another thread; a lost peer may block it forever."""
+    thread = threading.Thread(target=release_devices, name="hpctrain-release", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def release_devices() -> None:
+    """Complete the work on the devices, then destroy the idle communicators.
 
     A process that ends inside a collective may leave the links between GPUs in a faulty state.
     """
-    if "torch" in sys.modules:
-        # A lost peer may block both calls.
-        thread = threading.Thread(target=_release, name="hpctrain-release", daemon=True)
-        thread.start()
-        thread.join(limit_s)
-
-
-def _release() -> None:
-    torch = sys.modules["torch"]
+    if (torch := sys.modules.get("torch")) is None:
+        return
     with suppress(Exception):  # The communicators of a faulty device are not idle.
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):

@@ -34,7 +34,7 @@ from hpctrain.rundir import (
 )
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
-from hpctrain.runtime.stopping.release_devices import release_devices
+from hpctrain.runtime.stopping.release_devices import release_devices, release_devices_within
 from hpctrain.runtime.stopping.signal_recorder import (
     STOP_SIGNALS,
     clear_stop_signals,
@@ -163,8 +163,8 @@ def _exit(number: signal.Signals, step: int | None = None) -> NoReturn:
         _exit_signal = number
         # First, because the file system of the run folder may hang.
         threading.Thread(target=_force_exit_after_timeout, name="hpctrain-leaving", daemon=True).start()
-        # After the clean-up of the script.
-        atexit.register(release_devices, release_limit_s())
+        # After the clean-up of the script. The thread limits the time.
+        atexit.register(release_devices)
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             # print is not used, because the signal may have interrupted it.
             with contextlib.suppress(OSError):
@@ -191,7 +191,7 @@ def raise_stop_signal(number: signal.Signals) -> None:
 
 
 def release_limit_s() -> float:
-    """Return the maximum seconds for `release_devices` after a stop."""
+    """Return the maximum seconds for `release_devices_within` after a stop."""
     return agreement_timeout_s(signal.SIGTERM, os.environ)
 
 
@@ -216,7 +216,7 @@ def leave_in_time(number: signal.Signals, passed_s: float) -> None:
     with contextlib.suppress(OSError):
         os.write(2, message.encode())
     faulthandler.dump_traceback(all_threads=True)
-    release_devices(margin_s / 2)
+    release_devices_within(margin_s / 2)
     os._exit(EXIT_CONTINUE)
 
 

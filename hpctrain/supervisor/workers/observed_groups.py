@@ -50,7 +50,7 @@ class ObservedGroups:
         name, rank, host = str(introduction["group"]), int(introduction["rank"]), str(introduction["host"])
         self._has_ranks_outside_steps |= not introduction["in_step"]
         group = self._groups.get(name)
-        if group is None or not group.ranks:
+        if group is None or (not group.ranks and rank in group.hosts):
             hosts: dict[int, str] = {}
             members: dict[int, int] = {}
             monitor = self._new_monitor(
