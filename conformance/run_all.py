@@ -123,7 +123,7 @@ def find_source(source: dict[str, str]) -> tuple[Path, str]:
     folder = Path(os.environ.get("CONFORMANCE_SOURCES", "/nonexistent"), source["github"].partition("/")[2])
     if not folder.exists():
         raise MissingSource(f"clone github.com/{source['github']} into the folder CONFORMANCE_SOURCES")
-    described = ["git", "-C", str(folder), "log", "-1", "--format=%h of %cs"]
+    described = ["git", "-C", str(folder), "log", "-1", "--format=%h"]
     return folder, subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -166,13 +166,10 @@ def describe_machine() -> str:
     return ", ".join([f"{os.cpu_count()} cores", f"Python {platform.python_version()}", *versions, slurm])
 
 
-def explain(suite: dict[str, Any], test: str) -> tuple[str, str] | None:
+def explain(suite: dict[str, Any], test: str) -> str | None:
     """Return who has to act on a failure, and why."""
-    for pattern, text in suite.get("failures", {}).items():
-        if fnmatchcase(test, pattern):
-            judgement, _, reason = text.partition(": ")
-            return judgement, reason
-    return None
+    reasons = suite.get("failures", {}).items()
+    return next((reason for pattern, reason in reasons if fnmatchcase(test, pattern)), None)
 
 
 def failed_tests(found: dict[str, Any]) -> dict[str, str]:
@@ -187,30 +184,25 @@ def unexplained_failures(suite: dict[str, Any], found: dict[str, Any]) -> list[s
 def write_page(suites: list[dict[str, Any]], record: dict[str, Any]) -> str:
     """Return the page in Markdown."""
     machines = sorted({record[suite["name"]]["machine"] for suite in suites})
+    dates = sorted({record[suite["name"]]["date"] for suite in suites})
     lines = [
         "# Suites of other projects",
         "",
         "`make conformance` runs tests of other projects against parts of hpctrain, and writes this page and",
         "`docs/conformance.json`. `CONFORMANCE_SOURCES` names a folder with checkouts of repositories.",
         "",
-        f"Machine: {'; '.join(machines)}.",
+        f"{'; '.join(machines)}; {', '.join(dates)}.",
         "",
-        "| suite | version | tested | date | passed | failed | skipped |",
-        "|---|---|---|---|---|---|---|",
+        "| suite | version | tests | passed | skipped | failed |",
+        "|---|---|---|---|---|---|",
     ]
     for suite in suites:
         found = record[suite["name"]]
         counts = Counter(text.partition(":")[0] for text in found["outcomes"].values())
-        numbers = " | ".join(str(counts[kind]) for kind in ("passed", "failed", "skipped"))
-        lines.append(
-            f"| {suite['title']} | {found['version']} | {suite['part']} | {found['date']} | {numbers} |"
-        )
-    lines += ["", "## Failures", ""]
-    for suite in suites:
-        reasons = Counter(explain(suite, test) for test in failed_tests(record[suite["name"]]))
-        for reason, count in reasons.items():
-            judgement, text = reason or ("unexplained", "see docs/conformance.json")
-            lines.append(f"- {suite['name']}, {count} {judgement}: {text}")
+        reasons = Counter(explain(suite, test) for test in failed_tests(found))
+        failed = "; ".join(f"{count} {reason or 'unexplained'}" for reason, count in reasons.items())
+        cells = [suite["title"], found["version"], suite["part"], counts["passed"], counts["skipped"], failed]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
 
