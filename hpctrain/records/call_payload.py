@@ -23,13 +23,10 @@ from hpctrain.errors import UserError
 from hpctrain.files import write_atomic
 
 
-class FunctionCall:
-    """A call of a function. A plain class, so that earlier pickles of it remain readable."""
-
-    kwargs: Mapping[str, Any]
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
-        self.function, self.args, self.kwargs = function, args, kwargs or {}
+class FunctionCall(Struct, frozen=True):
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
 
     @property
     def name(self) -> str:
