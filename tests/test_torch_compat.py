@@ -1,7 +1,5 @@
 """Private parts of torch: as expected in the installed version, and imported by one module only."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

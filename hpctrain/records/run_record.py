@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.log_tail import read_last_records
@@ -12,15 +13,14 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import JobRecord
 
 if TYPE_CHECKING:
-    from hpctrain.schema import Event
+    from hpctrain.record_types import Event
 
 
 #: Most events of a long run are checkpoints, which are irrelevant to its state.
 _IGNORED_EVENTS = b'"kind": "checkpoint"'
 
 
-@dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Struct, frozen=True):
     """Events of the run since its last submission."""
 
     run: RunDir
@@ -63,7 +63,7 @@ def read_run_record(run: RunDir) -> RunRecord:
     An end is ignored if workers were started afterwards. A failure without a rank is also ignored: it is a
     failed checkpoint, after which the run continues.
     """
-    from hpctrain.schema import Event
+    from hpctrain.record_types import Event
 
     return summarize_events(run, read_last_records(run.events, Event, unless=_IGNORED_EVENTS, whole=True))
 

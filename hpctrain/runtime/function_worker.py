@@ -12,20 +12,20 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.files import make_folder, write_atomic
-from hpctrain.records.serialization import CallPayload, FunctionCall, dumps
+from hpctrain.records.call_payload import CallPayload, FunctionCall, dumps
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.failure_file import mark_non_retryable

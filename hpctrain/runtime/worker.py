@@ -49,13 +49,20 @@ from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.sidecar import Sidecar, start_node_sampler
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
+from hpctrain.runtime.stopping.release_devices import release_devices_within
 from hpctrain.runtime.stopping.signal_recorder import (
     is_failure_part_of_stop,
     pending_stop_signal,
     start_signal_recorder,
     wait_for_stop_signal,
 )
-from hpctrain.runtime.stopping.stop_signals import exit_on_stop_signal, ignore_signals_at_exit, is_exiting
+from hpctrain.runtime.stopping.stop_signals import (
+    exit_on_stop_signal,
+    ignore_signals_at_exit,
+    is_exiting,
+    leave_in_time,
+    release_limit_s,
+)
 from hpctrain.runtime.supervisor_connection import SupervisorConnection
 from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped, pending_saves
 from hpctrain.telemetry.sampling.nvml import count_gpus
@@ -75,7 +82,7 @@ def main(argv: list[str]) -> NoReturn:
     *environment, program_json = argv
     ignore_signals_at_exit()
     exit_on_stop_signal()
-    start_signal_recorder()
+    start_signal_recorder(leave_in_time)
     die_with_supervisor(os.environ)
     if environment:
         # A killed agent cannot end its ranks.
@@ -261,6 +268,8 @@ class _RankEnd:
 
     def exit_now(self, code: int) -> NoReturn:
         """Exit without the interpreter's clean-up, which may wait for unresponsive peers."""
+        if code == EXIT_CONTINUE:
+            release_devices_within(release_limit_s())
         self._stop_sampler()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,5 @@
 """`hpctrain explain`: every kind of word has a meaning, and unknown words get a suggestion."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -11,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
-from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobspec.restart_policy import END_KINDS, EndKind
 from hpctrain.slurm.pending_reasons import explain_reason
 from hpctrain.slurm.states import RUN_STATES, SLURM_STATES, RunState

@@ -1,7 +1,5 @@
 """Texts that parsers once failed on."""
 
-from __future__ import annotations
-
 import json
 import math
 from unittest.mock import patch
@@ -11,10 +9,10 @@ from fuzzing import FOLDER, encode
 
 from hpctrain.cluster.env_variables import read_hosts
 from hpctrain.errors import EnvironmentMismatch, SchedulerError
+from hpctrain.record_types import LeaseHolder
 from hpctrain.records.lease import newest_lease
 from hpctrain.records.successor import claim_successor
 from hpctrain.rundir import RunDir
-from hpctrain.schema import LeaseHolder
 from hpctrain.slurm import command, job_requests
 from hpctrain.slurm.command import is_answer_lost, list_rank_steps
 from hpctrain.slurm.job_requests import submit_job
@@ -70,11 +68,7 @@ def test_damaged_claim_belongs_to_another_job():
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        {"rank": "0"},
-        {"corruption": {"suspects": [[math.inf, "x"]], "verified_step": 1}},
-    ],
+    "damage", [{"rank": "0"}, {"corruption": {"suspects": [[math.inf, "x"]], "verified_step": 1}}]
 )
 def test_damaged_failure_file_is_skipped(damage, caplog):
     whole = {"rank": 0, "host": "n1", "kind": "exit", "error": "e", "message": "m", "log": "l"}

@@ -1,7 +1,5 @@
 """The end of a function on a rank. Whole jobs are in tests/e2e/test_executor.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import signal
@@ -15,7 +13,7 @@ from helpers.commands import environment
 
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
-from hpctrain.records.serialization import CallPayload, FunctionCall
+from hpctrain.records.call_payload import CallPayload, FunctionCall
 from hpctrain.rundir import RunDir
 from hpctrain.runtime import function_worker
 from hpctrain.runtime.distributed_context import DistributedContext

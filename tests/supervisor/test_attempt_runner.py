@@ -1,13 +1,11 @@
 """The signal lead before the time limit, from the observed step and save times."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
+from hpctrain.record_types import StepRecord
 from hpctrain.rundir import RunDir
-from hpctrain.schema import StepRecord
 from hpctrain.supervisor.workers.attempt_runner import longest_step_s, required_lead_s
 
 

@@ -6,9 +6,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from hpctrain.errors import RunFailed, RunNotFound, SpecError, WaitTimeout
 from hpctrain.files import is_locked
@@ -19,19 +20,18 @@ from hpctrain.text import format_ranks, pluralize, suggest
 # Submitting a run does not require the status modules, so they are imported on use.
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller, UnknownStateTracker
-    from hpctrain.schema import Event
+    from hpctrain.record_types import Event
 
 #: A supervisor exits shortly after it has recorded the end.
 _EXIT_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Struct, frozen=True):
     """A submitted run. It caches no state: every call queries again."""
 
     dir: RunDir
     #: Environment variables for the scheduler's commands. Some may be secret.
-    environ: Mapping[str, str] = field(repr=False)
+    environ: Mapping[str, str]
 
     def __repr__(self) -> str:
         return f"Run({str(self.dir)!r})"

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from hpctrain.errors import UserError
-from hpctrain.schema import RESERVED_FIELDS
+from hpctrain.record_types import RESERVED_FIELDS
 from hpctrain.text import format_ranks
 from hpctrain.training.base.metric_accumulator import (
     SKIPPED_FIELD,
@@ -26,8 +26,8 @@ from hpctrain.training.base.metric_accumulator import (
 )
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.loop.evaluation import Validator
 from hpctrain.training.loop.step_sync import MAX_GATHER_RANKS, MessageBatcher, send_sum
+from hpctrain.training.loop.validation import Validator
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.observe.step_timers import TimingSample
 from hpctrain.training.replica_check import NUMBERS_PER_MESSAGE

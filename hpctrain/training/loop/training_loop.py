@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader
 
 from hpctrain.errors import UserError
+from hpctrain.record_types import RankPhase
 from hpctrain.rundir import MICRO_BATCH_VARIABLE, VERIFY_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.schema import RankPhase
 from hpctrain.telemetry.hparams import collect_hparams
 from hpctrain.telemetry.loggers import find_loggers
 from hpctrain.text import pluralize
@@ -31,10 +31,10 @@ from hpctrain.training.data.dataset_adapters import make_step_source, make_valid
 from hpctrain.training.data.loader_config import make_loader_config
 from hpctrain.training.data.step_source import StepData, StopCondition
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
-from hpctrain.training.loop.evaluation import Validator
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
+from hpctrain.training.loop.validation import Validator
 from hpctrain.training.module import Module, check_initialized, find_run, is_manual, takes_optimizer_idx
 from hpctrain.training.observe.environment_info import (
     collect_environment,

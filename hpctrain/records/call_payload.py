@@ -14,19 +14,19 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from msgspec import Struct
 
 from hpctrain.errors import UserError
 from hpctrain.files import write_atomic
 
 
-@dataclass(frozen=True)
-class FunctionCall:
+class FunctionCall(Struct, frozen=True):
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -48,8 +48,7 @@ class FunctionCall:
         return dumps(self, self.name, named_values)
 
 
-@dataclass(frozen=True)
-class CallPayload:
+class CallPayload(Struct, frozen=True):
     """A pickled call for the ranks, with the data required for unpickling."""
 
     call: bytes
@@ -67,7 +66,7 @@ class CallPayload:
 
     def deserialize(self) -> FunctionCall:
         """Unpickle the call. Imports the modules that it needs."""
-        call = pickle.loads(self.call)
+        call = _CallUnpickler(io.BytesIO(self.call)).load()
         assert isinstance(call, FunctionCall)
         return call
 
@@ -81,6 +80,15 @@ class CallPayload:
     def read(cls, path: Path) -> Self:
         """Read the payload at `path`; its call is not unpickled."""
         return cls(*pickle.loads(path.read_bytes()))
+
+
+class _CallUnpickler(pickle.Unpickler):
+    """Also reads calls that earlier versions wrote, which had the class in another module."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("hpctrain.records.serialization", "FunctionCall"):
+            return FunctionCall
+        return super().find_class(module, name)
 
 
 def dumps(value: Any, function_name: str, named_values: list[tuple[str, Any]]) -> bytes:
