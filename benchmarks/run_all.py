@@ -47,6 +47,7 @@ class Section:
 
 SECTIONS = (
     Section("Restart", "restart", "--rounds 2"),
+    Section("Compiled code", "compiled_restart", "--rounds 2"),
     Section("Copies in memory", "memory_copies", "--rounds 4 --kills 6"),
     Section("GPU", "gpu", needs_gpu=True),
     Section("Preemption", "preemption", "--rounds 1 --slurm installed 24.11 26.05"),

@@ -1,7 +1,5 @@
 """Programs that fail in each attempt end within their budget, unless they load what they have saved."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class Program:
     steps: str
 
     @classmethod
-    def draw(cls, seed: int) -> Program:
+    def draw(cls, seed: int) -> "Program":
         choose = random.Random(seed).choice
         files = choose(("none", "same", "new", "loaded"))
         return cls(choose(WAYS), files, choose(("counted", "uncounted")))

@@ -1,15 +1,16 @@
-"""The wheel in a new environment with its declared dependencies alone, used by an ordinary user.
+"""The wheel, installed by name from a local index without extras, and used by an ordinary user.
 
 Nothing is downloaded: the dependencies are links to packages in the environment of the tests.
 """
 
-from __future__ import annotations
-
+import functools
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ for kind in sys.argv[1:]:
 class Installation:
     """A user's project folder, with a space in its name, and an environment with the wheel."""
 
-    def __init__(self, user: UnprivilegedUser, wheel: Path) -> None:
+    def __init__(self, user: UnprivilegedUser, index_url: str) -> None:
         self.user, self.project = user, user.home / "my project"
         find_python = "import sys; print(sys._base_executable)"
         python = user.run([user.python, "-c", find_python]).stdout.strip()
@@ -64,7 +65,7 @@ class Installation:
         self.python = self.project / "venv/bin/python"
         (site,) = self.project.glob("venv/lib/*/site-packages")
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install"]
-        run_command([*pip, "--no-deps", "--no-index", "--quiet", wheel], timeout=120)
+        run_command([*pip, "--no-deps", "--index-url", index_url, "--quiet", "hpctrain"], timeout=120)
         (installed,) = distributions(name="hpctrain", path=[str(site)])
         self.linked: set[str] = set()
         _link_requirements(installed, site, self.linked)
@@ -102,12 +103,15 @@ def _link_requirements(package: Distribution, site: Path, linked: set[str]) -> N
 
 @pytest.fixture(scope="module")
 def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    index = tmp_path_factory.mktemp("index")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(index / "hpctrain")]
     subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
-    (wheel,) = folder.glob("*.whl")
-    with UnprivilegedUser() as user:
-        yield Installation(user, wheel)
+    # The listing of a folder of wheels is the page of a project in a package index.
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(index))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, UnprivilegedUser() as user:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield Installation(user, f"http://127.0.0.1:{server.server_port}/")
+        server.shutdown()
 
 
 def test_only_declared_packages_are_installed(installation):

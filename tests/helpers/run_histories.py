@@ -1,7 +1,5 @@
 """Records of runs: histories with known times, from which tests can compute sums, and a failed run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,14 +33,14 @@ class RunHistory:
         self.metrics: list[StepRecord] = []
         self.now, self.attempt = START, -1
 
-    def after(self, seconds: float, kind: str, /, **fields: Any) -> RunHistory:
+    def after(self, seconds: float, kind: str, /, **fields: Any) -> "RunHistory":
         """Add an event, that many seconds after the previous record."""
         self.now += seconds
         self.attempt += kind == "started"
         self.events.append(event(kind, **{"time": self.now, "attempt": max(0, self.attempt), **fields}))
         return self
 
-    def steps(self, first: int, last: int, *, every: float, **fields: Any) -> RunHistory:
+    def steps(self, first: int, last: int, *, every: float, **fields: Any) -> "RunHistory":
         for step in range(first, last + 1):
             self.now += every
             record = {"loss": 1 / step, "epoch": 0, "time": self.now, "attempt": self.attempt, **fields}

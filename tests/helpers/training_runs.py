@@ -1,7 +1,5 @@
 """Submit runs, disturb them, and compare them with undisturbed ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Faults that `hpctrain chaos` chooses, and runs that it does not touch."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from types import SimpleNamespace
@@ -31,6 +29,15 @@ def test_local_backend_excludes_faults_without_restart():
         faults_for("local", [Fault.KILL_SUPERVISOR, Fault.KILL_RANK])
     assert Fault.REQUEUE in faults_for("slurm", [])
     assert faults_for("slurm", [Fault.STOP_RANK]) == (Fault.STOP_RANK,)
+
+
+def test_batch_script_excludes_faults_of_ranks():
+    faults = (Fault.KILL_SUPERVISOR, Fault.PREEMPT, Fault.REQUEUE)
+    assert faults_for("slurm", [], is_batch=True) == faults
+    with pytest.raises(
+        SpecError, match="--fault kill-rank signals ranks that hpctrain starts, but the batch"
+    ):
+        faults_for("slurm", [Fault.KILL_RANK], is_batch=True)
 
 
 def test_runs_of_others_and_inactive_runs_are_refused(tmp_path, monkeypatch):

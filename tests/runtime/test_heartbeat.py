@@ -1,8 +1,7 @@
 """Diagnostics of a hanging rank, with a fake flight recorder: without GPUs, there is no NCCL."""
 
-from __future__ import annotations
-
 import json
+import signal
 import threading
 
 import pytest
@@ -81,3 +80,15 @@ def test_pause_is_distinguished_from_native_code_and_from_a_sleeping_machine(mon
     assert pause(21.0, 21.0, 20.0) is None
     assert pause(1.0, 1.0, 0.0) is None
     assert pause(-3600.0, 1.0, 0.0) is None
+
+
+def test_rank_gets_the_stop_signal_that_its_script_handles(tmp_path):
+    """The default action of SIGUSR2 would kill a script that only handles SIGTERM."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        message = {"stop_signal": "SIGUSR2"}
+        heartbeat.on_message(RunDir(tmp_path), 0, detect({}), FakeConnection(), message)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert received == [signal.SIGTERM]

@@ -4,8 +4,6 @@ FILES is none, same or new in each attempt, or loaded: then the fifth attempt co
 the step hook can count them.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The site, the run and the faults of a seed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
@@ -24,7 +22,7 @@ class Fault:
         return self.kind in _SURVIVABLE or (self.kind == "disk-away" and self.value < _BRIEF_S)
 
     @classmethod
-    def parse(cls, text: str) -> Fault:
+    def parse(cls, text: str) -> "Fault":
         kind, _, rest = text.partition("@")
         at, _, value = rest.partition(":")
         return cls(kind, float(at), float(value or 0))
@@ -61,10 +59,7 @@ class ForeignProgram:
         return _WAYS_TO_FAIL[((self.number & 3) + (self.number & 16) // 4 + shift) % len(_WAYS_TO_FAIL)]
 
 
-_WAYS_TO_FAIL = (
-    *("exception", "kill", "hang", "early exit"),
-    *("oom", "signal", "data worker", "exit code"),
-)
+_WAYS_TO_FAIL = (*("exception", "kill", "hang", "early exit"), *("oom", "signal", "data worker", "exit code"))
 #: Faults with a duration in seconds.
 _SLURM_WINDOWS = (
     *("slurm-away", "slurm-silent", "slurm-slow", "slurm-lost-answers", "slurm-stale", "slurm-refuse"),

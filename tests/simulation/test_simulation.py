@@ -1,7 +1,5 @@
 """The supervisor in virtual time: invariants, exact replay, shrinking, and planted bugs."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 from unittest import mock

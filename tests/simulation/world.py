@@ -1,7 +1,5 @@
 """A simulated world: the run folder, Slurm, the ranks, the faults and the invariants."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

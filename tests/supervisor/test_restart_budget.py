@@ -1,7 +1,5 @@
 """The number of restarts without a new checkpoint is limited for every program."""
 
-from __future__ import annotations
-
 from itertools import count
 
 from helpers.run_histories import event, most_attempts
@@ -9,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.jobspec.restart_policy import DEFAULT_RULES, EndKind, RestartPolicy
-from hpctrain.supervisor.policy.decide import (
-    Action,
-    Allocation,
-    AttemptEnd,
-    RunSituation,
-    decide,
-)
+from hpctrain.supervisor.policy.decide import Action, Allocation, AttemptEnd, RunSituation, decide
 from hpctrain.supervisor.policy.history import History
 
 #: Ends of attempts that count as failures.

@@ -41,6 +41,8 @@ class Fault(StrEnum):
 
 #: Without Slurm, nothing restarts a supervisor, and there is no queue.
 _SLURM_ONLY = frozenset({Fault.KILL_SUPERVISOR, Fault.REQUEUE})
+#: The ranks of a batch script are processes of its own launchers.
+_NOT_FOR_BATCH = frozenset({Fault.KILL_RANK, Fault.KILL_NODE_RANKS, Fault.STOP_RANK})
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,18 @@ class FaultInjection:
         return f"{self.fault}: {format_ranks(self.ranks)} on {self.host}"
 
 
-def faults_for(backend: str | None, requested: Collection[Fault]) -> tuple[Fault, ...]:
+def faults_for(
+    backend: str | None, requested: Collection[Fault], *, is_batch: bool = False
+) -> tuple[Fault, ...]:
     """Return the requested faults; by default all that are detected within seconds."""
     possible = [fault for fault in Fault if backend == "slurm" or fault not in _SLURM_ONLY]
+    if is_batch:
+        possible = [fault for fault in possible if fault not in _NOT_FOR_BATCH]
+    if is_batch and (impossible := sorted(_NOT_FOR_BATCH.intersection(requested))):
+        raise SpecError(
+            f"--fault {', '.join(impossible)} signals ranks that hpctrain starts, but the batch script of "
+            f"this run starts its own. Valid faults: {', '.join(possible)}."
+        )
     if impossible := sorted(set(requested).difference(possible)):
         raise SpecError(
             f"--fault {', '.join(impossible)} requires Slurm, but this run uses the {backend} backend, which "

@@ -37,6 +37,7 @@ from hpctrain.rundir import (
 )
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.program import heartbeat
+from hpctrain.runtime.program.compile_cache import compile_cache
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
@@ -44,13 +45,13 @@ from hpctrain.runtime.rank_activity import activity, has_process_group
 from hpctrain.runtime.sidecar import Sidecar, start_node_sampler
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
-from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal, is_exiting
-from hpctrain.runtime.supervisor_connection import (
-    Connection,
-    Message,
-    SupervisorConnection,
-    start_heartbeat,
+from hpctrain.runtime.stopping.stop_signals import (
+    exit_after_step,
+    exit_on_stop_signal,
+    is_exiting,
+    leave_in_time,
 )
+from hpctrain.runtime.supervisor_connection import Connection, Message, SupervisorConnection, start_heartbeat
 
 #: struct ucred of unix(7): pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
@@ -136,8 +137,6 @@ def observe_process() -> None:
     if _LAUNCHER_MODULES.intersection(sys.orig_argv):  # `python -m`, for which `sys.argv` is not complete yet
         return
     command = json.loads(os.environ[CHILD_VARIABLE])
-    if command.get("job", (job := os.environ.get("SLURM_JOB_ID"))) != job:
-        return  # Another job has inherited the variables.
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
     if command.get("launch") == launch and command["pid"] != os.getpid():
         return
@@ -146,7 +145,8 @@ def observe_process() -> None:
     connect: Callable[[], Connection]
     if address is not None:  # of a batch script
         ranks = _own_ranks()
-        connect = partial(SupervisorConnection, address, ranks, attempt, _group_facts(ranks))
+        facts = _group_facts(ranks, in_step=os.environ.get("SLURM_STEP_ID") != command["step"])
+        connect = partial(SupervisorConnection, address, ranks, attempt, facts)
     else:
         ranks, connect = Ranks(**command["ranks"]), partial(connect_to_worker, command["socket"])
     try:
@@ -159,7 +159,7 @@ def observe_process() -> None:
         faulthandler.register(signal.SIGQUIT)
         if all(signal.getsignal(number) is signal.SIG_DFL for number in STOP_SIGNALS):
             agreed_stop.is_enabled = True
-            start_signal_recorder()
+            start_signal_recorder(leave_in_time)
             exit_on_stop_signal()
     environ: Mapping[str, str] = os.environ
     if address is not None:
@@ -170,6 +170,7 @@ def observe_process() -> None:
     is_main = ranks.is_main if address is not None else launch[1] == "0"
     observer = ProcessObserver(run, attempt, ranks, environ, records_steps=is_main)
     install_step_hook(partial(_after_step, observer), is_restart=attempt > 0)
+    compile_cache.install(run, ranks, os.environ)
     observer.start(connect)
 
 
@@ -180,11 +181,11 @@ def _own_ranks() -> Ranks:
         return detect_local(os.environ)
 
 
-def _group_facts(ranks: Ranks) -> dict[str, object]:
+def _group_facts(ranks: Ranks, *, in_step: bool) -> dict[str, object]:
     """Return the name of the process group, equal on all ranks, its size, and the node of this rank."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     name = ranks.rendezvous_id or f"{host}:{os.getpid()}"
-    return {"group": name, "world_size": ranks.world_size, "host": host}
+    return {"group": name, "world_size": ranks.world_size, "host": host, "in_step": in_step}
 
 
 def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks) -> None:
