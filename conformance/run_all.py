@@ -81,8 +81,8 @@ def run(suite: dict[str, Any]) -> dict[str, Any]:
     paths = [FOLDER / "adapters", FOLDER.parent, *(source / name for name in suite.get("path", ()))]
     tests = [FOLDER / name if name.startswith("adapters/") else source / name for name in suite["tests"]]
     plugins = ["-p", suite["plugin"]] if "plugin" in suite else []
-    if "folder" in suite:
-        Path(suite["folder"]).mkdir(exist_ok=True)
+    if needed := suite.get("folder"):
+        Path(needed).mkdir()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hpctrain-conformance-") as folder:
         report = Path(folder, "report.xml")
