@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 
-.PHONY: help demo test-fast test test-long test-slurm-versions bench simulate check format docs clean
+.PHONY: help demo test-fast test test-long test-slurm-versions bench conformance simulate check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -67,6 +67,10 @@ test-slurm-versions: .venv/installed  ## tests on Slurm with each version: half 
 bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: 25 minutes on two idle cores
 	@scripts/install_for_tests.sh
 	$(BIN)/python benchmarks/run_all.py
+
+conformance: .venv/installed  ## test suites of other projects, into docs/conformance.md: CONFORMANCE_SOURCES=DIR
+	@scripts/install_for_tests.sh
+	$(BIN)/python conformance/run_all.py
 
 # Set iteration depends on the hash seed, and a seed must replay exactly.
 SEEDS ?= 0:10000

@@ -31,7 +31,7 @@ from results import Results
 
 from hpctrain.checkpoint import store
 from hpctrain.checkpoint.io import background_io
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
 

@@ -24,7 +24,7 @@ BATCH = 256
 
 
 def ours(num_samples: int) -> None:
-    from hpctrain.training.data.batch_plan import SampleOrder
+    from hpctrain.training.data.sample_order import SampleOrder
 
     SampleOrder(num_samples, seed=1).indices(1, 0, BATCH).tolist()
 

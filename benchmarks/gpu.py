@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import hpctrain
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 from hpctrain.rundir import ATTEMPT_VARIABLE, RunDir
 
@@ -181,10 +181,7 @@ def add_copies(results: Results, gpt: ModuleType, text: bytes, folder: Path) -> 
         settings = {"memory_copies": wanted, "run_dir": run.path}
         times[wanted] = in_trainer(gpt, size, text, num_steps, **settings)
     results.add(
-        f"{size}: step with copies in memory ÷ without",
-        times[True] / times[False],
-        limit=1.02,
-        headline=True,
+        f"{size}: step with copies in memory ÷ without", times[True] / times[False], limit=1.02, headline=True
     )
     del os.environ[ATTEMPT_VARIABLE]
 

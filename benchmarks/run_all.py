@@ -47,6 +47,7 @@ class Section:
 
 SECTIONS = (
     Section("Restart", "restart", "--rounds 2"),
+    Section("Compiled code", "compiled_restart", "--rounds 2"),
     Section("Copies in memory", "memory_copies", "--rounds 4 --kills 6"),
     Section("GPU", "gpu", needs_gpu=True),
     Section("Preemption", "preemption", "--rounds 1 --slurm installed 24.11 26.05"),
@@ -150,7 +151,7 @@ def write_page(record: dict[str, Any]) -> str:
         "",
         "`make bench` runs all benchmarks and writes this page. Ratios compare measurements made alternately",
         "on the same machine. Figures with a range are medians. Each script describes its method, and",
-        "`docs/benchmarks.json` contains all figures.",
+        "`docs/benchmarks.json` contains all figures, options and dates.",
         "",
         f"Machine: {'; '.join(sorted(machines))}.",
     ]
@@ -169,10 +170,8 @@ def write_section(section: Section, found: dict[str, Any], results: list[Result]
             limit = "" if result.is_met else f"; limit: {result.format_limit()}"
             figure = f"{format_figure(result.value)} {result.unit}".strip()
             lines.append(f"- {result.name}: **{figure}**{span}{limit}")
-    script = f"`benchmarks/{section.name}.py {found['options']}`".replace(" `", "`")
-    lines += ["", f"{script}, {found['date']}."]
     if section.needs_gpu:
-        lines.append(f"Machine: {found['machine']}.")
+        lines += ["", f"Machine: {found['machine']}."]
     return lines
 
 

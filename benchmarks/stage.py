@@ -144,12 +144,7 @@ def build_delay(folder: Path) -> Path:
 
 
 def start(
-    shared: Path,
-    name: str,
-    *,
-    staged: bool,
-    traced: bool = False,
-    env: dict[str, str] | None = None,
+    shared: Path, name: str, *, staged: bool, traced: bool = False, env: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Train with one rank. Returns the result of the script; with `traced`, also the path of the trace."""
     python = shared / "venv/bin/python"

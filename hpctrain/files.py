@@ -255,6 +255,9 @@ def read_lines(
         for line in file:
             if (record := decode_line(line, path, decode)) is not None:
                 yield record
+            if not line.endswith(b"\n"):
+                # A writer may add the rest now, which is no line of its own.
+                return
 
 
 def read_new_lines(path: Path, offset: int) -> tuple[bytes, int]:

@@ -189,6 +189,8 @@ class RunDir:
     profile_request = _FixedPath("profile-requested")
     """A profile requested by the user. The supervisor removes the file when it sends the request."""
     checkpoints = _FixedPath("checkpoints")
+    compile_cache = _FixedPath("compile-cache")
+    """Code that `torch.compile` generated, for later attempts."""
     failures = _FixedPath("failures")
 
     attempt_logs = _NumberedPath[[int]]("logs/attempt-{:03d}")

@@ -83,6 +83,8 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
     job_id: str | None = None
     backend: str | None = None
     modules: list[str] | None = None
+    args: list[str] | None = None
+    """Arguments of the script, without secrets."""
     after: str | None = None
     """The predecessor of a successor job."""
     job_state: str | None = None

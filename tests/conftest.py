@@ -1,7 +1,5 @@
 """Fixtures of all tests: a Slurm cluster per session, and a check for leftovers of each test."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -15,6 +15,7 @@ OPTIONS = {
     "buckets": "--rounds 1 --steps 2",
     "checkpoint": "--megabytes 4 --rounds 1 --ranks 2",
     "cli_startup": "--rounds 1",
+    "compiled_restart": "--rounds 1",
     "data_fetch": "--batches 50 --rounds 1",
     "data_order": "--rounds 1",
     "detect": "--rounds 3",

@@ -1,7 +1,5 @@
 """Files: torn lines are skipped, and private files are private."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -20,6 +18,7 @@ from hpctrain.files import (
     make_folder,
     own_file,
     read_json_lines,
+    read_lines,
     terminate_partial_line,
     try_lock,
     write_atomic,
@@ -38,6 +37,22 @@ def torn_file(tmp_path: Path) -> Path:
         file.write('{"step": ')
     append_json_line(path, {"step": 2})
     return path
+
+
+def test_line_that_a_writer_completes_meanwhile_is_not_damaged(tmp_path, caplog):
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntw")
+
+    def decode(line: bytes) -> str:
+        if line == b"tw":
+            with open(path, "ab") as file:
+                file.write(b"o\n")
+            raise ValueError
+        return line.decode()
+
+    assert list(read_lines(path, decode)) == ["one\n"]
+    assert list(read_lines(path, bytes.decode)) == ["one\n", "two\n"]
+    assert not caplog.text
 
 
 def test_no_empty_lines_are_written_without_torn_ones(tmp_path):

@@ -1,7 +1,5 @@
 """Messages between ranks: accepted and refused ones."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Contents of a wheel, and scripts of an installation."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The public names, and the cost of importing them."""
 
-from __future__ import annotations
-
 import sys
 
 from helpers.commands import run_command

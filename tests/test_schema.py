@@ -1,7 +1,5 @@
 """The records of a run folder: what is read, and what is skipped."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

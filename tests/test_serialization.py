@@ -1,7 +1,5 @@
 """Serialized calls and results: unpicklable values are reported with their attribute path."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

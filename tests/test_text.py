@@ -1,19 +1,10 @@
 """Formats of numbers for people."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 
-from hpctrain.text import (
-    format_duration,
-    format_memory,
-    format_number,
-    format_ranks,
-    format_size,
-    pluralize,
-)
+from hpctrain.text import format_duration, format_memory, format_number, format_ranks, format_size, pluralize
 
 
 @pytest.mark.parametrize(

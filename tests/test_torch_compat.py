@@ -1,7 +1,5 @@
 """Private parts of torch: as expected in the installed version, and imported by one module only."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -59,6 +57,16 @@ def fully_shard_leaves_traces() -> None:
 def test_fully_shard_adds_only_known_attributes():
     # A process group of this process would remain in torch's caches, and a fork in another thread would hang.
     run_on_ranks(fully_shard_leaves_traces, world_size=1)
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "save_cache_artifacts"), reason="needs torch 2.7")
+def test_artifacts_of_the_compiler_are_counted():
+    from torch.compiler._cache import CacheArtifactManager, CacheInfo
+
+    assert CacheArtifactManager.need_serialize() is False
+    assert all(
+        isinstance(keys, list) for keys in getattr(CacheInfo(), "artifacts", vars(CacheInfo())).values()
+    )
 
 
 def test_iterators_of_data_loaders_count_batches_in_an_attribute():

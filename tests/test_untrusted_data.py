@@ -1,7 +1,5 @@
 """Unpickling: only files and pipes that the own user has written; every use is listed here."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator

@@ -34,7 +34,7 @@ _MODULES = {
     **dict.fromkeys(("init", "completion"), "main"),
     **dict.fromkeys(("wait", "cancel", "requeue", "chaos"), "control"),
     **dict.fromkeys(("env", "exec", "profile"), "rank_commands"),
-    **dict.fromkeys(("setup", "pull"), "on_cluster"),
+    **dict.fromkeys(("setup", "pull"), "on_login_node"),
     "list": "status",
     "attach": "shell",
     "serve": "report",
@@ -94,10 +94,10 @@ class _LazyGroup(click.Group):
         # Shell completion parses without running.
         cluster = None if ctx.resilient_parsing else ctx.params["on"]
         if cluster is not None and args[0] not in _WITH_CLUSTER:
-            from hpctrain.cli.on_cluster import asks_for_help, run_on_cluster
+            from hpctrain.cli.on_login_node import asks_for_help, run_on_login_node
 
             if not asks_for_help(args):
-                ctx.exit(run_on_cluster(cluster, args))
+                ctx.exit(run_on_login_node(cluster, args))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

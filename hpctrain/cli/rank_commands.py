@@ -89,7 +89,8 @@ def exec_command(program: tuple[str, ...]) -> None:
     then replaces itself with PROGRAM, which receives signals directly and sets the exit code. If MASTER_PORT
     is not set, the port is computed from the ids of the job.
     """
-    from hpctrain.cluster.addresses import gloo_variables, master_host, own_address
+    from hpctrain.cluster.addresses import gloo_variables, own_address
+    from hpctrain.cluster.master_address import master_host
     from hpctrain.slurm.environment import apply_env_defaults
 
     ranks = detect(os.environ)

@@ -7,23 +7,23 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import to_builtins
 
 from hpctrain.cli.common import program_name, run_argument, run_reference, short_path
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.resolved_options import previous_values
 from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
-from hpctrain.jobs.options.table import BATCH_KEYS, all_options
-from hpctrain.jobspec.directives import directives_after_start
+from hpctrain.jobs.options.table import all_options
+from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONS
+from hpctrain.slurm.sbatch_options import BATCH_KEYS, SBATCH_FLAGS, SBATCH_OPTIONS
 from hpctrain.text import is_finite
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def command(context: click.Context, run: Run, options: tuple[str, ...]) -> None:
     _check_state(run.status(), changed=not _OUTPUT_OPTIONS.issuperset(options))
     # Relative paths in OPTIONS refer to the folder of the submission, as in the run's files.
     target = folder.array or folder
-    fields = asdict(spec) | ({} if spec.array_task is None else {"array": spec.array_task})
+    fields = to_builtins(spec) | ({} if spec.array_task is None else {"array": spec.array_task})
     with resubmission(context, fields, target, options, started=bool(folder.attempts())) as inner:
         os.chdir(spec.workdir)
         submit.command.invoke(inner)

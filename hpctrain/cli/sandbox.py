@@ -158,5 +158,10 @@ def _find(name: str) -> sandbox.Sandbox:
 
 def _not_there(name: str) -> UserError:
     names = sandbox.list_names()
+    if name in names:
+        return UserError(
+            f"Sandbox {name!r} is incomplete, because its start was interrupted. Remove it with `hpctrain "
+            f"sandbox down --name {name}`, or start it again with `hpctrain sandbox up --name {name}`."
+        )
     existing = f" Existing sandboxes: {', '.join(names)}." if names else ""
     return UserError(f"There is no sandbox {name!r}.{existing} Use `hpctrain sandbox up` to start a sandbox.")

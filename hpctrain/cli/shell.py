@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from hpctrain.cli import submit
 from hpctrain.cli.common import open_run, run_argument
@@ -69,7 +70,7 @@ def command(
     cwd, previous = Path.cwd(), None
     if like is not None:
         spec = load_spec(open_run(like, Path(options_given["runs_dir"] or "runs")).dir.spec)
-        options = repeated_options(asdict(spec))
+        options = repeated_options(to_builtins(spec))
         cwd = Path(spec.workdir)
         previous = previous_values({name: options[name] for name in options.keys() - _WITHOUT_EFFECT})
     program, *args = argv or ("bash",)

@@ -49,6 +49,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
     if run is None:
         context.invoke(list_command, runs_dir=runs_dir, as_json=as_json)
         return
+    from hpctrain.telemetry.report.attempts import describe_arguments
     from hpctrain.telemetry.report.run_results import describe_results, read_results
 
     opened = open_run(run, runs_dir)
@@ -68,6 +69,7 @@ def command(context: click.Context, run: str | None, runs_dir: Path, as_json: bo
         "state": describe_state(status),
         "job": f"{status.job_id} on {status.backend}" if status.job_id else None,
         "attempt": status.attempt,
+        "arguments": one_line("; ".join(describe_arguments(folder.read_events()))) or None,
         "nodes": status.nodes,
         "restarts": _describe_restarts(folder),
         "requeue": None if stopped else "requested; the ranks of this attempt have not stopped yet",

@@ -32,12 +32,17 @@ from hpctrain.jobs.options.batch_options import BatchScript
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, Option, OptionValue
 from hpctrain.jobs.options.option_parser import find_replacement, option_names
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
-from hpctrain.jobs.options.table import BATCH_OPTIONS, all_options
+from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.remote.protocol import CLUSTER_VARIABLE
-from hpctrain.slurm.batch_header import SHORT_NAMES
-from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES, SBATCH_OPTIONS
+from hpctrain.slurm.sbatch_options import (
+    BATCH_OPTIONS,
+    SBATCH_FLAGS,
+    SBATCH_OPTIONAL_VALUES,
+    SBATCH_OPTIONS,
+    SHORT_NAMES,
+)
 from hpctrain.text import suggest
 
 #: Key of the context: true if the program follows a `--`.
@@ -265,16 +270,14 @@ def command(ctx: click.Context, /, **params: Any) -> None:
         return
     from hpctrain.jobs.submit.submit_prepared import submit_prepared
 
-    run = submit_prepared(submission)
+    run, job_id = submit_prepared(submission)
     _print_lines(submission.forecast)
     run_dir, backend, tasks = submission.spec.run_dir, submission.backend.name, submission.spec.tasks()
     if as_json:
-        facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": run_dir, "backend": backend}
+        facts = {"run_id": run.run_id, "job_id": job_id, "run_dir": run_dir, "backend": backend}
         echo_json(facts | ({"tasks": [task.array_task for task in tasks]} if tasks else {}))
     else:
-        click.echo(
-            f"Run {run.run_id}: job {run.job_id} ({backend}), folder {short_path(run_dir)}", err=follow
-        )
+        click.echo(f"Run {run.run_id}: job {job_id} ({backend}), folder {short_path(run_dir)}", err=follow)
     if follow:
         from hpctrain.cli.logs import stream_run
 
@@ -424,6 +427,5 @@ def _misplaced_options(script: str, args: Sequence[str]) -> list[str]:
 _params = [_click_option(option) for option in all_options().values() if option.on_command_line]
 # The options of sbatch belong to the section of --sbatch.
 _end = next(i for i, param in enumerate(_params, 1) if param.name == "sbatch")
-_sbatch_names = {**SBATCH_OPTIONS, **{name: name.replace("_", "-") for name in BATCH_OPTIONS}}
-_params[_end:_end] = [_sbatch_option(*names) for names in _sbatch_names.items()]
+_params[_end:_end] = [_sbatch_option(*names) for names in (SBATCH_OPTIONS | BATCH_OPTIONS).items()]
 command.params[:0] = _params

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+from msgspec import to_builtins
 
 from hpctrain.cli import submit
 from hpctrain.cli.common import (
@@ -196,14 +197,14 @@ def _submit(ctx: click.Context, record: SweepRecord, indices: Sequence[int]) -> 
         return
     from hpctrain.jobs.submit.submit_prepared import submit_prepared
 
-    run = submit_prepared(submission, sweep=record)
+    run, job_id = submit_prepared(submission, sweep=record)
     backend = submission.backend.name
     if ctx.params["as_json"]:
-        facts = {"run_id": run.run_id, "job_id": run.job_id, "run_dir": str(run.dir), "backend": backend}
+        facts = {"run_id": run.run_id, "job_id": job_id, "run_dir": str(run.dir), "backend": backend}
         echo_json(facts | {"trials": list(indices)})
         return
     click.echo(
-        f"Sweep {run.run_id}: {pluralize(len(indices), 'trial')}, job {run.job_id} ({backend}), folder "
+        f"Sweep {run.run_id}: {pluralize(len(indices), 'trial')}, job {job_id} ({backend}), folder "
         f"{short_path(run.dir.path)}"
     )
     submit.echo_next(str(run.dir), "sweep status", "sweep best", "sweep cancel")
@@ -399,7 +400,7 @@ def _resubmit(
     from hpctrain.jobspec.load_spec import load_spec
 
     spec = load_spec(run.dir.spec)
-    fields = {**asdict(spec), "array": None, "args": record.args}
+    fields = {**to_builtins(spec), "array": None, "args": record.args}
     record = replace(record, concurrent=concurrent or record.concurrent)
     with resubmission(ctx, fields, run.dir, options) as inner:
         os.chdir(spec.workdir)

@@ -1,4 +1,4 @@
-"""Resolve host names with a time limit, and find the addresses for a rendezvous without a supervisor."""
+"""Resolve host names with a time limit, and find the addresses and interfaces of this host."""
 
 from __future__ import annotations
 
@@ -118,32 +118,6 @@ def interfaces() -> Iterator[tuple[str, str]]:
         for line in table:
             digits, *_, name = line.split()
             yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-
-
-def master_host(ranks: Ranks, environ: Mapping[str, str]) -> str:
-    """Return rank 0's host by a name or address that resolves here; `master_addr` if there is none."""
-    for host in _master_names(ranks, environ):
-        with contextlib.suppress(OSError):
-            addresses = resolve_host(host)
-            if ranks.node_rank == 0 or not all(map(is_loopback, addresses)):
-                return host
-    return ranks.master_addr
-
-
-def _master_names(ranks: Ranks, environ: Mapping[str, str]) -> Iterator[str]:
-    yield ranks.master_addr
-    short_name = ranks.master_addr.partition(".")[0]
-    if not short_name.isdecimal():
-        yield short_name
-    if ranks.node_rank == 0:
-        yield "127.0.0.1"
-    # The addresses of cloud nodes, and of the host that runs srun.
-    for entry in environ.get("SLURM_NODE_ALIASES", "").split(","):
-        name, _, address = entry.partition(":")
-        if name == short_name:
-            yield address[1:].partition("]")[0] if address[:1] == "[" else address.partition(":")[0]
-    if launch_address := environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        yield launch_address
 
 
 def own_address(ranks: Ranks, environ: Mapping[str, str]) -> str | None:

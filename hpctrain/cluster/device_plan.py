@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpctrain.cluster.amd_gpus import HIP_VARIABLES, ROCR_VARIABLE, check_amd_variables, list_amd_gpus
+from hpctrain.cluster.amd_gpus import HIP_VARIABLES, ROCR_VARIABLE, check_amd_variables
 from hpctrain.cluster.env_variables import read_int
 from hpctrain.cluster.ranks import Ranks
+from hpctrain.cluster.visible_gpus import VISIBLE_VARIABLE, gpu_variables, is_mig, visible_devices
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.rundir import GPUS_PER_TASK_VARIABLE
 
 #: If 1, several ranks may use one GPU.
 SHARE_VARIABLE = "HPCTRAIN_SHARE_GPUS"
-VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 #: GPUs of a job step on this node, visible to this task or not.
 _ON_NODE_VARIABLE = "SLURM_GPUS_ON_NODE"
 #: Slurm's binding of tasks to GPUs: `gpu:single:2`, to which --ntasks-per-gpu=2 is translated, too.
 _BIND_VARIABLE = "SLURMD_TRES_BIND"
 
-_ORDINAL = re.compile(r"\s*(\d{1,18})(?!\d)")
 _SEVERAL_TASKS = re.compile(r"single:(?!1\b)\d+")
 
 
@@ -90,12 +89,6 @@ def own_gpu_variables(ranks: Ranks, environ: Mapping[str, str], num_visible: int
     return gpu_variables([listed[index] for index in own_gpus(ranks, environ, num_visible)])
 
 
-def gpu_variables(gpus: Sequence[str]) -> dict[str, str]:
-    """Return variables that restrict a process to these of the visible GPUs."""
-    names = HIP_VARIABLES if list_amd_gpus() else (VISIBLE_VARIABLE,)
-    return dict.fromkeys(names, ",".join(gpus)) if gpus else {}
-
-
 def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
     """Return the setting of the user or the job that allows several ranks per GPU, or None."""
     switch = environ.get(SHARE_VARIABLE, "")
@@ -110,37 +103,6 @@ def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
         if name in environ and read_int(environ, name) > 1:
             return f"{name}={environ[name]}"
     return "SLURM_SHARDS_ON_NODE" if "SLURM_SHARDS_ON_NODE" in environ else None
-
-
-def visible_devices(environ: Mapping[str, str]) -> list[str] | None:
-    """Return the entries of CUDA_VISIBLE_DEVICES that CUDA uses; None if all GPUs are visible.
-
-    CUDA reads numbers or UUIDs, stops at the first entry that is neither, and treats a list with duplicates
-    as empty (CUDA C++ Programming Guide, "CUDA Environment Variables"). Slurm writes NoDevFiles if a job has
-    no GPU.
-    """
-    text = environ.get(VISIBLE_VARIABLE)
-    if text is None:
-        return None
-    entries: dict[str, None] = {}
-    by_uuid = text.lstrip().startswith(("GPU-", "MIG-"))
-    for raw in text.split(","):
-        number = _ORDINAL.match(raw)
-        if by_uuid and raw.strip().startswith(("GPU-", "MIG-")):
-            entry = raw.strip()
-        elif not by_uuid and number:
-            entry = str(int(number[1]))
-        else:
-            break
-        if entry in entries:
-            return []
-        entries[entry] = None
-    return list(entries)
-
-
-def is_mig(environ: Mapping[str, str]) -> bool:
-    """True if MIG instances are visible instead of GPUs."""
-    return (visible_devices(environ) or [""])[0].startswith("MIG-")
 
 
 def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:

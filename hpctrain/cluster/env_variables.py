@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from hpctrain.cluster.hostlist import expand_hostlist
-from hpctrain.cluster.ports import rendezvous_port
 from hpctrain.errors import EnvironmentMismatch, UserError
 from hpctrain.text import join_or
 
@@ -75,19 +74,3 @@ def override_hint(*environments: str) -> str:
 
 def is_local_address(address: str) -> bool:
     return address == "localhost" or address.startswith(("127.", "::1"))
-
-
-def master_endpoint(
-    environ: Mapping[str, str], host: Callable[[], tuple[str, str]], key: str, key_source: str
-) -> tuple[str, int, dict[str, str]]:
-    """Return the address and port of the rendezvous, and their sources.
-
-    MASTER_ADDR and MASTER_PORT take precedence over `host()` and the port computed from `key`.
-    """
-    sources = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
-    address = environ.get("MASTER_ADDR")
-    if not address:
-        address, sources["master_addr"] = host()
-    if environ.get("MASTER_PORT"):
-        return address, read_port(environ, "MASTER_PORT"), sources
-    return address, rendezvous_port(key), sources | {"master_port": f"computed from {key_source}"}

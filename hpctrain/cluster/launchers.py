@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from hpctrain.cluster.env_variables import (
     LOOPBACK,
     first_set,
-    master_endpoint,
     override_hint,
     read_hosts,
     read_int,
 )
+from hpctrain.cluster.master_address import master_endpoint
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
 

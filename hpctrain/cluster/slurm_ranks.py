@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from hpctrain.cluster.env_variables import (
     ENVIRONMENT_VARIABLE,
-    master_endpoint,
     override_hint,
     read_hosts,
     read_int,
 )
 from hpctrain.cluster.hostlist import MAX_NAMES
+from hpctrain.cluster.master_address import master_endpoint
 from hpctrain.cluster.ranks import Ranks
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.text import is_count

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 from hpctrain.errors import SpecError
 
@@ -24,12 +25,12 @@ _FILES: dict[str, ContainerRuntime | None] = {
 #: Image sources supported only by apptainer.
 _APPTAINER_SOURCES = ("library://", "oras://", "shub://")
 _DOCKER = "docker://"
+DEFAULT_PYTHON = "python3"
 _MOUNT = re.compile("([^:]+):([^:]+)(?::(?:ro|rw)?)?", re.DOTALL)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Container:
+class Container(Struct, frozen=True, kw_only=True):
     """A container for the ranks. Supervisor and batch script run outside, where Slurm's commands are."""
 
     image: str
@@ -39,7 +40,7 @@ class Container:
     """Bind mounts, as SRC:DST[:ro]."""
     env: tuple[str, ...] = ()
     """Variables of the job that override those of the image."""
-    python: str = "python3"
+    python: str = DEFAULT_PYTHON
     """The Python interpreter in the container."""
 
     def check(self, folders: Mapping[str, str]) -> None:

@@ -6,9 +6,11 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import force_setattr, replace
 
 from hpctrain.errors import SpecError
 from hpctrain.jobspec.container import VARIABLE_NAME, Container
@@ -18,7 +20,7 @@ from hpctrain.jobspec.restart_policy import RestartPolicy
 from hpctrain.jobspec.shell_setup import ShellSetup
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.slurm.sbatch_options import check_srun_args
+from hpctrain.slurm.srun_args import check_srun_args
 
 BackendName = Literal["slurm", "local"]
 GpuRequestStyle = Literal["gres", "gpus-per-node"]
@@ -74,8 +76,7 @@ def default_stop_before_limit_s(time_limit_s: float | None) -> int:
     return min(DEFAULT_STOP_BEFORE_LIMIT_S, max(1, int(time_limit_s / 3)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodeRef:
+class CodeRef(Struct, frozen=True, kw_only=True):
     """A copy of the code that a run executes."""
 
     source: str
@@ -88,8 +89,7 @@ class CodeRef:
     """Maximum size of the copy."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobSpec:
+class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The request for a run, with all defaults filled in.
 
     Script, arguments and variables are passed in this object, never in a shell script.
@@ -103,7 +103,7 @@ class JobSpec:
     """Absolute path of the user's Python script; or a module or command, depending on `program`."""
     program: ProgramKind = "script"
     args: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = {}
     name: str
     run_id: str
     run_dir: str
@@ -139,7 +139,7 @@ class JobSpec:
     0 means 120, or a third of the time limit if that is shorter.
     """
     max_failures: int = 3
-    restart_policy: dict[str, dict[str, int]] = field(default_factory=dict)
+    restart_policy: dict[str, dict[str, int]] = {}
     resume_mode: ResumeMode = "auto"
     expedite_requeue: bool = False
     """True if Slurm starts the requeued job without a delay."""
@@ -153,22 +153,22 @@ class JobSpec:
     """Pattern of the checkpoints of a script without the `Trainer`, besides those in the run folder."""
     cpu_binding: CpuBindingMode = "auto"
     independent_ranks: bool = False
-    directives: dict[str, str] = field(default_factory=dict)
+    directives: dict[str, str] = {}
     """All other `#SBATCH` options, by long name without the leading dashes. A flag has an empty value."""
     template: str | None = None
     """Name or path of the batch script template; None selects a built-in template."""
     supervised: bool = True
     """False if the batch script starts the ranks without hpctrain, as the template `plain` does."""
-    shell: ShellSetup = field(default_factory=ShellSetup)
+    shell: ShellSetup = ShellSetup()
     torchrun: TorchrunConfig | None = None
     """Configuration of the torchrun agents that start the ranks; None lets the supervisor start each rank."""
     code: CodeRef | None = None
     """The copy of the code that the ranks execute; None if they execute the script itself."""
     container: Container | None = None
-    stage: dict[str, str] = field(default_factory=dict)
+    stage: dict[str, str] = {}
     """Files, folders and archives to copy to the local disk of each node, by name of the copy."""
     stage_environment: bool = False
-    notify: NotifyConfig = field(default_factory=NotifyConfig)
+    notify: NotifyConfig = NotifyConfig()
 
     @property
     def world_size(self) -> int:
@@ -223,11 +223,11 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         if self.min_nodes == 0:
-            object.__setattr__(self, "min_nodes", self.nodes)
+            force_setattr(self, "min_nodes", self.nodes)
         if self.ntasks_per_node == 0:
-            object.__setattr__(self, "ntasks_per_node", self.gpus_per_node or 1)
+            force_setattr(self, "ntasks_per_node", self.gpus_per_node or 1)
         if self.stop_before_limit_s == 0:
-            object.__setattr__(self, "stop_before_limit_s", default_stop_before_limit_s(self.time_limit_s))
+            force_setattr(self, "stop_before_limit_s", default_stop_before_limit_s(self.time_limit_s))
         _check(self)
 
     def task(self, index: int) -> JobSpec:
@@ -240,7 +240,15 @@ class JobSpec:
     def text(self) -> str:
         """Return the content of `spec.yaml`."""
         # Importing PyYAML would take longer than the rest of a submission, and it is slow for large arrays.
-        return "\n".join([*_yaml_lines(asdict(self)), ""])
+        return "\n".join([*_yaml_lines(to_builtins(self)), ""])
+
+
+#: Default strings and numbers of the fields.
+SPEC_DEFAULTS = {
+    name: value
+    for name, value in zip(JobSpec.__struct_fields__[::-1], JobSpec.__struct_defaults__[::-1], strict=False)
+    if isinstance(value, str | int)
+}
 
 
 def _yaml_lines(value: dict[str, Any], indent: str = "") -> Iterator[str]:

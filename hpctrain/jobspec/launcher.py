@@ -6,9 +6,10 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from msgspec import Struct
 
 from hpctrain.errors import SpecError
 from hpctrain.rundir import CHILD_VARIABLE
@@ -28,8 +29,7 @@ RendezvousBackend = Literal["c10d", "etcd", "etcd-v2"]
 _ENDPOINT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchrunConfig:
+class TorchrunConfig(Struct, frozen=True, kw_only=True):
     rdzv_backend: RendezvousBackend = "c10d"
     rdzv_endpoint: str | None = None
     """Address and port of an etcd server. With c10d, the endpoint is the supervisor."""

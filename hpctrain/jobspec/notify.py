@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from hpctrain.errors import SpecError
 from hpctrain.jobspec.redaction import strip_url_paths
@@ -20,8 +21,7 @@ DEFAULT_STALL_S = 900
 _NO_COMMAND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*|[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+/\S*")
 
 
-@dataclass(frozen=True)
-class NotifyConfig:
+class NotifyConfig(Struct, frozen=True):
     targets: tuple[str, ...] = ()
     """URLs that receive a POST, and shell commands to run."""
     on: tuple[str, ...] = NOTIFICATION_KINDS

@@ -6,9 +6,11 @@ docs/restart-policy.md shows the same table; a test compares the two.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpctrain.errors import SpecError
 from hpctrain.text import is_count
@@ -62,8 +64,7 @@ RESTART_ACTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class RestartRule:
+class RestartRule(Struct, frozen=True):
     """Limits for a kind of end. All limits count ends without a new checkpoint in between."""
 
     retries: int | None = None
@@ -213,12 +214,11 @@ DEFAULT_RULES: Mapping[EndKind, RestartRule] = {
     kind: info.rule for kind, info in END_KINDS.items() if info.rule is not None
 }
 
-_FIELDS = tuple(entry.name for entry in fields(RestartRule))
+_FIELDS = RestartRule.__struct_fields__
 _FORM = f"Use KIND.FIELD=NUMBER, as in oom.retries=0. FIELD is one of {', '.join(_FIELDS)}."
 
 
-@dataclass(frozen=True)
-class RestartPolicy:
+class RestartPolicy(Struct, frozen=True):
     rules: Mapping[EndKind, RestartRule]
     max_failures: int
     """Consecutive failures without a new checkpoint that end the run, for all kinds that share the limit."""

@@ -6,8 +6,9 @@ import json
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from hpctrain.errors import SpecError
 
@@ -15,8 +16,7 @@ from hpctrain.errors import SpecError
 _CONDA_LIMIT_S = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShellSetup:
+class ShellSetup(Struct, frozen=True, kw_only=True):
     """The setup steps of a batch script, in order of execution."""
 
     modules: tuple[str, ...] = ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.log_tail import read_last_records
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 _IGNORED_EVENTS = b'"kind": "checkpoint"'
 
 
-@dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Struct, frozen=True):
     """Events of the run since its last submission."""
 
     run: RunDir

@@ -14,19 +14,22 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from msgspec import Struct
 
 from hpctrain.errors import UserError
 from hpctrain.files import write_atomic
 
 
-@dataclass(frozen=True)
 class FunctionCall:
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """A call of a function. A plain class, so that earlier pickles of it remain readable."""
+
+    kwargs: Mapping[str, Any]
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs or {}
 
     @property
     def name(self) -> str:
@@ -48,8 +51,7 @@ class FunctionCall:
         return dumps(self, self.name, named_values)
 
 
-@dataclass(frozen=True)
-class CallPayload:
+class CallPayload(Struct, frozen=True):
     """A pickled call for the ranks, with the data required for unpickling."""
 
     call: bytes

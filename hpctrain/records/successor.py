@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import create_atomic, make_folder, read_regular
-from hpctrain.jobspec.directives import all_directives, directives_after_start
+from hpctrain.jobspec.job_directives import directives_after_start, job_directives
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.rundir import PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
+from hpctrain.slurm.job_queries import queue_cells
 from hpctrain.slurm.job_requests import cancel_jobs, submit_job, update_job
 from hpctrain.slurm.parsing import parse_timestamp
 
@@ -35,8 +36,6 @@ log = logging.getLogger(__name__)
 #: Time to retry an unresponsive controller, within the grace time of most preemptions.
 _TIMEOUT_S = 25.0
 _PAUSE_S = 1.0
-
-_SEPARATOR = "\x1f"
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,7 @@ class JobChanges:
 
 
 def submit_successor(
-    run: RunDir,
-    spec: JobSpec,
-    job_id: str,
-    attempt: int,
-    environ: Mapping[str, str],
-    changes: JobChanges,
+    run: RunDir, spec: JobSpec, job_id: str, attempt: int, environ: Mapping[str, str], changes: JobChanges
 ) -> str:
     """Submit the successor of this job, and return its id."""
     run.log_event("handover", attempt, job_id=job_id)
@@ -80,17 +74,9 @@ def submit_successor(
 def find_successor(run: RunDir, job_id: str, environ: Mapping[str, str]) -> str | None:
     """Return the successor job of `job_id`, in any state, or None."""
     columns = ("ArrayJobID", "ArrayTaskID", "JobID", "WorkDir", "Command")
-    layout = ",".join(f"{name}:0{_SEPARATOR}" for name in columns)
-    listing = run_slurm(
-        ["squeue", "--noheader", "--all", "--array", "--me", "--states=all", f"--Format={layout}"],
-        strip_job_env(environ),
-    )
+    options = ["--all", "--array", "--me", "--states=all"]
     folder, marker = (run.array or run).path, run.successor_script(job_id).name
-    for line in listing.split("\n"):
-        cells = line.split(_SEPARATOR)
-        if len(cells) != len(columns) + 1:
-            continue
-        array_id, task, raw_id, workdir, command, _ = cells
+    for array_id, task, raw_id, workdir, command in queue_cells(columns, options, strip_job_env(environ)):
         # Newer Slurm releases may quote the words of the command.
         is_successor = command.strip("'\"").endswith((f"/{marker}", f" {marker}"))
         if is_successor and os.path.basename(workdir) == folder.name:
@@ -159,7 +145,7 @@ def _test_job(run: RunDir, spec: JobSpec, changes: JobChanges, environ: Mapping[
     if spec.array_task is not None:
         command.append(f"--array={spec.array_task}")
     command.append(str((run.array or run).job_script))
-    run_slurm(command, sbatch_env(environ, all_directives(spec)))
+    run_slurm(command, sbatch_env(environ, job_directives(spec)))
 
 
 def _submit_once(
@@ -192,7 +178,7 @@ def _submit(run: RunDir, spec: JobSpec, job_id: str, environ: Mapping[str, str],
     if spec.array_task is not None:
         options.append(f"--array={spec.array_task}")
     options += _marked_script(run.array or run, job_id)
-    variables = sbatch_env(environ, all_directives(spec)) | {PREDECESSOR_VARIABLE: job_id}
+    variables = sbatch_env(environ, job_directives(spec)) | {PREDECESSOR_VARIABLE: job_id}
     successor = submit_job(options, variables)
     if "hold" in spec.directives:
         # The hold applied to the first job, and was released.
@@ -231,11 +217,9 @@ def _prevent_requeue(job_id: str, outer: Mapping[str, str]) -> None:
 def _move_dependents(job_id: str, successor: str, environ: Mapping[str, str]) -> None:
     """Change the dependencies of the user's other jobs from this job to its successor."""
     outer = strip_job_env(environ)
-    layout = f"--Format=JobID:0{_SEPARATOR},Dependency:0{_SEPARATOR}"
+    options = ["--me", "--states=PENDING"]
     try:
-        waiting = run_slurm(["squeue", "--noheader", "--me", "--states=PENDING", layout], outer)
-        for line in waiting.split("\n"):
-            waits, _, dependency = line.rstrip(_SEPARATOR).partition(_SEPARATOR)
+        for waits, dependency in queue_cells(("JobID", "Dependency"), options, outer):
             moved = replace_dependency(dependency, job_id, successor)
             if moved and waits != successor.partition("_")[0]:
                 update_job([waits], outer, Dependency=moved)

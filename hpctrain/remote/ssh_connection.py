@@ -45,7 +45,7 @@ _NOT_STARTED, _VANISHED = (126, 127), 24
 _NOT_FOUND = "(command not found|not found|cannot execute|no such file|permission denied)"
 
 
-class ClusterUnreachable(HpctrainError):
+class LoginNodeUnreachable(HpctrainError):
     """The login to a cluster failed, or the connection was lost."""
 
     exit_code = 3
@@ -80,7 +80,7 @@ class SshConnection:
             lines = [line for line in log.read().splitlines() if line]
         if code == SSH_FAILED:
             reason = lines[-1].rstrip(".\r") if lines else "ssh closed the connection"
-            raise ClusterUnreachable(
+            raise LoginNodeUnreachable(
                 f"Cannot log in to {self.host}: {reason}. "
                 f"Check the login with `ssh {shlex.quote(self.host)}`.",
                 is_permanent=any(message in reason for message in _PERMANENT),
@@ -94,7 +94,7 @@ class SshConnection:
             try:
                 self.open()
                 return
-            except ClusterUnreachable as error:
+            except LoginNodeUnreachable as error:
                 if error.is_permanent or time.monotonic() > deadline:
                     raise
                 time.sleep(pause_s)
@@ -118,9 +118,9 @@ class SshConnection:
         return subprocess.CompletedProcess(script, result.returncode, out, err)
 
     def check(self, code: int, remedy: str = "Run the command again.") -> None:
-        """Raise ClusterUnreachable if the exit code of ssh reports a lost connection."""
+        """Raise LoginNodeUnreachable if the exit code of ssh reports a lost connection."""
         if code == SSH_FAILED:
-            raise ClusterUnreachable(f"The connection to {self.host} was lost. {remedy}")
+            raise LoginNodeUnreachable(f"The connection to {self.host} was lost. {remedy}")
 
     def find_rsync(self) -> None:
         """Find rsync on the PATH of a login shell, because rsync itself is not started in one."""

@@ -19,7 +19,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     import torch.distributed as dist
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    from hpctrain.checkpoint.io.checkpoint_dir import KEEP_ALL
+    from hpctrain.checkpoint.io.retention import KEEP_ALL
     from hpctrain.checkpoint.store import CheckpointStore
 
     run, limit_s = RunDir(Path(environ[RUN_DIR_VARIABLE])), float(argv[2])

@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hpctrain.checkpoint.format.manifest import committed_steps

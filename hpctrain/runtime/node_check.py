@@ -18,18 +18,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
-from hpctrain.cluster.device_plan import (
-    gpu_sharing_reason,
-    gpus_per_task,
-    is_mig,
-    own_gpus,
-    plan_device,
-    visible_devices,
-)
+from hpctrain.cluster.device_plan import gpu_sharing_reason, gpus_per_task, own_gpus, plan_device
 from hpctrain.cluster.processes import die_with_supervisor
+from hpctrain.cluster.visible_gpus import is_mig, visible_devices
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.stopping.agreed_stop import agreement_timeout_s
+from hpctrain.runtime.stopping.release_devices import release_devices_within
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
 from hpctrain.text import format_memory, pluralize
@@ -56,9 +52,10 @@ def main(environ: Mapping[str, str]) -> None:
         record = json.dumps({"rank": ranks.rank, "host": host, **result})
         write_atomic(path, f"{record}\n", durable=durable)
 
-    def exit_on_stop(_number: int, _frame: FrameType | None) -> None:
+    def exit_on_stop(number: int, _frame: FrameType | None) -> None:
         with suppress(OSError):
             write(durable=False, trouble=[], stopped=True)
+        release_devices_within(agreement_timeout_s(signal.Signals(number), environ))
         os._exit(EXIT_CONTINUE)
 
     for number in STOP_SIGNALS:

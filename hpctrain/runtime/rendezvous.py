@@ -18,10 +18,12 @@ import torch
 from torch.distributed import DistError, DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.addresses import host_name, master_host, resolve_host
-from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
-from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
+from hpctrain.cluster.addresses import host_name, resolve_host
+from hpctrain.cluster.device_plan import gpu_sharing_reason, plan_device
+from hpctrain.cluster.gpu_assignment import RankPlacement, assign_gpus, check_unique_placement
+from hpctrain.cluster.master_address import master_host
 from hpctrain.cluster.ports import bind_socket, raise_fd_limit
+from hpctrain.cluster.visible_gpus import is_mig, visible_devices
 from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError
 from hpctrain.files import parse_json_object
 from hpctrain.text import format_ranks

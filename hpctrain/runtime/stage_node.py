@@ -27,14 +27,7 @@ import xxhash
 
 from hpctrain.cluster.processes import die_with_parent, die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE, StagingError
-from hpctrain.files import (
-    REMOVE_COMMAND,
-    make_folder,
-    make_private_folder,
-    read_json,
-    try_lock,
-    write_atomic,
-)
+from hpctrain.files import REMOVE_COMMAND, make_folder, make_private_folder, read_json, try_lock, write_atomic
 from hpctrain.rundir import ARCHIVE_SUFFIX, ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STAGED_ENVIRONMENT, RunDir
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.text import format_size

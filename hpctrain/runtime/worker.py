@@ -42,19 +42,27 @@ from hpctrain.rundir import (
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
 from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
+from hpctrain.runtime.program.compile_cache import compile_cache
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.sidecar import Sidecar, start_node_sampler
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
+from hpctrain.runtime.stopping.release_devices import release_devices_within
 from hpctrain.runtime.stopping.signal_recorder import (
     is_failure_part_of_stop,
     pending_stop_signal,
     start_signal_recorder,
     wait_for_stop_signal,
 )
-from hpctrain.runtime.stopping.stop_signals import exit_on_stop_signal, ignore_signals_at_exit, is_exiting
+from hpctrain.runtime.stopping.stop_signals import (
+    exit_on_stop_signal,
+    ignore_signals_at_exit,
+    is_exiting,
+    leave_in_time,
+    release_limit_s,
+)
 from hpctrain.runtime.supervisor_connection import SupervisorConnection
 from hpctrain.runtime.unfinished_training import find_unfinished_training, has_stopped, pending_saves
 from hpctrain.telemetry.sampling.nvml import count_gpus
@@ -74,7 +82,7 @@ def main(argv: list[str]) -> NoReturn:
     *environment, program_json = argv
     ignore_signals_at_exit()
     exit_on_stop_signal()
-    start_signal_recorder()
+    start_signal_recorder(leave_in_time)
     die_with_supervisor(os.environ)
     if environment:
         # A killed agent cannot end its ranks.
@@ -103,6 +111,7 @@ def main(argv: list[str]) -> NoReturn:
     program = _resolve_program(program_json)
     observer = ProcessObserver(run, attempt, ranks, os.environ, records_steps=ranks.is_main)
     install_step_hook(observer.after_step, is_restart=attempt > 0)
+    compile_cache.install(run, ranks, os.environ)
     relay = None
     if connect is not None:
         agreed_stop.is_enabled = True
@@ -259,6 +268,8 @@ class _RankEnd:
 
     def exit_now(self, code: int) -> NoReturn:
         """Exit without the interpreter's clean-up, which may wait for unresponsive peers."""
+        if code == EXIT_CONTINUE:
+            release_devices_within(release_limit_s())
         self._stop_sampler()
         sys.stdout.flush()
         sys.stderr.flush()

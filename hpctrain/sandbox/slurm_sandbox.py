@@ -34,11 +34,10 @@ from hpctrain.sandbox.layout import (
     add_hosts,
     allocate,
     folder_of,
-    gres_conf,
     remove_hosts,
     sandbox_lock,
-    slurm_conf,
 )
+from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.slurm.command import run_slurm
 
 #: Major number for local use, without a driver. Slurm requires a character device per GPU, but never opens

@@ -1,4 +1,4 @@
-"""Read the `#SBATCH` lines of a batch script as sbatch does.
+"""Read the `#SBATCH` lines of a batch script as sbatch does, and write them.
 
 The rules are those of `_opt_batch_script` and `_get_argument` in Slurm's src/sbatch/opt.c: the words of all
 lines before the first command form one command line, which getopt_long(3) interprets.
@@ -8,46 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from hpctrain.errors import SpecError
+from hpctrain.slurm.sbatch_options import OPTIONS
 
-#: Short names of sbatch's options, except those that `hpctrain submit` uses differently.
-SHORT_NAMES = {
-    "A": "account", "a": "array", "b": "begin", "C": "constraint", "c": "cpus-per-task", "D": "chdir",
-    "d": "dependency", "e": "error", "G": "gpus", "H": "hold", "i": "input", "J": "job-name", "L": "licenses",
-    "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time", "W": "wait",
-    "w": "nodelist", "x": "exclude",
-}  # fmt: skip
-_ALL_SHORT_NAMES = {
-    **SHORT_NAMES,
-    "B": "extra-node-info", "F": "nodefile", "h": "help", "k": "no-kill", "M": "clusters",
-    "m": "distribution", "O": "overcommit", "Q": "quiet", "S": "core-spec", "s": "oversubscribe",
-    "u": "usage", "V": "version", "v": "verbose",
-}  # fmt: skip
-
-# All long options of sbatch 22.05 to 26.05, by whether they have a value.
-_FLAG_NAMES = """
-consolidate-segments contiguous external help hold ignore-pbs no-requeue overcommit oversubscribe parsable
-quiet reboot spread-job stepmgr test-only usage use-min-nodes verbose version wait
-"""
-_OPTIONAL_NAMES = "exclusive get-user-env nice no-kill oom-kill-step propagate requeue resv-ports"
-_VALUE_NAMES = """
-account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint
-container container-id core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot
-dependency distribution error exclude export export-file extra extra-node-info gid gpu-bind gpu-freq gpus
-gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input job-name kill-on-invalid-dep
-licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nodefile
-nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output
-partition power prefer priority profile qos reservation segment signal sockets-per-node switches
-tasks-per-node thread-spec threads-per-core time time-min tmp tres-bind tres-per-job tres-per-task uid
-wait-all-nodes wckey wrap
-"""
-FLAGS, _OPTIONAL, _WITH_VALUE = (
-    frozenset(names.split()) for names in (_FLAG_NAMES, _OPTIONAL_NAMES, _VALUE_NAMES)
-)
-_LONG_NAMES = FLAGS | _OPTIONAL | _WITH_VALUE
+#: The kinds of value of the options that sbatch accepts.
+_VALUES = {name: option.value for name, option in OPTIONS.items() if option.use != "salloc"}
+_ALL_SHORT_NAMES = {option.short: name for name, option in OPTIONS.items() if option.short}
 
 #: Words at which sbatch splits the components of a heterogeneous job, anywhere in an #SBATCH line.
 HET_BORDER = re.compile(r"(pack|het)(?=job)", re.IGNORECASE)
@@ -57,7 +26,7 @@ _QUOTED = re.compile(r"""\\(.?)|"((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'""")
 _WORD = re.compile(r"""\s*((?:\\.?|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^\s"'\\#])*)""", re.ASCII)
 _DIRECTIVE = re.compile(r"#(?:SBATCH|SLURM)(.*)", re.DOTALL)
 _FOREIGN = re.compile(r"#(PBS|BSUB)\s", re.ASCII)
-
+_PLAIN = re.compile(r"[A-Za-z0-9_./:,@%+=~^*-]*", re.ASCII)
 
 #: Shells whose scripts sbatch users write; `hpctrain submit` adopts their scripts.
 _SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "mksh", "sh", "tcsh", "zsh")
@@ -86,11 +55,6 @@ class BatchHeader(NamedTuple):
     directives: tuple[Directive, ...]
     ignored: tuple[int, ...]
     """Numbers of the #SBATCH lines after the first command, which sbatch ignores."""
-
-
-def has_value(name: str) -> bool:
-    """True if sbatch requires a value for the option."""
-    return name in _WITH_VALUE
 
 
 def parse_batch_header(text: str, name: str) -> BatchHeader:
@@ -156,11 +120,11 @@ def _parse_words(words: deque[tuple[str, int]], name: str) -> Iterator[Directive
         if word.startswith("--") and word != "--":
             prefix, equals, value = word[2:].partition("=")
             option = _complete(prefix, name, line)
-            if option in FLAGS and equals:
+            if _VALUES.get(option) == "none" and equals:
                 raise _invalid(name, line, f"has {word}, but --{option} has no value")
             # Only sbatch knows whether an option of a plugin has a value.
-            is_plugin = option not in _LONG_NAMES and words and not words[0][0].startswith("-")
-            if not equals and (option in _WITH_VALUE or is_plugin):
+            is_plugin = option not in _VALUES and words and not words[0][0].startswith("-")
+            if not equals and (_VALUES.get(option) == "required" or is_plugin):
                 value = next_value(f"--{option}", line)
             yield Directive(option, value, line)
             continue
@@ -171,12 +135,14 @@ def _parse_words(words: deque[tuple[str, int]], name: str) -> Iterator[Directive
             raise _invalid(name, line, f"has {word!r}, which is not an option of sbatch")
         while letters:
             letter, letters = letters[0], letters[1:]
-            if (option := _ALL_SHORT_NAMES.get(letter, "")) in FLAGS:
+            option = _ALL_SHORT_NAMES.get(letter, "")
+            if option and _VALUES[option] == "none":
                 yield Directive(option, "", line)
             elif not option:
                 raise _invalid(name, line, f"has -{letter}, which is not an option of sbatch")
             else:
-                value = letters if letters or option in _OPTIONAL else next_value(f"-{letter}", line)
+                is_complete = letters or _VALUES[option] == "optional"
+                value = letters if is_complete else next_value(f"-{letter}", line)
                 yield Directive(option, value, line)
                 break
 
@@ -184,9 +150,7 @@ def _parse_words(words: deque[tuple[str, int]], name: str) -> Iterator[Directive
 def _complete(prefix: str, name: str, line: int) -> str:
     """Return the option with this unique beginning. Unknown options may be those of a plugin of the site."""
     matches = (
-        [prefix]
-        if prefix in _LONG_NAMES
-        else sorted(option for option in _LONG_NAMES if option.startswith(prefix))
+        [prefix] if prefix in _VALUES else sorted(option for option in _VALUES if option.startswith(prefix))
     )
     if len(matches) > 1:
         raise _invalid(name, line, f"has --{prefix}, which may be --{' or --'.join(matches)}")
@@ -196,3 +160,26 @@ def _complete(prefix: str, name: str, line: int) -> str:
 
 def _invalid(name: str, line: int, reason: str) -> SpecError:
     return SpecError(f"Line {line} of {name} {reason}.")
+
+
+def directive_lines(directives: Mapping[str, str], origins: Mapping[str, str] | None = None) -> list[str]:
+    """Format the directives as `#SBATCH` lines of a batch script, with comments on their origins."""
+    comments = {key: f"  # {origin}" for key, origin in (origins or {}).items()}
+    values = {
+        key: f"={quote_directive(value)}" if value or _VALUES.get(key) == "required" else ""
+        for key, value in directives.items()
+    }
+    return [f"#SBATCH --{key}{value}{comments.get(key, '')}" for key, value in values.items()]
+
+
+def quote_directive(value: str) -> str:
+    r"""Quote a value so that sbatch reads it back unchanged from an `#SBATCH` line.
+
+    The rules, from `_get_argument` in Slurm's src/sbatch/opt.c: quotes group; a backslash escapes the next
+    character, also inside quotes, but not a space outside quotes; an unquoted # starts a comment; newlines
+    are not supported. Nothing is expanded.
+    """
+    if _PLAIN.fullmatch(value) and not HET_BORDER.search(value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + HET_BORDER.sub(r"\1\\", escaped) + '"'

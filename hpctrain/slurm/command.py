@@ -96,13 +96,6 @@ def run_slurm(
     return SlurmCall(command, environ, timeout_s=timeout_s).answer()[0]
 
 
-def run_slurm_parallel(
-    commands: Sequence[Sequence[str]], environ: Mapping[str, str], *, timeout_s: float = COMMAND_LIMIT_S
-) -> list[str | SchedulerError]:
-    """Run all commands concurrently. Return the stdout of each command, or its error."""
-    return run_all([SlurmCall(command, environ, timeout_s=timeout_s) for command in commands])
-
-
 def run_all(calls: Sequence[SlurmCall], *, probe_s: float | None = None) -> list[str | SchedulerError]:
     """Return the stdout of each call, or its error."""
     answers: list[str | SchedulerError] = []
@@ -172,19 +165,22 @@ def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[
     ]
 
 
-def list_steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
+def list_steps(job_id: str, environ: Mapping[str, str], timeout_s: float) -> list[str]:
     """Return the steps of a job that srun has started."""
-    return [step for step, _ in _named_steps([job_id], environ) if is_count(step.rpartition(".")[2])]
+    return [
+        step for step, _ in _named_steps([job_id], environ, timeout_s) if is_count(step.rpartition(".")[2])
+    ]
 
 
 def find_step(job_id: str, name: str, environ: Mapping[str, str]) -> str | None:
     return next((step for step, called in _named_steps([job_id], environ) if called == name), None)
 
 
-def _named_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    listed = run_slurm(
-        ["squeue", "--noheader", "--steps", f"--jobs={','.join(job_ids)}", "--format=%i %j"], environ
-    )
+def _named_steps(
+    job_ids: Sequence[str], environ: Mapping[str, str], timeout_s: float = COMMAND_LIMIT_S
+) -> list[tuple[str, str]]:
+    command = ["squeue", "--noheader", "--steps", f"--jobs={','.join(job_ids)}", "--format=%i %j"]
+    listed = run_slurm(command, environ, timeout_s=timeout_s)
     pairs = [line.split(maxsplit=1) for line in listed.split("\n") if line.strip()]
     return [(pair[0], pair[1].strip() if len(pair) > 1 else "") for pair in pairs]
 

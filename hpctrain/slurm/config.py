@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm.command import SlurmCall, run_slurm
@@ -27,8 +28,7 @@ _EPILOG = re.compile(r"Epilog(Slurmctld)?(\[\d+\])?")
 _ENFORCING: Mapping[str, Literal["ANY", "ALL"]] = {"ANY": "ANY", "ALL": "ALL", "YES": "ANY"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmConfig:
+class SlurmConfig(Struct, frozen=True, kw_only=True):
     cluster: str = ""
     version: str = ""
     accounting: bool = False
@@ -84,6 +84,7 @@ def query_config(environ: Mapping[str, str]) -> SlurmConfig:
 
 
 def parse_config(output: str) -> SlurmConfig:
+    unknown = SlurmConfig()
     values: dict[str, str] = {key: value.strip() for key, value in _LINE.findall(output)}
 
     def value(key: str, default: str = "") -> str:
@@ -103,8 +104,8 @@ def parse_config(output: str) -> SlurmConfig:
         preempt_type=value("PreemptType", "none").rpartition("/")[2],
         preempt_mode=value("PreemptMode", "OFF"),
         expedites_requeues="enable_expedited_requeue" in value("SlurmctldParameters"),
-        kill_wait_s=duration_s("KillWait", SlurmConfig.kill_wait_s),
-        max_array_size=parse_number(value("MaxArraySize")) or SlurmConfig.max_array_size,
+        kill_wait_s=duration_s("KillWait", unknown.kill_wait_s),
+        max_array_size=parse_number(value("MaxArraySize")) or unknown.max_array_size,
         max_mem_per_node_mib=parse_number(value("MaxMemPerNode")),
         def_mem_per_node_mib=parse_number(value("DefMemPerNode")),
         def_mem_per_cpu_mib=parse_number(value("DefMemPerCPU")),
@@ -112,8 +113,8 @@ def parse_config(output: str) -> SlurmConfig:
         hands_out_memory="MEMORY" in value("SelectTypeParameters").upper(),
         enforces_limits=_ENFORCING.get(value("EnforcePartLimits").upper(), "NO"),
         chooses_partition=not all(map(is_null, plugins)),
-        min_job_age_s=duration_s("MinJobAge", 0.0) or SlurmConfig.min_job_age_s,
+        min_job_age_s=duration_s("MinJobAge", 0.0) or unknown.min_job_age_s,
         # It may be a range for several daemons on one host.
-        slurmd_port=parse_number(value("SlurmdPort").partition("-")[0]) or SlurmConfig.slurmd_port,
+        slurmd_port=parse_number(value("SlurmdPort").partition("-")[0]) or unknown.slurmd_port,
         has_epilog=any(_EPILOG.fullmatch(key) and not is_null(value(key)) for key in values),
     )

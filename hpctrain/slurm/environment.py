@@ -25,6 +25,7 @@ from hpctrain.rundir import (
     RUN_DIR_VARIABLE,
     SUPERVISOR_ADDRESS_VARIABLE,
 )
+from hpctrain.slurm.sbatch_options import OPTIONS
 
 #: Names of the variables to which hpctrain sets default values, so that a job submitted from a rank does not
 #: inherit them.
@@ -71,13 +72,7 @@ _DEVICE_VARIABLES = frozenset(
     }
 )
 
-# sbatch(1), section INPUT ENVIRONMENT VARIABLES: the options with a variable, and those not named after it.
-_WITH_VARIABLE = """
-account acctg-freq batch bb cluster-constraint constraint container container-id core-spec cpu-freq delay-boot
-distribution exclusive get-user-env gpu-bind gpu-freq gres gres-flags hint ignore-pbs job-name mem mem-bind
-mem-per-cpu mem-per-gpu network overcommit partition power profile qos reservation segment spread-job
-switches thread-spec threads-per-core time tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
-"""
+#: Variables that are not named after their options.
 _RENAMED = {
     "bb": "BURST_BUFFER",
     "cpu-freq": "CPU_FREQ_REQ",
@@ -88,7 +83,9 @@ _RENAMED = {
 }
 #: The variable of each option of sbatch that has one.
 SBATCH_VARIABLES = {
-    key: "SBATCH_" + _RENAMED.get(key, key.upper().replace("-", "_")) for key in _WITH_VARIABLE.split()
+    key: "SBATCH_" + _RENAMED.get(key, key.upper().replace("-", "_"))
+    for key, option in OPTIONS.items()
+    if option.has_variable
 }
 
 #: sbatch variables that would break assumptions of every run.

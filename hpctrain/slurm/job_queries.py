@@ -50,6 +50,7 @@ _RECORD = re.compile(
 _FIELDS = {
     "state": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
     "requeue": re.compile(r"^ +Requeue=(\d)", re.MULTILINE),
+    "preempted": re.compile(r"^ +PreemptEligibleTime=\S+ PreemptTime=(\d)", re.MULTILINE),
     "expedited": re.compile(r"^ +ExpeditedRequeue=(Yes)", re.MULTILINE),
     "reason": re.compile(r"^ +JobState=\S+ Reason=(.*) Dependency=", re.MULTILINE),
     "restarts": re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE),
@@ -78,6 +79,8 @@ class JobRow:
     """False if the job was submitted with `--no-requeue`; only set by the controller."""
     expedited: bool = False
     """True if the job was submitted with `--requeue=expedite`; only set by the controller."""
+    preempted: bool = False
+    """True in the grace time of a preemption; only set by the controller."""
 
     @property
     def is_ending(self) -> bool:
@@ -125,16 +128,23 @@ def parent_job_id(job_id: str) -> str:
 
 def query_squeue(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
     """Query squeue: pending, running and recently ended jobs, also in hidden partitions."""
-    layout = ",".join(f"{name}:0{_SEPARATOR}" for name in _QUEUE_COLUMNS)
-    command = ["squeue", "--noheader", "--all", "--array", "--states=all", f"--Format={layout}"]
+    options = ["--all", "--array", "--states=all", *_selection(job_ids)]
     try:
-        output = run_slurm([*command, *_selection(job_ids)], environ)
+        return JobTable(map(_queue_row, queue_cells(_QUEUE_COLUMNS, options, environ)))
     except SchedulerError as error:
         # Reported only for a query of a single unknown job; otherwise, squeue lists the known jobs.
         if "Invalid job id" not in str(error):
             raise
-        output = ""
-    return JobTable(_queue_row(cells) for cells in _cells(output, len(_QUEUE_COLUMNS) + 1))
+        return JobTable(())
+
+
+def queue_cells(
+    columns: Sequence[str], options: Sequence[str], environ: Mapping[str, str]
+) -> list[list[str]]:
+    """Return the cells of each job that squeue lists with these options."""
+    layout = ",".join(f"{name}:0{_SEPARATOR}" for name in columns)
+    output = run_slurm(["squeue", "--noheader", *options, f"--Format={layout}"], environ)
+    return [cells[:-1] for cells in _cells(output, len(columns) + 1)]
 
 
 def query_sacct(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTable:
@@ -202,7 +212,7 @@ def _cells(output: str, number: int) -> Iterable[list[str]]:
 
 
 def _queue_row(cells: list[str]) -> JobRow:
-    array_id, task, het_id, offset, raw_id, state, restarts, eligible_at, workdir, reason, _ = cells
+    array_id, task, het_id, offset, raw_id, state, restarts, eligible_at, workdir, reason = cells
     if het_id.isdecimal() and het_id != "0":
         job_id = f"{het_id}+{offset}"
     elif task.isdecimal():
@@ -236,6 +246,7 @@ def _controller_rows(record: str) -> Iterable[JobRow]:
             values["submitted_at"],
             values["requeue"] != "0",
             bool(values["expedited"]),
+            bool(values["preempted"]),
         )
 
 

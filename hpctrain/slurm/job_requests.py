@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from hpctrain import system
-from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm.command import CHAOS_STEP, NO_JOB_ID_MESSAGE, is_answer_lost, list_rank_steps, run_slurm
 from hpctrain.text import is_count
@@ -79,6 +78,9 @@ def update_requeued_job(job_id: str, environ: Mapping[str, str], fields: Mapping
 
 
 def shrink_job(job_id: str, hosts: Sequence[str], environ: Mapping[str, str]) -> None:
+    # Imported here, because only supervisors use it.
+    from hpctrain.cluster import compress_hostlist
+
     # scontrol writes a shell script with the new size into its working directory.
     with tempfile.TemporaryDirectory() as folder:
         update = ["scontrol", "update", f"JobId={job_id}", f"NodeList={compress_hostlist(list(hosts))}"]

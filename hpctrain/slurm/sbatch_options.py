@@ -1,90 +1,80 @@
-"""List the options of sbatch and srun, and read and write `#SBATCH` lines."""
+"""List the options of sbatch, with their short names, values and variables, and their use in hpctrain."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
-from hpctrain.errors import SpecError
-from hpctrain.slurm.batch_header import FLAGS, HET_BORDER, SHORT_NAMES, has_value
 
-#: Options of sbatch(1) that hpctrain only passes on, from Slurm 20.11 to 25.05.
-_NAMES = """
-account acctg-freq batch bb bbf begin bell cluster-constraint comment consolidate-segments constraint
-container container-id contiguous core-spec cores-per-socket cpu-freq deadline delay-boot dependency
-distribution exclude exclusive extra extra-node-info get-user-env gid gpu-bind gpu-freq gres gres-flags hint
-hold ignore-pbs immediate kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
-mem-per-gpu mincpus network nice no-bell nodelist overcommit oversubscribe partition power prefer priority
-propagate qos reboot reservation resv-ports segment sockets-per-node spread-job stepmgr switches thread-spec
-threads-per-core time-min tmp tres-bind tres-per-job tres-per-task uid use-min-nodes wait-all-nodes wckey x11
-"""
-#: The long names by their names in Python.
-SBATCH_OPTIONS = {name.replace("-", "_"): name for name in _NAMES.split()}
+class SbatchOption(NamedTuple):
+    name: str
+    """Long name without dashes."""
+    short: str
+    has_variable: bool
+    """True if sbatch also reads a variable (sbatch(1), section INPUT ENVIRONMENT VARIABLES)."""
+    use: Literal["passed", "translated", "batch", "other", "salloc"]
+    """Passed on unchanged; set by an option of hpctrain; set by hpctrain itself except in a batch script; of
+    the command, or not possible; or accepted by older versions and salloc only."""
+    value: Literal["none", "optional", "required"]
+
+
+#: The options of sbatch 20.11 to 26.05 by use and value: NAME[/SHORT NAME][$ if there is a variable].
+_TABLE = {
+    "passed required": """
+        account/A$ acctg-freq$ batch$ bb$ bbf begin/b cluster-constraint$ comment constraint/C$ container$
+        container-id$ container-type$ core-spec/S$ cores-per-socket cpu-freq$ deadline delay-boot$
+        dependency/d distribution/m$ exclude/x extra extra-node-info/B gid gpu-bind$ gpu-freq$ gres$
+        gres-flags$ hint$ kill-on-invalid-dep licenses/L mail-type mail-user mcs-label mem$ mem-bind$
+        mem-per-cpu$ mem-per-gpu$ mincpus network$ nodelist/w partition/p$ power$ prefer priority qos/q$
+        reservation$ segment$ sockets-per-node switches$ thread-spec$ threads-per-core$ time-min tmp
+        tres-bind$ tres-per-job tres-per-task$ uid wait-all-nodes$ wckey$""",
+    "passed optional": "exclusive$ get-user-env$ nice propagate resv-ports",
+    "passed none": """
+        consolidate-segments$ contiguous hold/H ignore-pbs$ overcommit/O$ oversubscribe/s reboot
+        spread-job$ spread-segments$ stepmgr use-min-nodes$""",
+    "translated required": """
+        array/a cpus-per-task/c gpus-per-node gpus-per-task job-name/J$ nodes/N ntasks-per-node time/t$""",
+    "batch required": """
+        chdir/D cpus-per-gpu error/e export export-file gpus/G gpus-per-socket input/i nodefile/F ntasks/n
+        ntasks-per-core ntasks-per-gpu ntasks-per-socket open-mode output/o signal""",
+    "batch optional": "no-kill/k oom-kill-step requeue",
+    "other required": "clusters/M profile$ tasks-per-node wrap",
+    "other none": """
+        external help/h no-requeue parsable quiet/Q test-only usage/u verbose/v version/V wait/W""",
+    "salloc required": "bell immediate",
+    "salloc optional": "x11",
+    "salloc none": "no-bell",
+}
+
+
+def _options() -> Iterator[SbatchOption]:
+    for kind, names in _TABLE.items():
+        use, value = kind.split()
+        for text in names.split():
+            name, _, short = text.removesuffix("$").partition("/")
+            yield SbatchOption(name, short, text.endswith("$"), use, value)  # type: ignore[arg-type]
+
+
+#: All options of sbatch and older versions, by name.
+OPTIONS = {option.name: option for option in sorted(_options())}
+
+
+def _python_names(*uses: str) -> dict[str, str]:
+    return {name.replace("-", "_"): name for name, option in OPTIONS.items() if option.use in uses}
+
+
+#: Short names, except those that `hpctrain submit` uses differently.
+SHORT_NAMES = {
+    option.short: name for name, option in OPTIONS.items() if option.short not in ("", *"BFhkMmOQSsuVv")
+}
+#: The options that hpctrain only passes on, by their names in Python.
+SBATCH_OPTIONS = _python_names("passed", "salloc")
+#: The options for a batch script only: for other programs, hpctrain sets them.
+BATCH_OPTIONS = _python_names("batch")
+#: hpctrain's names of the other options that sbatch also has.
+BATCH_KEYS = {name: key for key, name in _python_names("translated").items()} | {"job-name": "name"}
 #: Options whose value may be omitted; the others of these accept no value.
 SBATCH_OPTIONAL_VALUES = frozenset({"exclusive", "x11"})
-SBATCH_FLAGS = SBATCH_OPTIONAL_VALUES | {"no-bell"} | FLAGS.intersection(SBATCH_OPTIONS.values())
-#: Short names of srun's options; some have another meaning in sbatch.
-_SRUN_SHORT_NAMES = SHORT_NAMES | {
-    "a": "attach", "h": "help", "I": "immediate", "K": "kill-on-bad-exit", "k": "no-kill", "l": "label",
-    "m": "distribution", "r": "relative", "V": "version", "Z": "no-allocate",
-}  # fmt: skip
-
-#: Options of srun(1) that change what the supervisor relies on.
-_RESERVED = (
-    *("attach", "begin", "chdir", "cpus-per-task", "disable-status", "error", "exact", "exclude"),
-    *("exclusive", "export", "export-file", "get-user-env", "help", "immediate", "input", "job-name"),
-    *("jobid", "kill-on-bad-exit", "label", "mpi", "multi-prog", "no-allocate", "no-kill", "nodefile"),
-    *("nodelist", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "overlap", "pty"),
-    *("quit-on-interrupt", "relative", "signal", "tasks-per-node", "test-only", "time", "time-min"),
-    *("usage", "version", "wait"),
-)
-
-_PLAIN = re.compile(r"[A-Za-z0-9_./:,@%+=~^*-]*", re.ASCII)
-
-
-def directive_lines(directives: Mapping[str, str], origins: Mapping[str, str] | None = None) -> list[str]:
-    """Format the directives as `#SBATCH` lines of a batch script, with comments on their origins."""
-    comments = {key: f"  # {origin}" for key, origin in (origins or {}).items()}
-    return [
-        f"#SBATCH --{key}{f'={quote_directive(value)}' if value or has_value(key) else ''}"
-        f"{comments.get(key, '')}"
-        for key, value in directives.items()
-    ]
-
-
-def quote_directive(value: str) -> str:
-    r"""Quote a value so that sbatch reads it back unchanged from an `#SBATCH` line.
-
-    The rules, from `_get_argument` in Slurm's src/sbatch/opt.c: quotes group; a backslash escapes the next
-    character, also inside quotes, but not a space outside quotes; an unquoted # starts a comment; newlines
-    are not supported. Nothing is expanded.
-    """
-    if _PLAIN.fullmatch(value) and not HET_BORDER.search(value):
-        return value
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + HET_BORDER.sub(r"\1\\", escaped) + '"'
-
-
-def check_srun_args(srun_args: Sequence[str]) -> None:
-    """Check that the user's options of srun do not change what the supervisor relies on."""
-    for option in srun_args:
-        name, _, value = option.lstrip("-").partition("=")
-        if not option.startswith("-") or not name or any(map(str.isspace, name)):
-            raise SpecError(
-                f"{option!r} (--srun-arg) is not an option of srun. Write one option with its value, such as "
-                "--srun-arg=--cpu-bind=cores."
-            )
-        if not option.startswith("--"):
-            value = name[1:]
-            name = _SRUN_SHORT_NAMES.get(name[0], name[0])
-        # srun completes unique beginnings of names.
-        if reserved := next((key for key in _RESERVED if key.startswith(name)), None):
-            raise SpecError(
-                f"--srun-arg cannot set --{reserved}, which hpctrain sets itself or which would prevent the "
-                "ranks from starting. Use the options of `hpctrain submit`."
-            )
-        if name == "distribution" and value.partition(":")[0] not in ("block", "*"):
-            raise SpecError(
-                f"{option!r} (--srun-arg) changes the order of the ranks, but the ranks of a node must have "
-                "consecutive numbers. Use block, such as --distribution=block:cyclic."
-            )
+SBATCH_FLAGS = SBATCH_OPTIONAL_VALUES | {
+    name for name in SBATCH_OPTIONS.values() if OPTIONS[name].value == "none"
+}

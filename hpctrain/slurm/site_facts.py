@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_all, run_slurm
 from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_config, query_site
-from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.duration import format_time_limit, parse_duration
 from hpctrain.text import pluralize
 
 #: Runs a Slurm command and returns its output, or raises SchedulerError.
 RunQuery = Callable[[Sequence[str]], str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeGroup:
+class NodeGroup(Struct, frozen=True, kw_only=True):
     """Identical nodes of a partition."""
 
     num: int
     state: str = "idle"
     cpus: int
     memory_mib: int
-    gpus: Mapping[str, int] = field(default_factory=dict)
+    gpus: Mapping[str, int] = {}
     """GPUs per node by type. GPUs without a type have the key ""."""
     features: tuple[str, ...] = ()
 
@@ -40,8 +41,7 @@ class NodeGroup:
         return self.state in ("idle", "mixed", "allocated", "completing", "planned")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Partition:
+class Partition(Struct, frozen=True, kw_only=True):
     name: str
     default: bool = False
     state: str = "UP"
@@ -102,8 +102,7 @@ class Partition:
         return ", ".join([time, *described])
 
 
-@dataclass(frozen=True, kw_only=True)
-class SiteConventions:
+class SiteConventions(Struct, frozen=True, kw_only=True):
     """Site conventions that are not in Slurm's configuration. `hpctrain doctor` probes them."""
 
     memory_option: Literal["accepted", "ignored", "refused"] = "accepted"
@@ -118,13 +117,12 @@ class SiteConventions:
     """Available container runtimes: pyxis, apptainer, singularity, enroot; None if not probed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
+class Site(Struct, frozen=True, kw_only=True):
     """A Slurm site. Unknown facts are None or empty, and never fail a check."""
 
     slurm: SlurmConfig | None = None
     partitions: tuple[Partition, ...] = ()
-    habits: SiteConventions = field(default_factory=SiteConventions)
+    habits: SiteConventions = SiteConventions()
 
     def partition(self, name: str) -> Partition | None:
         return next((partition for partition in self.partitions if partition.name == name), None)
@@ -156,14 +154,23 @@ def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[
     return parse_site(run_all(query_site(environ)), habits)
 
 
-def query_grace_s(partition: str, environ: Mapping[str, str]) -> float | None:
-    """Return the seconds from SIGTERM to SIGKILL: the partition's GraceTime, else KillWait. None if unknown.
+#: Time limit for slurmdbd, which some sites make unreachable from compute nodes.
+_ACCOUNTING_LIMIT_S = 10.0
 
-    If jobs are preempted by QOS, the QOS has the GraceTime, and only accounting can report it.
+
+def query_grace_s(partition: str, qos: str, environ: Mapping[str, str]) -> float | None:
+    """Return the seconds from SIGTERM to SIGKILL: the GraceTime of the partition or QOS, else KillWait.
+
+    None if unknown.
     """
     config = query_config(environ)
     if config.preempt_type == "qos":
-        return None
+        # Only accounting can report it.
+        command = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", qos, "format=GraceTime"]
+        answer = run_slurm(command, environ, timeout_s=_ACCOUNTING_LIMIT_S).strip() if qos else ""
+        if not answer:
+            return None
+        return parse_duration(answer) if answer.strip("0:") else config.kill_wait_s
     answer = run_slurm(["scontrol", "--oneliner", "show", "partition", partition], environ)
     return parse_partition(answer).grace_time_s or config.kill_wait_s
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from hpctrain.rundir import RunDir
 
@@ -42,8 +43,7 @@ RUN_STATES = {
 }
 
 
-@dataclass(frozen=True)
-class JobRecord:
+class JobRecord(Struct, frozen=True):
     """A submitted job, as recorded by the run."""
 
     job_id: str
@@ -54,8 +54,7 @@ class JobRecord:
     observed_state: str | None = None
 
 
-@dataclass(frozen=True)
-class JobStateView:
+class JobStateView(Struct, frozen=True):
     state: RunState
     #: Details beyond the state: the pending reason, or why the scheduler cannot be queried.
     words: str = ""
@@ -73,62 +72,56 @@ class SlurmState(NamedTuple):
     meaning: str
 
 
-#: Job states of squeue(1) and sacct(1), section JOB STATE CODES.
+#: Job states of squeue(1) and sacct(1), section JOB STATE CODES, by the state of the run.
+_JOB_STATES = {
+    RunState.PENDING: {
+        "PENDING": ("PD", "The job is waiting in the queue."),
+        "REQUEUED": ("RQ", "The job ended, and Slurm is requeueing it."),
+        "REQUEUE_FED": ("RF", "The federation of clusters is requeueing the job."),
+        "REQUEUE_HOLD": ("RH", "The job was requeued and is held. Use `scontrol release JOB` to release it."),
+        "RESV_DEL_HOLD": ("RD", "The job is held because its reservation was deleted. Submit it again."),
+        "SPECIAL_EXIT": (
+            "SE",
+            (
+                "The site requeued and held the job because of its exit code. Use `scontrol release JOB` to "
+                "release it."
+            ),
+        ),
+    },
+    RunState.RUNNING: {
+        "CONFIGURING": ("CF", "The nodes are allocated, but are still booting."),
+        "COMPLETING": ("CG", "The job is ending. Some nodes are still running its processes or the epilog."),
+        "EXPEDITING": ("", "Slurm is requeueing the job, and gives it the highest priority."),
+        "LAUNCH_FAILED": ("", "A node failed to start the job."),
+        "POWER_UP_NODE": ("", "The nodes of the job are being powered up."),
+        "RECONFIG_FAIL": ("", "A node could not be reconfigured for the job."),
+        "RESIZING": ("RS", "The job is about to change size."),
+        "RUNNING": ("R", "The job is running on its nodes."),
+        "SIGNALING": ("SI", "Slurm is sending a signal to the job."),
+        "STAGE_OUT": ("SO", "The burst buffer is copying the output files of the job."),
+        "STOPPED": ("ST", "The job was stopped with SIGSTOP. Its CPUs remain allocated."),
+        "SUSPENDED": ("S", "The job is suspended. Its CPUs are free for other jobs until it resumes."),
+        "UPDATE_DB": ("", "Slurm is updating the database record of the job."),
+    },
+    RunState.COMPLETED: {"COMPLETED": ("CD", "The batch script exited with code 0.")},
+    RunState.CANCELLED: {
+        "CANCELLED": ("CA", "A user or an administrator cancelled the job."),
+        "REVOKED": ("RV", "Another cluster of the federation started the job."),
+    },
+    RunState.FAILED: {
+        "BOOT_FAIL": ("BF", "A node of the job failed to boot. Submit the job again."),
+        "DEADLINE": ("DL", "The job reached the deadline of its --deadline option."),
+        "FAILED": ("F", "The batch script exited with a nonzero code. `hpctrain logs RUN` shows why."),
+        "NODE_FAIL": ("NF", "A node of the job failed, and the job was not requeued."),
+        "OUT_OF_MEMORY": ("OOM", "The job needed more memory than it requested. Request more with --mem."),
+        "PREEMPTED": ("PR", "A job with a higher priority took the nodes, and this job was not requeued."),
+        "TIMEOUT": ("TO", "The job reached its time limit. Request more with --time."),
+    },
+}
 SLURM_STATES = {
-    "PENDING": SlurmState(RunState.PENDING, "PD", "The job is waiting in the queue."),
-    "REQUEUED": SlurmState(RunState.PENDING, "RQ", "The job ended, and Slurm is requeueing it."),
-    "REQUEUE_FED": SlurmState(RunState.PENDING, "RF", "The federation of clusters is requeueing the job."),
-    "REQUEUE_HOLD": SlurmState(
-        RunState.PENDING, "RH", "The job was requeued and is held. Use `scontrol release JOB` to release it."
-    ),
-    "RESV_DEL_HOLD": SlurmState(
-        RunState.PENDING, "RD", "The job is held because its reservation was deleted. Submit it again."
-    ),
-    "SPECIAL_EXIT": SlurmState(
-        RunState.PENDING,
-        "SE",
-        "The site requeued and held the job because of its exit code. Use `scontrol release JOB` to release "
-        "it.",
-    ),
-    "CONFIGURING": SlurmState(RunState.RUNNING, "CF", "The nodes are allocated, but are still booting."),
-    "COMPLETING": SlurmState(
-        RunState.RUNNING, "CG", "The job is ending. Some nodes are still running its processes or the epilog."
-    ),
-    "EXPEDITING": SlurmState(
-        RunState.RUNNING, "", "Slurm is requeueing the job, and gives it the highest priority."
-    ),
-    "LAUNCH_FAILED": SlurmState(RunState.RUNNING, "", "A node failed to start the job."),
-    "POWER_UP_NODE": SlurmState(RunState.RUNNING, "", "The nodes of the job are being powered up."),
-    "RECONFIG_FAIL": SlurmState(RunState.RUNNING, "", "A node could not be reconfigured for the job."),
-    "RESIZING": SlurmState(RunState.RUNNING, "RS", "The job is about to change size."),
-    "RUNNING": SlurmState(RunState.RUNNING, "R", "The job is running on its nodes."),
-    "SIGNALING": SlurmState(RunState.RUNNING, "SI", "Slurm is sending a signal to the job."),
-    "STAGE_OUT": SlurmState(
-        RunState.RUNNING, "SO", "The burst buffer is copying the output files of the job."
-    ),
-    "STOPPED": SlurmState(
-        RunState.RUNNING, "ST", "The job was stopped with SIGSTOP. Its CPUs remain allocated."
-    ),
-    "SUSPENDED": SlurmState(
-        RunState.RUNNING, "S", "The job is suspended. Its CPUs are free for other jobs until it resumes."
-    ),
-    "UPDATE_DB": SlurmState(RunState.RUNNING, "", "Slurm is updating the database record of the job."),
-    "COMPLETED": SlurmState(RunState.COMPLETED, "CD", "The batch script exited with code 0."),
-    "CANCELLED": SlurmState(RunState.CANCELLED, "CA", "A user or an administrator cancelled the job."),
-    "REVOKED": SlurmState(RunState.CANCELLED, "RV", "Another cluster of the federation started the job."),
-    "BOOT_FAIL": SlurmState(RunState.FAILED, "BF", "A node of the job failed to boot. Submit the job again."),
-    "DEADLINE": SlurmState(RunState.FAILED, "DL", "The job reached the deadline of its --deadline option."),
-    "FAILED": SlurmState(
-        RunState.FAILED, "F", "The batch script exited with a nonzero code. `hpctrain logs RUN` shows why."
-    ),
-    "NODE_FAIL": SlurmState(RunState.FAILED, "NF", "A node of the job failed, and the job was not requeued."),
-    "OUT_OF_MEMORY": SlurmState(
-        RunState.FAILED, "OOM", "The job needed more memory than it requested. Request more with --mem."
-    ),
-    "PREEMPTED": SlurmState(
-        RunState.FAILED, "PR", "A job with a higher priority took the nodes, and this job was not requeued."
-    ),
-    "TIMEOUT": SlurmState(RunState.FAILED, "TO", "The job reached its time limit. Request more with --time."),
+    name: SlurmState(state, *entry)
+    for state, entries in _JOB_STATES.items()
+    for name, entry in entries.items()
 }
 
 #: Precedence of states for the combined state of several runs.

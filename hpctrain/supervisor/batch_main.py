@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,20 +11,22 @@ from pathlib import Path
 
 from hpctrain import system
 from hpctrain.cluster.ports import raise_fd_limit
-from hpctrain.errors import HpctrainError, RunFailed, SchedulerError
+from hpctrain.errors import HpctrainError, RunFailed, SchedulerError, SpecError
 from hpctrain.files import make_folder, read_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
-from hpctrain.rundir import BATCH_PID_VARIABLE, REQUEUE_GRACE_KEY, STOP_GRACE_VARIABLE, RunDir
+from hpctrain.rundir import (
+    BATCH_PID_VARIABLE,
+    PREDECESSOR_VARIABLE,
+    REQUEUE_GRACE_KEY,
+    STOP_GRACE_VARIABLE,
+    RunDir,
+)
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.site_facts import query_grace_s
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
-from hpctrain.supervisor.buffered_storage import (
-    BufferedLogHandler,
-    BufferedStorage,
-    describe_disk_error,
-)
+from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
 from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
 from hpctrain.supervisor.launch.batch import BatchLauncher, link_output, spec_of_allocation
 from hpctrain.supervisor.launch.job_step import Launcher
@@ -38,14 +41,22 @@ from hpctrain.supervisor.workers.node_steps import StagePlan
 
 log = logging.getLogger(__name__)
 
+#: Name of a link to the batch script of a successor (`RunDir.successor_script`).
+_SUCCESSOR = re.compile(r"continues-job-(\d+(?:_\d+)?)", re.ASCII)
 #: Connections of a rank to the supervisor's host: the store connections for the process group and for failure
 #: reports, and the heartbeat connections of the rank and its standby worker.
 _CONNECTIONS_PER_RANK = 4
 
 
 def main(argv: list[str], environ: Mapping[str, str], *, deaths: int = 0) -> int:
-    """Supervise the run in the folder `argv[0]`; in a job array, the task of this job."""
+    """Supervise the run in the folder `argv[0]`; in a job array, the task of this job.
+
+    `argv[1]` names the job that this one continues, if any.
+    """
     path = run_of_this_job(RunDir(Path(argv[0])), environ).path
+    if PREDECESSOR_VARIABLE not in environ and (marker := _SUCCESSOR.fullmatch(" ".join(argv[1:]))):
+        # sbatch has not exported the variable.
+        environ = {**environ, PREDECESSOR_VARIABLE: marker[1]}
     storage = BufferedStorage(path)
     run = RunDir(path, storage)
     try:
@@ -157,8 +168,8 @@ def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     else:
         limits["SIGTERM"] = None
         try:
-            partition = environ.get("SLURM_JOB_PARTITION", "")
-            limits["SIGTERM"] = query_grace_s(partition, strip_job_env(environ))
-        except SchedulerError as error:
+            partition, qos = environ.get("SLURM_JOB_PARTITION", ""), environ.get("SLURM_JOB_QOS", "")
+            limits["SIGTERM"] = query_grace_s(partition, qos, strip_job_env(environ))
+        except (SchedulerError, SpecError) as error:
             log.warning("cannot determine the grace time, so Slurm may kill ranks while they save: %s", error)
     return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in limits.items() if s is not None)}

@@ -14,13 +14,7 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import file_size, open_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.records.lease import Lease
-from hpctrain.records.successor import (
-    JobChanges,
-    can_start,
-    excluded_nodes,
-    find_successor,
-    submit_successor,
-)
+from hpctrain.records.successor import JobChanges, can_start, excluded_nodes, find_successor, submit_successor
 from hpctrain.rundir import BATCH_PID_VARIABLE, PREDECESSOR_VARIABLE, RunDir
 from hpctrain.schema import LeaseHolder
 from hpctrain.slurm.config import query_config
@@ -83,6 +77,10 @@ class SlurmJobControl:
         if job.restarts > self._restarts:
             return JobDisposition.REQUEUED
         return JobDisposition.EVICTED if is_evicted(self._log()) else JobDisposition.ENDS
+
+    def is_preempted(self) -> bool:
+        """Return true during the grace time, in which Slurm signals only the job steps."""
+        return query_job(self.job_id, self._environ).preempted
 
     def requeue(self) -> bool:
         """Requeue the job. Return true if this process will be ended, false if the run continues in it."""
@@ -228,6 +226,9 @@ class LocalJobControl:
 
     def disposition(self) -> JobDisposition:
         return JobDisposition.STAYS  # Only the user ends a local job.
+
+    def is_preempted(self) -> bool:
+        return False  # This process receives all signals.
 
     def requeue(self) -> bool:
         """Restart the job immediately in this process, with the full time limit: there is no queue."""

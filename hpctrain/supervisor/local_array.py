@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType
 
 from hpctrain import system
-from hpctrain.cluster.device_plan import gpu_variables
+from hpctrain.cluster.visible_gpus import gpu_variables
 from hpctrain.errors import RunFailed
 from hpctrain.files import own_file, try_lock
 from hpctrain.jobspec.job_spec import JobSpec

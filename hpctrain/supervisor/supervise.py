@@ -248,7 +248,7 @@ class Supervisor:
             case Action.LEAVE:
                 return EXIT_CONTINUE
             case Action.COMPLETE:
-                note = completion_note(self._run)
+                note = end.cause or completion_note(self._run)
                 return finish_run(self._run, "COMPLETED", note=note)
             case Action.CANCEL:
                 return finish_run(self._run, "CANCELLED")

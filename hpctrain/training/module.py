@@ -49,6 +49,9 @@ class Module(nn.Module):
 
         The value, a number or a tensor with one element, appears in the progress line, and is averaged over
         all ranks. `options` are further arguments of Lightning's method.
+
+        Raises:
+            UserError: no step is running, or an argument is not supported.
         """
         run = find_run(self)
         if run is None:

@@ -20,9 +20,9 @@ from hpctrain.training.algorithms import Algorithm, find_algorithm, register_alg
 from hpctrain.training.base.device_selection import find_devices, has_launcher, process_devices, with_devices
 from hpctrain.training.base.rng import seed_all
 from hpctrain.training.callbacks import CallbackList
-from hpctrain.training.loop.evaluation import Evaluation
 from hpctrain.training.loop.spawn import spawn_ranks
 from hpctrain.training.loop.training_loop import build_training_loop
+from hpctrain.training.loop.validation import Evaluation
 from hpctrain.training.module_run import ModuleRun, canonical_arguments, lightning_base
 from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
@@ -51,6 +51,9 @@ class Trainer(TrainerConfig):
         optimizers: optimizers of the module, from the start of `fit`.
         schedulers: learning-rate schedulers of the module, from the start of `fit`.
         ending: reason to end training before its last step; None if `end` has not been called.
+
+    Raises:
+        UserError: a setting is out of range, or contradicts another or the launcher.
     """
 
     def __post_init__(self) -> None:
@@ -95,6 +98,8 @@ class Trainer(TrainerConfig):
             SystemExit: with code 75, after a stop signal, once the state is saved.
             BadLoss: a loss is NaN, infinite or far too high, and `on_bad_loss` ends the training.
             CheckpointError: the state after the last step was not saved.
+            DataWorkerKilled: a data worker was killed, for example because memory ran out.
+            RendezvousError: the ranks did not form a process group.
             SilentCorruption: the replicas of the state differ.
             UserError: a data set is empty, or neither map-style nor a stream; or the process has already
                 completed a training in the run folder.
@@ -160,14 +165,19 @@ class Trainer(TrainerConfig):
     def validate(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> dict[str, float]:
-        """Collective. Return the means of `validation_step` over `dataset`."""
+        """Collective. Return the means of `validation_step` over `dataset`.
+
+        Raises:
+            UserError: the data set is missing, empty or of an unknown kind.
+            RendezvousError: the ranks did not form a process group.
+        """
         with self._evaluation("validate", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.means("validation_step")
 
     def test(
         self, module: Any = None, dataset: Any = None, *, datamodule: Any = None, **lightning: Any
     ) -> dict[str, float]:
-        """Collective. Return the means of `test_step` over `dataset`."""
+        """Collective. Return the means of `test_step` over `dataset`. Raises the errors of `validate`."""
         with self._evaluation("test", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.means("test_step")
 
@@ -177,7 +187,8 @@ class Trainer(TrainerConfig):
         """Collective. Return the outputs of `predict_step` for all batches of `dataset`.
 
         Every rank receives all outputs, which must fit into its memory; tensors are on the CPU. For a
-        map-style data set, batches are in the order of the data set, with any number of ranks.
+        map-style data set, batches are in the order of the data set, with any number of ranks. Raises the
+        errors of `validate`.
         """
         with self._evaluation("predict", module, dataset, datamodule, lightning) as evaluation:
             return evaluation.predictions()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import UserError
 from hpctrain.telemetry.hparams import plain_hparams
 from hpctrain.telemetry.loggers import Logger, find_loggers

@@ -1,7 +1,5 @@
 """Saves in the background: staging, waiting, outcomes and abandoning."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

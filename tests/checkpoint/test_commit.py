@@ -1,7 +1,5 @@
 """Committing and loading: round trips, leftovers of unfinished saves, and the manifest."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Comparison of checkpoints, bit by bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.rank_checkpoints import open_store

@@ -1,7 +1,5 @@
 """Messages between the ranks that save together."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

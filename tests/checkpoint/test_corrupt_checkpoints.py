@@ -1,7 +1,5 @@
 """Corrupt checkpoints: any changed byte is detected, and the checkpoint is reported and set aside."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

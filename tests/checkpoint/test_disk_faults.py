@@ -1,7 +1,5 @@
 """Full, missing and read-only disks: the save fails with one message, and earlier checkpoints stay."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Detection of new files that a script writes into the run's `checkpoints` folder."""
 
-from __future__ import annotations
-
 import os
 
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token, temporary_name

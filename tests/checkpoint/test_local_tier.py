@@ -1,7 +1,5 @@
 """Checkpoints saved to the local tier first and copied to the shared folder."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading
@@ -17,7 +15,7 @@ from helpers.ranks import run_on_ranks
 from helpers.saved_states import names, steps
 
 from hpctrain.checkpoint.io import background_io
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave
 
 

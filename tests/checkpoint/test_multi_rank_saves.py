@@ -1,7 +1,5 @@
 """Saves by several ranks: each writes its share, and all report the same error."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -21,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hpctrain.checkpoint import store as store_module
 from hpctrain.checkpoint.io import background_io
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError
 

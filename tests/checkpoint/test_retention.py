@@ -1,7 +1,5 @@
 """Retention rules: checkpoints that are kept and deleted."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from helpers.saved_states import names, steps
 
 from hpctrain.checkpoint.format.manifest import FileEntry, read_verified
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import UserError

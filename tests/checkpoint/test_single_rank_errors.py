@@ -1,7 +1,5 @@
 """Errors on one rank: all ranks report the same error, and none waits forever."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

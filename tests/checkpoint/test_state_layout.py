@@ -1,7 +1,5 @@
 """Layout of tensors and values in a checkpoint, across changing states and failed saves."""
 
-from __future__ import annotations
-
 import errno
 import os
 

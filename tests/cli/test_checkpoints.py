@@ -1,7 +1,5 @@
 """`hpctrain checkpoints`: list, verify, export and import."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

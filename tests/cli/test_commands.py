@@ -1,7 +1,5 @@
 """The command line, end to end."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -93,7 +91,7 @@ def test_dry_run_prints_only_the_script_and_creates_nothing(hpctrain, tmp_path):
     result = hpctrain("submit", "--dry-run", "--backend", "local", "--run-dir", "a b", "train.py")
     assert result.returncode == 0
     assert result.stdout.startswith("#!/bin/bash\n")
-    assert result.stdout.endswith(f"-m hpctrain.supervisor '{tmp_path}/a b'\n")
+    assert result.stdout.endswith(f"-m hpctrain.supervisor '{tmp_path}/a b' \"$@\"\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
     assert "Nothing was submitted. This script needs the run folder" in result.stderr
     assert "\n# It needs the run folder that `hpctrain submit` creates" in result.stdout

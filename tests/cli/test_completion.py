@@ -1,7 +1,5 @@
 """Shell completion: real key presses in bash and zsh, and the completions of fish."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

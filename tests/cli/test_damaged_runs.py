@@ -1,7 +1,5 @@
 """Damaged or malicious run folders: commands end, with hpctrain's own errors only."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`hpctrain doctor`: output, profile file and exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 

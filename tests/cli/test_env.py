@@ -1,7 +1,5 @@
 """`hpctrain env`: values and their sources."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`hpctrain exec`: any program as a rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`hpctrain explain`: every kind of word has a meaning, and unknown words get a suggestion."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

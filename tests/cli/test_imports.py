@@ -1,7 +1,5 @@
 """Imports of the command line: it starts fast and never imports torch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

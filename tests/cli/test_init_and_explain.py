@@ -1,7 +1,5 @@
 """Configuration files on the command line: `init`, `--show-config` and `--profile`."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """`hpctrain logs` for runs with several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -155,7 +153,7 @@ def test_interrupting_logs_keeps_the_run_alive(hpctrain, tmp_path):
         assert lines == ["[0] here\n", "[1] here\n"]
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert "Detached. The run continues." in err
     assert '"state": "RUNNING"' in hpctrain("status", "r", "--json").stdout
     hpctrain("cancel", "r")

@@ -5,8 +5,6 @@
 rewrites the stored format; `git diff` then shows what users have to adapt.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -127,7 +125,10 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", json.loads(GOLDEN.read_text()) if GOLDEN.exists() else [])
 def test_format_is_unchanged(formats, name):
     stored = json.loads(GOLDEN.read_text())[name]
-    assert fits(formats[name], stored), f"{json.dumps(formats[name], indent=1)}"
+    assert fits(formats[name], stored), (
+        f"{name} has changed, which programs of users read. If it may change, run this test with "
+        f"UPDATE_GOLDEN=1 and compare the stored shapes. New shape: {json.dumps(formats[name], indent=1)}"
+    )
 
 
 def test_all_formats_are_stored(formats):

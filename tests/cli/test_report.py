@@ -1,20 +1,18 @@
 """`hpctrain report`: output path, format and arguments."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from helpers.waiting import wait_for
+from msgspec import to_builtins
 
 from hpctrain.cli import submit
 from hpctrain.cli.main import cli
@@ -149,7 +147,7 @@ def spec_of(argv: Sequence[str], folder: Path) -> dict[str, Any]:
         cwd=folder,
         python="/usr/bin/python3",
     )
-    return {**asdict(spec), "run_id": "", "run_dir": ""}
+    return {**to_builtins(spec), "run_id": "", "run_dir": ""}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Hyper-parameters and metrics in `status`, `list` and the report."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

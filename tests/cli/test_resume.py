@@ -1,10 +1,7 @@
 """`hpctrain resume` with the local backend."""
 
-from __future__ import annotations
-
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from click.testing import CliRunner
 from helpers.commands import run_command
 from helpers.fake_slurm import FakeSlurm
 from helpers.waiting import wait_for
+from msgspec.structs import replace
 
 from hpctrain.cli.main import cli
 from hpctrain.jobspec.job_spec import JobSpec
@@ -116,6 +114,10 @@ def test_resume_changes_the_arguments_or_the_script(workdir: Path, options: list
     assert os.listdir("runs") == ["a"]
     assert printed in run.rank_log(1, 0).read_text()
     assert load_spec(run.spec).env == {"COLOR": "red"}
+    if printed != "arguments []":
+        assert "\narguments   attempt 0: --lr 0.1; attempt 1: " in invoke("status", "a")
+        again = json.loads(invoke("report", "a", "--json"))["again"]
+        assert "# Arguments of attempt 0: --lr 0.1" in again
 
 
 def resumed_spec(*options: str) -> JobSpec:

@@ -1,7 +1,5 @@
 """`hpctrain serve`: live pages for clients with the token, and nothing for others."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json

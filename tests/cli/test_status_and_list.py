@@ -1,7 +1,5 @@
 """`hpctrain status`, `wait` and `list`: unreachable Slurm, arrays and run names."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Commands of hpctrain in its own messages."""
 
-from __future__ import annotations
-
 import re
 
 import click

@@ -1,7 +1,5 @@
 """`hpctrain sweep`: dry runs, errors, and random trials."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

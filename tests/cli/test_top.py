@@ -1,7 +1,5 @@
 """`hpctrain top`: with and without a terminal."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,14 +1,13 @@
 """AMD GPUs from a fake topology of the driver, and the variables that select them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster import detect, device_plan
+from hpctrain.cluster import detect, visible_gpus
 from hpctrain.cluster.amd_gpus import AmdGpu, check_amd_variables, list_amd_gpus, visible_amd_gpus
-from hpctrain.cluster.device_plan import gpu_variables, plan_device
+from hpctrain.cluster.device_plan import plan_device
+from hpctrain.cluster.visible_gpus import gpu_variables
 from hpctrain.errors import EnvironmentMismatch
 from hpctrain.supervisor.launch import step_launchers
 from hpctrain.telemetry.sampling import nvml
@@ -33,7 +32,7 @@ def write_topology(folder: Path) -> Path:
 @pytest.fixture
 def amd_machine(tmp_path, monkeypatch):
     gpus = list_amd_gpus(write_topology(tmp_path))
-    for module in (nvml, step_launchers, device_plan):
+    for module in (nvml, step_launchers, visible_gpus):
         monkeypatch.setattr(module, "list_amd_gpus", lambda: gpus)
     monkeypatch.setattr(nvml, "list_gpu_uuids", list)
 

@@ -1,7 +1,5 @@
 """`detect` with the variables of every launcher, and on the recordings of `scripts/record_launches.py`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The device plan: its rules, and its agreement with the GPUs that Slurm shows to each task."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,8 +7,9 @@ from helpers.commands import run_command
 from helpers.node_ranks import ranks
 
 from hpctrain.cluster import detect
-from hpctrain.cluster.device_plan import gpu_sharing_reason, is_mig, plan_device, visible_devices
-from hpctrain.cluster.gpu_placement import RankPlacement, check_unique_placement
+from hpctrain.cluster.device_plan import gpu_sharing_reason, plan_device
+from hpctrain.cluster.gpu_assignment import RankPlacement, check_unique_placement
+from hpctrain.cluster.visible_gpus import is_mig, visible_devices
 from hpctrain.errors import EnvironmentMismatch
 
 

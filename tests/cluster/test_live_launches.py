@@ -1,7 +1,5 @@
 """`detect` under real launchers: the Slurm of the tests and the installed MPI implementations."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,7 +1,5 @@
 """Children of a process, and orphans of earlier attempts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

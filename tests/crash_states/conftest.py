@@ -1,7 +1,5 @@
 """A folder in memory, where a state of a disk is written in a millisecond."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

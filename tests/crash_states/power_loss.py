@@ -15,8 +15,6 @@ more than POSIX promises:
 - Files do not depend on each other, and content does not depend on names.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The checkpoints of a training after a power loss at any moment, in every state of the disk."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

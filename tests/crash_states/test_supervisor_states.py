@@ -1,7 +1,5 @@
 """Leases, claims and records of a run after a power loss at any moment, in every state of the disk."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

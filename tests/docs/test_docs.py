@@ -6,8 +6,6 @@ repository's root. An HTML comment before a block changes that: `<!-- slurm -->`
 are the only options.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

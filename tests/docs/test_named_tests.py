@@ -1,7 +1,5 @@
 """The tests that pages of the documentation name."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Options in the documentation match those of the commands."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The diffs of the porting guide match scripts that run."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

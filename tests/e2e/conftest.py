@@ -1,7 +1,5 @@
 """The shared cluster is free before and after each test, and undisturbed runs are trained once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -4,8 +4,6 @@ The container runtime and conda are fakes. The scripts train a small model that 
 the weights of a disturbed run equal those of an undisturbed one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -35,14 +33,14 @@ DISTURBANCES = ("undisturbed", "preempted", "killed", "hung")
 #: Scripts that set the number of steps.
 SHORT = ("self_requeue", "chain")
 CHEAP = {
-    *(("plain_srun", disturbance) for disturbance in ("preempted", "killed", "hung")),
+    *(("plain_srun", disturbance) for disturbance in ("preempted", "killed", "hung", "raised")),
     *(("several_steps", "undisturbed"), ("self_requeue", "undisturbed")),
 }
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def fake_programs(folder: Path) -> dict[str, str]:
+def fake_programs(folder: Path, env: dict[str, str]) -> dict[str, str]:
     """Write a fake apptainer, and a fake conda with one environment; return the variables of the scripts."""
     image = folder / "torch.sif"
     image.write_text(json.dumps({"env": {"INSIDE": "1"}, "hidden": []}))
@@ -58,7 +56,7 @@ def fake_programs(folder: Path) -> dict[str, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
-    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{programs}:{Path(sys.executable).parent}:{env.get('PATH', os.environ['PATH'])}"
     return {"IMAGE": str(image), "CONDA_ROOT": str(conda), "PATH": path, "TEST_PATH": path}
 
 
@@ -67,7 +65,7 @@ def submit(folder: Path, env: dict[str, str], name: str, fault: str = "", step_s
     (folder / "logs").mkdir()
     variables = {
         **env,
-        **fake_programs(folder),
+        **fake_programs(folder, env),
         "ADOPTED": str(ADOPTED),
         "OUT": str(folder / "out"),
         "FAULT": fault,
@@ -98,12 +96,14 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
             id=f"{name}-{disturbance}",
         )
         for name in SCRIPT_NAMES
-        for disturbance in DISTURBANCES
+        for disturbance in (*DISTURBANCES, "raised")[: 5 if name == "plain_srun" else 4]
     ],
 )
 def test_adopted_script(slurm, tmp_path, name, disturbance):
-    fault = {"killed": "8:kill", "hung": "8:hang"}.get(disturbance, "")
+    fault = {"killed": "8:kill", "hung": "8:hang", "raised": "8:raise"}.get(disturbance, "")
     step_s = SLOW_S if disturbance == "preempted" else FAST_S
+    if name == "own_master":
+        step_s *= 4  # The supervisor queries Slurm every ten seconds.
     run = submit(tmp_path / "job", slurm.env, name, fault, step_s)
     out = tmp_path / "job/out"
     if disturbance == "preempted":
@@ -119,6 +119,9 @@ def test_adopted_script(slurm, tmp_path, name, disturbance):
     if disturbance == "killed":
         # A launcher may only report that its rank has failed.
         assert failures & {"killed", "communication", "python"}
+    if disturbance == "raised":
+        # srun exits with the code of a peer, which it has stopped.
+        assert failures == {"python"}
     if disturbance == "undisturbed":
         assert not failures
     check_result(name, out)
@@ -215,3 +218,95 @@ def test_requested_requeue_runs_the_script_again_from_its_copy(tmp_path):
     run.hpctrain("requeue", str(run.path))
     assert run.wait(400) == 0, run.describe()
     assert (folder / "seen").read_text() == "argument in attempt 0\nargument in attempt 1\n"
+
+
+@pytest.mark.extended
+def test_script_without_exported_variables_is_observed_but_its_own_jobs_are_not(slurm, tmp_path):
+    """The successor continues the run although sbatch exports no variable to it."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    python = sys.executable
+    (folder / "child.py").write_text(
+        "import os, pathlib, torch\n"
+        "names = [name for name in os.environ if name.startswith('HPCTRAIN_')]\n"
+        f"pathlib.Path({str(folder / 'child')!r}).write_text(f'{{sorted(names)}}')\n"
+    )
+    (folder / "job.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --export=NONE --nodes=1 --ntasks=2 --time=20 --no-requeue\n"
+        f"[ -e child ] || sbatch --export=ALL --wait --output=/dev/null --wrap='{python} child.py'\n"
+        "export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) GLOO_SOCKET_IFNAME=lo\n"
+        "export SLURM_EXPORT_ENV=$SLURM_EXPORT_ENV,MASTER_ADDR,MASTER_PORT,GLOO_SOCKET_IFNAME\n"
+        f"srun {python} {ADOPTED / 'train.py'} --out out --steps 30 --pause {SLOW_S}\n"
+    )
+    run = Run(folder / "run", slurm.env)
+    run.hpctrain("submit", "--run-dir=run", "--checkpoints=out/*.pt", "job.sbatch", cwd=folder)
+    wait_for((folder / "out/checkpoint.pt").exists, 200, "a checkpoint")
+    preempt(slurm.env)
+    assert run.wait(400) == 0, run.describe()
+    assert (folder / "child").read_text() == "[]"
+    check_result("", folder / "out")
+    # Observed ranks stop after the same step, and a successor continues the run.
+    assert "all ranks exit after step" in "".join(path.read_text() for path in folder.glob("slurm-*.out"))
+    assert len({event["job_id"] for event in run.events("submitted")}) == 2
+
+
+def run_script(folder: Path, lines: str, files: dict[str, str], *options: str) -> Run:
+    """Run a batch script without Slurm to its end; `python` is the interpreter of the tests."""
+    folder.mkdir(exist_ok=True)
+    for name, text in {**files, "job.sh": f"#!/bin/sh\n{lines}\n"}.items():
+        (folder / name).write_text(text)
+    run = Run(folder / "run", {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    run.hpctrain("submit", "--backend=local", "--run-dir=run", *options, "job.sh", cwd=folder)
+    run.wait(100)
+    return run
+
+
+CRASH = "import torch\nraise RuntimeError('the data are broken')\n"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        ("exit 0", None),
+        pytest.param("exit 3", "exit code 3", marks=pytest.mark.long),
+        # That of the server, which would be 143 without hpctrain.
+        ("", "the batch script exited with code 75, which requests a continuation, although nothing stopped"),
+    ],
+)
+def test_script_that_ends_its_own_server_ends(tmp_path, end, cause):
+    """The signal of the script is no request to stop the run, although the server is observed."""
+    server = "import time, torch\nopen('up', 'w').close()\ntime.sleep(100)\n"
+    lines = f"python server.py &\nwhile [ ! -e up ]; do sleep 0.1; done\nsleep 1; kill $!; wait $!\n{end}"
+    run = run_script(tmp_path, lines, {"server.py": server}, "--max-failures=1")
+    status = run.status()
+    assert status["state"] == ("FAILED" if cause else "COMPLETED"), run.describe()
+    assert (cause or "") in (status["cause"] or "")
+    assert len(run.events("started")) == 1
+
+
+@pytest.mark.extended
+def test_crash_that_the_script_does_not_report_is_noted(tmp_path):
+    run = run_script(tmp_path, "python crash.py | cat", {"crash.py": CRASH})
+    status = run.status()
+    assert status["state"] == "COMPLETED", run.describe()
+    assert re.fullmatch(
+        r"rank 0 on \S+: RuntimeError: the data are broken, but the batch script exited with code 0",
+        status["note"],
+    )
+    assert "the data are broken" in run.hpctrain("report", str(run.path), "-o", "-").stdout
+
+
+@pytest.mark.extended
+def test_failure_that_the_script_survived_is_not_the_cause_of_another(tmp_path):
+    lines = "python crash.py || true\npython -c 'import torch'\necho 'no such table' >&2\nexit 3"
+    run = run_script(tmp_path, lines, {"crash.py": CRASH}, "--max-failures=1")
+    cause = run.status()["cause"]
+    assert "no such table" in cause, run.describe()
+    assert "the data are broken" not in cause
+
+
+@pytest.mark.extended
+def test_scripts_of_a_local_array_have_their_task(tmp_path):
+    run_script(tmp_path, "touch task-$SLURM_ARRAY_TASK_ID", {}, "--array=2,5%2")
+    assert sorted(path.name for path in tmp_path.glob("task-*")) == ["task-2", "task-5"]

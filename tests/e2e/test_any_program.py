@@ -1,7 +1,5 @@
 """Programs without hpctrain on two nodes with two ranks each, preempted, killed and hung."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

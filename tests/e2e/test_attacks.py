@@ -1,7 +1,5 @@
 """Another user of the node attacks a run: no code of theirs runs, and the run completes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs with faults from `hpctrain chaos` end like undisturbed ones."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

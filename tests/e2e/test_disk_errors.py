@@ -1,7 +1,5 @@
 """Full disks and missing folders during training: the run continues and reports them."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Runs with MIN:MAX nodes: they start on the free nodes and continue on those that are left."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

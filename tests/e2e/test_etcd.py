@@ -1,7 +1,5 @@
 """torchrun agents with a rendezvous on a real etcd server: same checkpoints, same restarts."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Functions as jobs, on a real Slurm and with the local backend."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Faults of every kind on a real Slurm: the losses are those of the undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Permissions of the files of a run, under any umask."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

@@ -1,7 +1,5 @@
 """Ranks with several GPUs, which are pretended here: Slurm assigns device files, and torch uses the CPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """A rank that hangs before the all-reduce is detected, reported and restarted."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

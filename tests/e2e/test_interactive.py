@@ -1,7 +1,5 @@
 """Shells in new jobs and beside the ranks of a run."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A node without network: it keeps running, and the run continues without it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

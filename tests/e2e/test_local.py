@@ -1,7 +1,5 @@
 """Runs without Slurm: two emulated nodes on this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """After ranks fail for good, their nodes' local tiers are drained: empty, and nothing lost."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.processes import assert_no_process_left
 from helpers.training_runs import submit_script

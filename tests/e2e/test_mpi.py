@@ -1,7 +1,5 @@
 """An MPI program finds its processes through Slurm's MPI plugin."""
 
-from __future__ import annotations
-
 import re
 from ctypes.util import find_library
 

@@ -1,7 +1,5 @@
 """Runs out of memory continue with a change. There are no GPUs: training steps raise the exception."""
 
-from __future__ import annotations
-
 import pytest
 from helpers.processes import assert_no_process_left
 from helpers.training_runs import submit_script

@@ -1,7 +1,5 @@
 """Scripts that choose their own rendezvous, or start processes of their own, run as under plain srun."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress

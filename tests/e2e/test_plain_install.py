@@ -3,8 +3,6 @@
 Nothing is downloaded: the dependencies are links to packages in the environment of the tests.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil

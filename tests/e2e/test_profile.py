@@ -1,7 +1,5 @@
 """Profiles of running programs without the Trainer."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

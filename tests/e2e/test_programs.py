@@ -1,7 +1,5 @@
 """Runs of modules and commands, including hang detection without a Trainer."""
 
-from __future__ import annotations
-
 import re
 import sys
 from contextlib import suppress
@@ -311,10 +309,7 @@ def test_long_evaluation_after_should_stop_is_not_a_hang(workdir):
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("failure", "cause"),
-    [
-        ("raise", "ValueError: bad sample"),
-        ("refuse", "attempt 1 trained no step and exited with code 0"),
-    ],
+    [("raise", "ValueError: bad sample"), ("refuse", "attempt 1 trained no step and exited with code 0")],
 )
 def test_script_that_always_fails_and_saves_nothing_ends(workdir, failure, cause):
     run, code, printed = submit(workdir, "train.py", failure, "15")

@@ -1,7 +1,5 @@
 """Faults at random moments: start-up, steps, saves, validation, end. Takes minutes."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """Kills of ranks and nodes: a run repeats few steps, and has the undisturbed result."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import time

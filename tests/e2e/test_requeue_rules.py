@@ -1,7 +1,5 @@
 """Sites with other requeue rules behave as preflight and documentation say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

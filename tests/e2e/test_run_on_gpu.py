@@ -1,7 +1,5 @@
 """A run on a real GPU: faults do not change its result, and its report has the GPU's measurements."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

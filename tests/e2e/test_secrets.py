@@ -3,8 +3,6 @@
 The run's own secrets appear only in the ranks' environment.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

@@ -1,7 +1,5 @@
 """Flipped bits in the memory of a rank: the run names the rank, and its result is that without the flip."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

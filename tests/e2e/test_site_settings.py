@@ -1,7 +1,5 @@
 """A run is disturbed on clusters with settings of larger sites, with each Slurm version."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Preemption, kills and time limits on a real Slurm: the result is bitwise the undisturbed run's."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """A run is submitted, preempted, requeued and resumed with each Slurm version."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

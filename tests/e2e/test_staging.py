@@ -1,7 +1,5 @@
 """`--stage` and `--stage-environment` on simulated nodes and on Slurm."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

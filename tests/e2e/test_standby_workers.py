@@ -1,7 +1,5 @@
 """Standby workers: they replace ranks and behave like freshly started ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

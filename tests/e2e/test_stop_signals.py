@@ -1,12 +1,11 @@
 """Stop signals in any phase of a run, once or twice: it saves or exits, and then resumes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from helpers import SCRIPTS
 from helpers.training_runs import Run, assert_undisturbed, preempt, submit, submit_script
 from helpers.waiting import wait_for
 
@@ -86,6 +85,49 @@ def test_stop_during_a_restart_of_the_ranks_resumes(reference, tmp_path, backend
     send_stop(run)
     assert_requeued_and_completed(run, reference(2))
     assert len(run.events("failure")) == 1
+
+
+PHASES = ["start", "compile", "warm-up", "data", "evaluation", "save", "own loop"]
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(
+            phase, marks=pytest.mark.extended if phase in ("compile", "own loop") else pytest.mark.long
+        )
+        for phase in PHASES
+    ],
+)
+def test_all_ranks_exit_within_the_grace_time_in_any_phase(tmp_path, phase):
+    """The supervisor would kill them only after minutes."""
+    grace_s = 30 if phase == "save" else 6
+    options = ["--backend=local", "--nodes=2", "--ntasks-per-node=1", "--standby-workers=never"]
+    options.append(f"--env=HPCTRAIN_STOP_GRACE=SIGTERM={grace_s}")
+    run = submit_script(tmp_path, SCRIPTS / "block_in_phase.py", phase, options=options)
+    wait_for((run.path / "entered").exists, 100, f"phase {phase}")
+    send_stop(run)
+    assert run.wait(100) == 0, run.describe()
+    assert run.events("failure") == run.events("restart") == run.events("excluded") == []
+    assert [event["class"] for event in run.events("requeue")] == ["preempted"]
+    log = run.dir.supervisor_log.read_text()
+    assert [f"rank {rank} exited with code 75" in log for rank in range(2)] == [True, True], log
+    assert "killed" not in log
+    assert bool(run.events("resumed")) is (phase in ("data", "evaluation", "save"))
+
+
+@pytest.mark.long
+def test_blocked_ranks_exit_before_slurm_kills_them(slurm, tmp_path):
+    script = SCRIPTS / "block_in_phase.py"
+    run = submit_script(
+        tmp_path, script, "compile", options=["--nodes=2", "--ntasks-per-node=1"], env=slurm.env
+    )
+    wait_for((run.path / "entered").exists, 150, "phase compile")
+    preempt(slurm.env, seconds=1)
+    assert run.wait() == 0, run.describe()
+    assert "Killed" not in run.dir.slurm_log.read_text()
+    assert [event["class"] for event in run.events("requeue")] == ["preempted"]
+    assert run.events("failure") == run.events("excluded") == []
 
 
 #: A rank whose handler uses the process group, as Lightning's does, and is aborted in the collective.

@@ -1,7 +1,5 @@
 """The supervisor or its watchdog is stopped, then continued or killed. There is never a second supervisor."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

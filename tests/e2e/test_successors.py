@@ -1,7 +1,5 @@
 """Sites without requeue: a stopped run continues in exactly one successor job, with the same losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

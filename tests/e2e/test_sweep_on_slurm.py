@@ -1,7 +1,5 @@
 """Sweeps on a real Slurm: preempted trials, a trial that crashes, and early stopping."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """torchrun agents under the supervisor: requeue, crashes and their causes, with a plain PyTorch script."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """COMPLETED means complete: a run whose training began but did not return is continued or has failed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

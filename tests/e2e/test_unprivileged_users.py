@@ -1,7 +1,5 @@
 """Runs of a user without privileges, on a cluster that enforces the limits of its QOS."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator

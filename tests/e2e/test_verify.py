@@ -1,7 +1,5 @@
 """`hpctrain verify`: undisturbed and disturbed runs are identical, and every change is identified."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

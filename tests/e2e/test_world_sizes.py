@@ -1,7 +1,5 @@
 """Stop and resume on the same and on other numbers of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The examples run unmodified: alone, under torchrun, and as a run of hpctrain."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

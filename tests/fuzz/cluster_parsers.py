@@ -1,7 +1,5 @@
 """Fuzzing of the parsers of environment variables, files of the kernel, and messages between hosts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +9,16 @@ from fuzzing import FOLDER, Parser, encode, parse_environment, write_file
 from helpers.launch_runner import load_recording
 
 from hpctrain.authentication import Signed, seal, unseal
-from hpctrain.cluster import amd_gpus, detection, device_plan, env_variables, launchers, slurm_ranks, torchrun
+from hpctrain.cluster import (
+    amd_gpus,
+    detection,
+    device_plan,
+    env_variables,
+    launchers,
+    slurm_ranks,
+    torchrun,
+    visible_gpus,
+)
 from hpctrain.errors import EnvironmentMismatch, RendezvousError, Unauthenticated, UserError
 from hpctrain.jobs.backends import mounts
 from hpctrain.rundir import STOP_GRACE_VARIABLE, RunDir
@@ -36,6 +43,14 @@ NAMES_BY_LAUNCHER = {
 def environments(*names: str) -> list[str]:
     """Return the recorded variables of the last process of each launch, as JSON."""
     return [json.dumps(load_recording(name)[-1].variables) for name in names]
+
+
+def launched_by(launcher: launchers.RankLauncher) -> list[str]:
+    """Return the recorded variables of a launcher, or those that it needs if it was never recorded."""
+    if names := NAMES_BY_LAUNCHER.get(launcher.name):
+        return environments(*names)
+    names = (launcher.rank, launcher.world_size, launcher.local_rank, launcher.local_world_size)
+    return [json.dumps(dict(zip(names, "1212", strict=True)))]
 
 
 def of_environment(function: Callable[..., object], *texts: str) -> Parser:
@@ -104,7 +119,7 @@ PARSERS = [
     ),
     detector(detection.detect, *LAUNCHES),
     detector(slurm_ranks.detect_slurm, "srun-cyclic", "het-job-unsorted", "array"),
-    *(detector(launcher.detect, *NAMES_BY_LAUNCHER[launcher.name]) for launcher in launchers.LAUNCHERS),
+    *(of_environment(launcher.detect, *launched_by(launcher)) for launcher in launchers.LAUNCHERS),
     detector(torchrun.detect_torchrun, "torchrun-under-srun"),
     detector(detection.detect_local, "nothing"),
     of_environment(slurm_ranks.read_layout, *environments("srun-cyclic", "het-job-unsorted")),
@@ -112,9 +127,9 @@ PARSERS = [
     of_variable(env_variables.read_port, "29500", EnvironmentMismatch),
     of_variable(env_variables.read_hosts, "n[1-3]", EnvironmentMismatch),
     Parser(
-        device_plan.visible_devices,
+        visible_gpus.visible_devices,
         ["0,1,2", "GPU-1a,GPU-2b", "MIG-3c", "NoDevFiles"],
-        call=lambda text: device_plan.visible_devices({device_plan.VISIBLE_VARIABLE: text}),
+        call=lambda text: visible_gpus.visible_devices({visible_gpus.VISIBLE_VARIABLE: text}),
         slow=[("", "#,", "")],
     ),
     of_environment(

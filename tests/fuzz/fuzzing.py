@@ -1,7 +1,5 @@
 """Fuzzing of parsers: mutated valid texts and raw bytes, documented errors, and a bound on time per byte."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Fuzzing of the readers of a run folder, whose files may be truncated, or written by others."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -28,11 +26,7 @@ from hpctrain.supervisor.workers import attempt_runner, node_steps, worker_group
 from hpctrain.sweeps import sweep_record
 from hpctrain.telemetry.loggers import dispatcher
 from hpctrain.telemetry.loggers.dispatcher import GpuMetrics, load_state
-from hpctrain.telemetry.report import (
-    device_metrics,
-    run_data,
-    run_results,
-)
+from hpctrain.telemetry.report import device_metrics, run_data, run_results
 
 RUN = RunDir(FOLDER / "run")
 EVENT_LINES, METRIC_LINES = to_jsonl(EVENTS), to_jsonl(METRICS)
@@ -178,12 +172,7 @@ PARSERS = [
         json.dumps(RANK_FAILURE),
         lambda: list(error_report.details(RUN, schema.to_record(EVENTS[5], Event))),
     ),
-    of_run(
-        History.from_events,
-        RUN.events,
-        EVENT_LINES,
-        lambda: History.from_events(RUN.read_events()),
-    ),
+    of_run(History.from_events, RUN.events, EVENT_LINES, lambda: History.from_events(RUN.read_events())),
     of_run(
         attempt_runner.required_lead_s,
         RUN.events,
@@ -192,10 +181,7 @@ PARSERS = [
     ),
     of_run(worker_group._read_phase_durations, RUN.phase_durations, '{"step": 1.5, "save": 3.0}'),
     of_run(
-        root_cause.gpu_faults,
-        RUN.telemetry(0),
-        NODE_LINES,
-        lambda: root_cause.gpu_faults(RUN, ["n1"], 0.0),
+        root_cause.gpu_faults, RUN.telemetry(0), NODE_LINES, lambda: root_cause.gpu_faults(RUN, ["n1"], 0.0)
     ),
     of_run(
         node_steps._read_node_check,

@@ -1,7 +1,5 @@
 """Fuzzing of the parsers of Slurm's output and notations."""
 
-from __future__ import annotations
-
 from fuzzing import Parser, with_answer
 
 from hpctrain.cluster import hostlist, slurm_ranks

@@ -1,7 +1,5 @@
 """Fuzzing of the parsers of specifications, configuration files, options and templates."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 
@@ -12,13 +10,7 @@ from fuzzing import FOLDER, Parser, write_file
 from hpctrain.cli import resume, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
 from hpctrain.jobs.backends.site_check import JobRequest
-from hpctrain.jobs.options import (
-    config_files,
-    option,
-    option_parser,
-    resolved_options,
-    spec_builder,
-)
+from hpctrain.jobs.options import config_files, option, option_parser, resolved_options, spec_builder
 from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit import complete_options, render
 from hpctrain.jobspec import container, launcher, load_spec, notify, restart_policy

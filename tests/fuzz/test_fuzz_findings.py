@@ -1,7 +1,5 @@
 """Texts that parsers once failed on."""
 
-from __future__ import annotations
-
 import json
 import math
 from unittest.mock import patch
@@ -70,11 +68,7 @@ def test_damaged_claim_belongs_to_another_job():
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        {"rank": "0"},
-        {"corruption": {"suspects": [[math.inf, "x"]], "verified_step": 1}},
-    ],
+    "damage", [{"rank": "0"}, {"corruption": {"suspects": [[math.inf, "x"]], "verified_step": 1}}]
 )
 def test_damaged_failure_file_is_skipped(damage, caplog):
     whole = {"rank": 0, "host": "n1", "kind": "exit", "error": "e", "message": "m", "log": "l"}

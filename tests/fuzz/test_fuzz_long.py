@@ -1,7 +1,5 @@
 """Fuzzing of all parsers, and the completeness of their tables."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -88,7 +86,7 @@ EXEMPT = {
     """,
     "words of the command line, or of the user's own command": """
         cli.common.DefaultGroup.parse_args cli.common.parse_pairs cli.main._LazyGroup.parse_args
-        cli.on_cluster._parse cli.on_cluster._parse_options
+        cli.on_login_node._parse cli.on_login_node._parse_options
         cli.submit.SubmitCommand.parse_args cli.sweep._parse_over
         runtime.program.program._parse_python_command
     """,

@@ -1,7 +1,5 @@
 """Fuzzing of functions that search foreign output: logs, tracebacks, error messages, secrets."""
 
-from __future__ import annotations
-
 import json
 
 from fuzzing import Parser, write_file

@@ -1,7 +1,5 @@
 """A sandbox with slurmdbd and its database: a cluster on which `sacct` works."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess
@@ -14,7 +12,8 @@ from hpctrain.cluster.processes import processes
 from hpctrain.errors import SchedulerError
 from hpctrain.sandbox import Sandbox
 from hpctrain.sandbox.daemons import Daemon, daemon_environ
-from hpctrain.sandbox.layout import SEARCH_PATH, SandboxLayout, with_setting
+from hpctrain.sandbox.layout import SEARCH_PATH, SandboxLayout
+from hpctrain.sandbox.slurm_conf import with_setting
 
 _PROGRAMS = ("slurmdbd", "sacct", "sacctmgr", "mariadbd", "mariadb-install-db", "my_print_defaults")
 #: User of MariaDB, which refuses to run as root. Created by Debian's Slurm packages.

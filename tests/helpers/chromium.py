@@ -1,7 +1,5 @@
 """A headless Chromium, controlled over its DevTools pipe: load a page and read its console."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

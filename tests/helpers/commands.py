@@ -1,7 +1,5 @@
 """Run commands with a time limit and without a scheduler's variables."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

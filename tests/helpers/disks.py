@@ -1,7 +1,5 @@
 """File systems of a chosen size."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Runs of scripts that call `disturbance.after_step`, and what they leave behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A fake GPU driver behind pynvml."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Fake Slurm commands, for errors that a real Slurm does not produce on demand."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

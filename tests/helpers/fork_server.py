@@ -3,8 +3,6 @@
 To test the start itself, or the process of a rank, start a real command instead.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Streams of typical users: with torchdata's protocol or without, sharded or not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,7 +54,7 @@ class ShardedDataset(IterableDataset):
     def num_shards(self) -> int:
         return len(self.shards)
 
-    def shard(self, num_shards: int, index: int) -> ShardedDataset:
+    def shard(self, num_shards: int, index: int) -> "ShardedDataset":
         assert num_shards == self.num_shards
         return type(self)(self.lengths, [self.shards[index]], self.per_epoch)
 
@@ -87,7 +85,7 @@ class StatefulIteratorDataset:
     def __init__(self, length: int) -> None:
         self.length = length
 
-    def __iter__(self) -> _Numbers:
+    def __iter__(self) -> "_Numbers":
         return _Numbers(self.length)
 
 
@@ -95,7 +93,7 @@ class _Numbers:
     def __init__(self, length: int) -> None:
         self.at, self.length = 0, length
 
-    def __iter__(self) -> _Numbers:
+    def __iter__(self) -> "_Numbers":
         return self
 
     def __next__(self) -> Any:

@@ -5,8 +5,6 @@ task's output, with the parent of the process (one slurmstepd per node) and the 
 `scontrol` lists. For MPI, it comes from the MPI library; for torchrun, from the label of its log.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Every way of starting ranks that `detect` knows, as commands for the live tests and the recordings."""
 
-from __future__ import annotations
-
 from helpers.launch_runner import Launch
 
 _OPENMPI = "mpirun.openmpi --allow-run-as-root --mca btl self,tcp"

@@ -1,7 +1,5 @@
 """Ranks of a single node."""
 
-from __future__ import annotations
-
 from hpctrain.cluster import Ranks
 
 

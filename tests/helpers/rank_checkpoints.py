@@ -1,7 +1,5 @@
 """Checkpoints that several ranks save and load together; call these functions on each rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Call a test's function on several ranks with a process group."""
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import os

@@ -1,14 +1,15 @@
 """Records of runs: histories with known times, from which tests can compute sums, and a failed run."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.jobspec.restart_policy import EndKind, RestartPolicy
 from hpctrain.rundir import RunDir
 from hpctrain.schema import Event, StepRecord, to_record
+from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
 
 START = 1_764_000_000.0
 
@@ -32,14 +33,14 @@ class RunHistory:
         self.metrics: list[StepRecord] = []
         self.now, self.attempt = START, -1
 
-    def after(self, seconds: float, kind: str, /, **fields: Any) -> RunHistory:
+    def after(self, seconds: float, kind: str, /, **fields: Any) -> "RunHistory":
         """Add an event, that many seconds after the previous record."""
         self.now += seconds
         self.attempt += kind == "started"
         self.events.append(event(kind, **{"time": self.now, "attempt": max(0, self.attempt), **fields}))
         return self
 
-    def steps(self, first: int, last: int, *, every: float, **fields: Any) -> RunHistory:
+    def steps(self, first: int, last: int, *, every: float, **fields: Any) -> "RunHistory":
         for step in range(first, last + 1):
             self.now += every
             record = {"loss": 1 / step, "epoch": 0, "time": self.now, "attempt": self.attempt, **fields}
@@ -131,3 +132,12 @@ def to_jsonl(records: list[dict]) -> str:
 def make_spec(run_dir: object = "/x", **fields: Any) -> JobSpec:
     facts = {"script": "/x.py", "name": "x", "run_id": "x", "run_dir": str(run_dir), "workdir": "/"}
     return JobSpec(**facts, **{"backend": "slurm", "python": "python", **fields})
+
+
+def most_attempts(policy: RestartPolicy, ends: Iterable[EndKind], *, writes_files: bool) -> int:
+    """Return the maximum number of attempts without known progress that end in these ways."""
+    kinds = {*ends}
+    sharing = {kind for kind in kinds if policy[kind].retries is None}
+    most = policy.max_failures * bool(sharing)
+    most += sum((policy[kind].retries or 0) + 1 for kind in kinds - sharing)
+    return most * CRASHES_PER_FAILURE if writes_files else most

@@ -1,7 +1,5 @@
 """A state with everything that a checkpoint can hold, and functions on it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

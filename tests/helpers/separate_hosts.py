@@ -1,7 +1,5 @@
 """Separate hosts on one machine: each is a network namespace with a name, addresses and an /etc/hosts."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks as threads that use a step source like the training loop does."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ class SimulatedGroup:
         self._barrier = threading.Barrier(world_size, timeout=_LIMIT_S)
         self._values: list[Any] = [None] * world_size
 
-    def of(self, rank: int) -> _Member:
+    def of(self, rank: int) -> "_Member":
         return _Member(self, rank)
 
     def gather(self, rank: int, value: Any) -> list[Any]:

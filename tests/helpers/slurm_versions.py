@@ -4,8 +4,6 @@ Its programs run in a private mount namespace, in which the unpacked packages ov
 is newer than that of the machine, so the machine's own programs, such as Python, also run there.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

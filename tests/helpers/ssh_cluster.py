@@ -4,8 +4,6 @@ Each sshd runs in a mount namespace with a copy of /etc, so that the machine is 
 of it can cut connections.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Run a command on a terminal, with input and output."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,8 +1,7 @@
 """Metrics from the local files of trackers, as (name, step, value)."""
 
-from __future__ import annotations
-
 import csv
+import json
 import sqlite3
 import struct
 from collections.abc import Iterator
@@ -46,8 +45,6 @@ def mlflow_points(folder: Path) -> Points:
 
 
 def wandb_points(folder: Path) -> Points:
-    import json
-
     from wandb.proto import wandb_internal_pb2
 
     points, ids = [], set()

@@ -1,7 +1,5 @@
 """Submit runs, disturb them, and compare them with undisturbed ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -68,7 +66,13 @@ class Run:
         wait_for(lambda: self.status()["state"] == state, 60, f"the state {state}", 0.5)
 
     def wait_for_step(self, step: int) -> None:
-        wait_for(lambda: max(self.losses(), default=0) >= step, RUN_LIMIT_S, f"step {step} of {self.path}")
+        def is_trained() -> bool:
+            newest = next(reversed([*read_json_lines(self.dir.events)]), {"kind": "submitted"})
+            is_done = max(self.losses(), default=0) >= step
+            assert is_done or newest["kind"] != "finished", f"no step {step}: {self.describe()}"
+            return is_done
+
+        wait_for(is_trained, RUN_LIMIT_S, f"step {step} of {self.path}")
 
     def wait(self, limit_s: float = RUN_LIMIT_S) -> int:
         try:

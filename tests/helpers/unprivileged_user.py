@@ -1,7 +1,5 @@
 """A user without privileges who submits runs."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -1,7 +1,5 @@
 """Time limits that a busy machine does not exceed."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

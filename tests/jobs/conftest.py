@@ -1,7 +1,5 @@
 """A fake supervisor, to test submission and its ends separately."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names, paths, arguments and variables with any characters, from the command to the ranks of a real job."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -96,7 +94,7 @@ def test_ranks_receive_exactly_what_was_given(
     submission = prepare_submission(
         path.name, args, options, environ=environment(slurm.env), cwd=cwd, python=launcher
     )
-    run = submit_prepared(submission)
+    run, _ = submit_prepared(submission)
     run.wait(timeout=120)
     seen = json.loads((run.dir.path / "seen.json").read_text())
     assert (seen["script"], seen["args"], seen["cwd"]) == (str(path), args, str(cwd))

@@ -1,7 +1,5 @@
 """Job arrays with the local backend and fake supervisors of their tasks."""
 
-from __future__ import annotations
-
 import os
 import signal
 from itertools import accumulate
@@ -43,7 +41,7 @@ def max_concurrent(run: Run) -> int:
 @pytest.mark.parametrize(("array", "at_once"), [("0-3", 1), ("0-5%3", 3)])
 def test_tasks_run_in_their_own_folders_within_the_throttle(prepared, array, at_once):
     submission = prepared("meet", str(at_once), array=array, run_dir="r")
-    run = submit_prepared(submission)
+    run, _ = submit_prepared(submission)
     assert run.wait(timeout=120).state is RunState.COMPLETED
     assert max_concurrent(run) == at_once
     assert run.dir.tasks() == list(range(len(run.tasks())))
@@ -74,7 +72,7 @@ def test_concurrent_tasks_have_distinct_gpus(make_spec, monkeypatch):
 
 
 def test_pending_or_running_task_is_cancelled_alone(prepared):
-    run = submit_prepared(prepared("sleep", array="0-3%2", run_dir="r"))
+    run, _ = submit_prepared(prepared("sleep", array="0-3%2", run_dir="r"))
     wait_for(lambda: states(run).count("RUNNING") == 2, 20, "two tasks to run")
     first, *_, last = run.tasks()
     assert states(run) == ["RUNNING", "RUNNING", "PENDING", "PENDING"]
@@ -91,7 +89,7 @@ def test_pending_or_running_task_is_cancelled_alone(prepared):
 
 
 def test_end_of_the_array_supervisor_ends_its_tasks(prepared):
-    run = submit_prepared(prepared("sleep", array="0-2%2", run_dir="r"))
+    run, _ = submit_prepared(prepared("sleep", array="0-2%2", run_dir="r"))
     wait_for(lambda: states(run).count("RUNNING") == 2, 20, "two tasks to run")
     os.kill(int(run.dir.lock.read_text()), signal.SIGTERM)
     assert run.wait_for_end(timeout=120).state is RunState.CANCELLED
@@ -99,7 +97,7 @@ def test_end_of_the_array_supervisor_ends_its_tasks(prepared):
 
 
 def test_vanished_task_fails_and_the_others_continue(prepared):
-    run = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
+    run, _ = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
     with pytest.raises(
         RunFailed, match="task-1: the supervisor of this task exited with code 9 without reporting a cause"
     ):
@@ -108,7 +106,7 @@ def test_vanished_task_fails_and_the_others_continue(prepared):
 
 
 def test_pending_tasks_fail_when_the_array_supervisor_is_killed(prepared):
-    run = submit_prepared(prepared("sleep", array="0-1", run_dir="r"))
+    run, _ = submit_prepared(prepared("sleep", array="0-1", run_dir="r"))
     # Its lock is held before it has its own supervisor.
     wait_for(run.tasks()[0].dir.rank_log(0, 0).exists, 20, "a task to run")
     assert states(run) == ["RUNNING", "PENDING"]
@@ -123,9 +121,9 @@ def test_pending_tasks_fail_when_the_array_supervisor_is_killed(prepared):
 
 
 def test_some_tasks_of_an_array_are_resubmitted(prepared):
-    run = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
+    run, _ = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
     run.wait_for_end(timeout=120)
-    resubmitted = submit_prepared(prepared(array="1,3", run_dir="r"))
+    resubmitted, _ = submit_prepared(prepared(array="1,3", run_dir="r"))
     assert resubmitted.wait(timeout=120).state is RunState.COMPLETED
     assert [task.status().attempt for task in resubmitted.tasks()] == [0, 1, 0, 0]
     first_id = next(read_json_lines(run.dir.events))["job_id"]

@@ -1,7 +1,5 @@
 """Job arrays on a real Slurm: each task is its own run, and events of one do not affect the others."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -40,9 +38,10 @@ def submit(environ, tmp_path) -> Callable[..., Run]:
 
     def call(**options: object) -> Run:
         all_options = {"backend": "slurm", "run_dir": "r", **options}
-        return submit_prepared(
+        run, _ = submit_prepared(
             prepare_submission(script, (), all_options, environ=environ, cwd=tmp_path, python=sys.executable)
         )
+        return run
 
     return call
 
@@ -77,7 +76,9 @@ def test_sweep_is_extended_while_it_is_pending(prepared, environ):
     """With fake supervisors."""
     small = SweepRecord(args=(), space={"n": "0:2"}, folder="/").with_trials()
     options = {"run_dir": "s", "backend": "slurm", "environ": environ}
-    sweep = submit_prepared(prepared(array=small.array([0, 1]), sbatch={"hold": ""}, **options), sweep=small)
+    sweep, _ = submit_prepared(
+        prepared(array=small.array([0, 1]), sbatch={"hold": ""}, **options), sweep=small
+    )
     large = replace(small, space={"n": "0:3"}).with_trials()
     submit_prepared(prepared(array=large.array([2]), **options), sweep=large)
     assert sweep.tasks()[2].wait(timeout=120).state is RunState.COMPLETED

@@ -1,7 +1,5 @@
 """The header of an adopted batch script, compared with sbatch itself."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -15,7 +13,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.options.batch_options import BatchScript, build_batch_spec
 from hpctrain.jobs.options.resolved_options import resolve_options
 from hpctrain.jobs.submit.render import render
-from hpctrain.jobspec.directives import all_directives
+from hpctrain.jobspec.job_directives import job_directives
 from hpctrain.slurm.batch_header import parse_batch_header, shell_of
 
 #: Values of options that the test cluster accepts; None for a flag.
@@ -236,6 +234,16 @@ def test_interpreter_of_a_script(line, command):
     assert shell_of(f"{line}\n") == command
 
 
+def test_notes_name_ignored_directives_and_processes_that_are_not_observed(tmp_path):
+    path = tmp_path / "job.sbatch"
+    path.write_text(
+        "#!/bin/bash\nsrun --export=NONE a\n# srun --export=NONE b\nsrun -n1 --export NONE c\n#SBATCH -N2\n"
+    )
+    ignored, hidden = BatchScript.read(path).notes
+    assert "which sbatch ignores: line 5." in ignored
+    assert "with --export=NONE, which hpctrain cannot observe: line 2, 4." in hidden
+
+
 def test_options_override_the_header(tmp_path):
     """Stronger sources are the last: sbatch uses the last of options that exclude each other."""
     path = tmp_path / "job.sbatch"
@@ -273,7 +281,7 @@ def test_defaults_of_a_batch_script_give_way_to_its_header(tmp_path):
     settings = resolve_options({}, header=batch.options, cwd=tmp_path, environ={"HPCTRAIN_SITE_CONFIG": ""})
     shape = {"backend": "slurm", "cwd": tmp_path, "python": "/usr/bin/python3"}
     spec, _ = build_batch_spec(path, [], settings.options, settings.values, **shape)
-    assert all_directives(spec) == {
+    assert job_directives(spec) == {
         "job-name": "job.sbatch",
         "chdir": spec.run_dir,
         "output": f"{tmp_path}/sub/slurm-%j.out",

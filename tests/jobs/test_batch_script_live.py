@@ -1,7 +1,5 @@
 """The template `plain`, `teardown`, `--srun-arg` and the choice of CPUs on a real Slurm."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

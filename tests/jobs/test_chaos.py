@@ -1,7 +1,5 @@
 """Faults that `hpctrain chaos` chooses, and runs that it does not touch."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The last tests have working trees that try to read outside files, run programs, or never end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -66,7 +64,7 @@ def repo(tmp_path) -> Path:
 def submit_and_get_copy(prepared, repo: Path, **options) -> Path:
     """Return the code snapshot of a submission."""
     submission = prepared(script=repo / "train.py", **options)
-    run = submit_prepared(submission)
+    run, _ = submit_prepared(submission)
     run.wait(timeout=120)
     spec = load_spec(run.dir.spec)
     assert spec == submission.spec, "the specification was changed after it was prepared"
@@ -164,7 +162,7 @@ def test_missing_repository_is_noted_if_the_job_waits(prepared, script):
     submission = prepared(script=script)
     assert submission.snapshot is None
     assert submission.notes == ()
-    run = submit_prepared(submission)
+    run, _ = submit_prepared(submission)
     run.wait(timeout=120)
     spec = load_spec(run.dir.spec)
     assert (spec.code, spec.entry) == (None, str(script))
@@ -237,7 +235,7 @@ def test_requeued_run_uses_the_submitted_code(prepared, repo):
         python=sys.executable,
         run_dir="runs/r",
     )
-    run = submit_prepared(submission)
+    run, _ = submit_prepared(submission)
     seen = [run.dir.path / f"seen-{attempt}.json" for attempt in (0, 1)]
     wait_for(seen[0].exists, 60, "the first attempt")
     for name in sources:

@@ -1,7 +1,5 @@
 """Ranks in containers, with fake runtimes (`fake_container.py`): neither real one is available to tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -100,7 +98,7 @@ class ContainerProject:
             python=sys.executable,
             program=program,
         )
-        return submit_prepared(submission)
+        return submit_prepared(submission)[0]
 
     def check(self, run: Run, attempt: int, rank: int) -> dict[str, str]:
         """Check what a rank saw; return its variables."""

@@ -1,7 +1,5 @@
 """Runs in dependencies, with handwritten records; test_slurm_live.py queries a real Slurm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

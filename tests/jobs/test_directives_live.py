@@ -1,7 +1,5 @@
 """Directives on a real Slurm: each must arrive as given, character by character."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

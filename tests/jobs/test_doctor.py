@@ -1,7 +1,5 @@
 """The checks of `hpctrain doctor`: a site with a job submit plugin, folders, containers and torch."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """Dry runs without Slurm, and of jobs that a real Slurm would reject."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """submitit's interface with a fake supervisor: no function is called here."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

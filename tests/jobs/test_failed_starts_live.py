@@ -1,7 +1,5 @@
 """Jobs of a real Slurm that end, or never start, without a supervisor to report it."""
 
-from __future__ import annotations
-
 import os
 import sys
 

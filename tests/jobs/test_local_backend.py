@@ -1,7 +1,5 @@
 """Submission to the local backend, with a fake supervisor."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading
@@ -26,7 +24,7 @@ HOSTILE = ["a b", "a'b", 'a"b', "$(touch pwned)", "a;touch pwned", "#SBATCH --x"
 
 
 def test_run_completes_and_reports_its_status(prepared):
-    run = submit_prepared(prepared())
+    run, _ = submit_prepared(prepared())
     status = run.wait(timeout=120)
     assert (status.state, status.step, status.loss, status.attempt) == (RunState.COMPLETED, 7, 0.5, 0)
     assert (status.backend, status.job_id) == ("local", run.job_id)
@@ -41,7 +39,7 @@ def test_arguments_arrive_unchanged(prepared, tmp_path):
     folder = tmp_path / "run $(touch pwned) ' \" ; #SBATCH"
     script = tmp_path / "my $(touch pwned)\n.py"
     script.write_text("")
-    run = submit_prepared(prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}))
+    run, _ = submit_prepared(prepared(*HOSTILE, script=script, run_dir=folder, env={"V": "\n".join(HOSTILE)}))
     run.wait(timeout=120)
     spec = load_spec(run.dir.spec)
     assert spec.args == tuple(HOSTILE)
@@ -51,7 +49,7 @@ def test_arguments_arrive_unchanged(prepared, tmp_path):
 
 
 def test_active_run_refuses_another_submission_and_can_be_cancelled(prepared, tmp_path):
-    run = submit_prepared(prepared("sleep", run_dir="r"))
+    run, _ = submit_prepared(prepared("sleep", run_dir="r"))
     wait_for(lambda: run.log_path(), 20, "the first attempt")
     assert run.status().state is RunState.RUNNING
     with pytest.raises(SpecError, match="still active"):
@@ -70,7 +68,7 @@ def test_active_run_refuses_another_submission_and_can_be_cancelled(prepared, tm
 def test_requeue_waits_until_the_ranks_can_be_signalled(prepared, script):
     """The signal would end a job script that is still starting, and the run with it."""
     script.write_text("import os, time\ntime.sleep(60 * (os.environ['HPCTRAIN_ATTEMPT'] == '0'))\n")
-    run = submit_prepared(prepared(python=sys.executable))
+    run, _ = submit_prepared(prepared(python=sys.executable))
     run.requeue()
     assert run.wait(timeout=120).attempt == 1
 
@@ -78,14 +76,14 @@ def test_requeue_waits_until_the_ranks_can_be_signalled(prepared, script):
 @pytest.mark.ranks
 def test_ranks_use_the_requested_cpus(prepared, script):
     script.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
-    run = submit_prepared(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
+    run, _ = submit_prepared(prepared(python=sys.executable, nodes=2, cpus_per_task=3))
     run.wait(timeout=120)
     assert [run.log_path(rank).read_text() for rank in (0, 1)] == ["3\n", "3\n"]
 
 
 def test_starting_job_script_is_not_requeued_but_can_be_cancelled(prepared, monkeypatch):
     monkeypatch.setattr(local, "_START_LIMIT_S", 0.2)
-    run = submit_prepared(prepared(setup=["sleep 60"]))
+    run, _ = submit_prepared(prepared(setup=["sleep 60"]))
     with pytest.raises(SchedulerError, match="have not started yet"):
         run.requeue()
     assert run.status().state is RunState.RUNNING
@@ -95,23 +93,20 @@ def test_starting_job_script_is_not_requeued_but_can_be_cancelled(prepared, monk
 
 
 def test_ended_run_can_be_resubmitted(prepared):
-    run = submit_prepared(prepared("fail", run_dir="r"))
+    run, _ = submit_prepared(prepared("fail", run_dir="r"))
     with pytest.raises(RunFailed, match=r"rank 3 crashed: RuntimeError: boom\. Log: .*rank-00000.log"):
         run.wait(timeout=120)
     run.dir.cancel_request.touch()
-    resubmitted = submit_prepared(prepared(run_dir="r", nodes=2))
+    resubmitted, _ = submit_prepared(prepared(run_dir="r", nodes=2))
     status = resubmitted.wait(timeout=120)
     assert (status.attempt, resubmitted.dir.cancel_request.exists()) == (1, False)
     assert [
         event["attempt"] for event in read_json_lines(resubmitted.dir.events) if event["kind"] == "submitted"
-    ] == [
-        0,
-        1,
-    ]
+    ] == [0, 1]
 
 
 def test_changes_of_a_resubmitted_run_are_reported(prepared):
-    run = submit_prepared(prepared("--lr", "0.1", run_dir="r"))
+    run, _ = submit_prepared(prepared("--lr", "0.1", run_dir="r"))
     run.wait(timeout=120)
     (note,) = prepared("--lr", "0.5", run_dir="r").notes
     assert "continues with arguments '--lr 0.5' instead of '--lr 0.1'" in note
@@ -119,7 +114,7 @@ def test_changes_of_a_resubmitted_run_are_reported(prepared):
 
 
 def test_vanished_supervisor_is_a_failure_with_a_log(prepared):
-    run = submit_prepared(prepared("vanish"))
+    run, _ = submit_prepared(prepared("vanish"))
     with pytest.raises(RunFailed, match=r"exited without reporting a result.*slurm\.log"):
         run.wait(timeout=120)
 
@@ -129,7 +124,7 @@ def test_one_of_several_concurrent_submissions_wins(prepared):
 
     def try_submission(submission):
         try:
-            outcomes.append(submit_prepared(submission))
+            outcomes.append(submit_prepared(submission)[0])
         except SpecError as error:
             outcomes.append(error)
 
@@ -148,7 +143,7 @@ def test_one_of_several_concurrent_submissions_wins(prepared):
 
 
 def test_follow_shows_every_attempt_and_ends_with_the_status(prepared):
-    run = submit_prepared(prepared("twice"))
+    run, _ = submit_prepared(prepared("twice"))
     *items, last = list(follow_run(run, whole=True))
     assert isinstance(last, RunStatus)
     assert last.state is RunState.COMPLETED
@@ -163,7 +158,7 @@ def test_follow_shows_every_attempt_and_ends_with_the_status(prepared):
 
 
 def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
-    run = submit_prepared(prepared())
+    run, _ = submit_prepared(prepared())
     run.wait(timeout=120)
     runs_dir = tmp_path / "runs"
     assert find_run(run.run_id, runs_dir, {}).dir == run.dir
@@ -181,7 +176,9 @@ def test_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch,
     with pytest.raises(SpecError, match="Did you mean 'nodes'"):
         hpctrain.submit(script, nodez=2)
     submissions = []
-    monkeypatch.setattr(submit_module, "submit_prepared", submissions.append)
+    monkeypatch.setattr(
+        submit_module, "submit_prepared", lambda submission: (submissions.append(submission), "")
+    )
     hpctrain.submit(script, ["--lr", 0.1], nodes=2, backend="local", partition="p")
     assert (submissions[0].spec.python, submissions[0].spec.args) == (sys.executable, ("--lr", "0.1"))
     assert "ignores these Slurm options: --partition" in caplog.text

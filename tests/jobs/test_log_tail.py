@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 
 from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records

@@ -1,7 +1,5 @@
 """A job's script that the user starts."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -22,7 +20,7 @@ def test_script_started_by_hand_is_refused(backend, extra_options, tmp_path, req
     script = tmp_path / "train.py"
     script.write_text("print('here')\n")
     options = {"backend": backend, "run_dir": "run", **extra_options}
-    run = submit_prepared(
+    run, _ = submit_prepared(
         prepare_submission(script, (), options, environ=environ, cwd=tmp_path, python=sys.executable)
     )
     run.wait(timeout=120)

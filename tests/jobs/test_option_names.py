@@ -1,14 +1,12 @@
 """Options of `submit` under the names of sbatch, torchrun and submitit."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import to_builtins
 
 from hpctrain.cli.main import cli
 from hpctrain.cli.resume import _program
@@ -109,7 +107,7 @@ def test_program_and_arguments_are_those_of_the_command_line(tmp_path, monkeypat
     monkeypatch.setattr("hpctrain.jobs.submit.submit_prepared.submit_prepared", stop)
     (tmp_path / "train.py").touch()
     CliRunner().invoke(cli, ["submit", "--backend=local", *args])
-    assert [word.removeprefix(f"{tmp_path}/") for word in _program(asdict(specs[0]))] == call
+    assert [word.removeprefix(f"{tmp_path}/") for word in _program(to_builtins(specs[0]))] == call
 
 
 def test_foreign_options_are_explained_in_python(tmp_path: Path) -> None:

@@ -1,18 +1,16 @@
 """Preflight checks against a real cluster: refused jobs, notes and forecasts."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 
 import pytest
 from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
+from msgspec.structs import replace
 
 from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError
@@ -131,7 +129,7 @@ def test_refusal_of_slurm_has_a_remedy(submission, options, reason, remedy):
 
 
 def test_refused_resubmission_leaves_the_run_folder_unchanged(submission):
-    run = submit_prepared(submission())
+    run, _ = submit_prepared(submission())
     try:
         before = {path: path.read_text() for path in (run.dir.spec, run.dir.job_script)}
         run.cancel()

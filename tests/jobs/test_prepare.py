@@ -1,7 +1,5 @@
 """Checks of a submission before anything is written."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests for profiles, without a run. `tests/e2e/test_profile.py` profiles runs."""
 
-from __future__ import annotations
-
 import json
 
 import click

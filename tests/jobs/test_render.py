@@ -5,8 +5,6 @@
 rewrites them; `git diff` then shows the effect of a changed template.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -172,7 +170,7 @@ def prefix_and_variables_of_rank(prepared, script, python, environ=None, **optio
     """Run one rank; return its `sys.prefix` and variables."""
     script.write_text(DUMP)
     submission = prepared(python=python, environ=environment(environ), **options)
-    run = submit_prepared(submission)
+    run, _ = submit_prepared(submission)
     run.wait(timeout=120)
     return json.loads(run.dir.rank_log(0, 0).read_text())
 

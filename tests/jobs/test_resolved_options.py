@@ -1,7 +1,5 @@
 """Merging of options from files and the command line, and errors in files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

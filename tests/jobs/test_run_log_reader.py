@@ -1,7 +1,5 @@
 """Logs of ranks as one stream, which a new reader continues at the last mark."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from itertools import chain, pairwise

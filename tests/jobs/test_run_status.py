@@ -1,7 +1,5 @@
 """The status of a run from its own events and the answers of fake Slurm commands."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Run states on a real Slurm, polled continuously while jobs change."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Discovery of a site: parsing Slurm's output, and reading and writing a profile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Reactions of a submission to answers of fake Slurm commands."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -56,7 +54,7 @@ def test_queued_job_is_active(fake_slurm, prepared):
 
 def test_cancel_refused_by_slurm_does_not_take_effect_later(fake_slurm, prepared):
     """A remaining request would make the supervisor end the run at its next preemption."""
-    run = submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ, run_dir="r"))
+    run, _ = submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ, run_dir="r"))
     fake_slurm.answer("squeue", queued("17", "RUNNING", workdir=str(run.dir.path)))
     fake_slurm.answer("scancel", stderr="scancel: error: Kill job error on job id 17: Busy\n", code=1)
     with pytest.raises(SchedulerError, match="Busy"):
@@ -69,7 +67,7 @@ def test_cancel_refused_by_slurm_does_not_take_effect_later(fake_slurm, prepared
 
 def test_job_id_of_a_multi_cluster_sbatch_is_parsed(fake_slurm, prepared):
     fake_slurm.answer("sbatch", "sbatch: lua: hello\n17;north\n")
-    assert submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ)).job_id == "17"
+    assert submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ))[1] == "17"
 
 
 def test_auto_uses_slurm_if_it_answers(fake_slurm, prepared):

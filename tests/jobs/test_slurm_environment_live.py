@@ -1,7 +1,5 @@
 """Runs submitted inside other jobs: their ranks see the same environment as from a login node."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

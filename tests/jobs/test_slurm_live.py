@@ -1,11 +1,10 @@
 """Submission to a real Slurm: parsing of our scripts, and states of our jobs."""
 
-from __future__ import annotations
-
+import re
 import sys
 
 import pytest
-from helpers.commands import environment
+from helpers.commands import environment, run_command
 from helpers.waiting import wait_for
 
 from hpctrain.errors import RunFailed, SchedulerError, SpecError
@@ -14,6 +13,7 @@ from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.records.run_record import read_run_record
+from hpctrain.slurm.sbatch_options import OPTIONS
 from hpctrain.slurm.states import RunState
 
 
@@ -23,20 +23,27 @@ def environ(slurm) -> dict[str, str]:
 
 
 def test_all_states_of_a_run_are_reported(prepared, environ):
-    run = submit_prepared(prepared("sleep", backend="slurm", run_dir="r", environ=environ, time="5"))
+    run, _ = submit_prepared(prepared("sleep", backend="slurm", run_dir="r", environ=environ, time="5"))
     wait_for(lambda: run.status().state is RunState.RUNNING, 20, "the run to start")
     with pytest.raises(SpecError, match="still active"):
         submit_prepared(prepared(backend="slurm", run_dir="r", environ=environ))
     run.cancel()
     with pytest.raises(RunFailed, match="cancelled"):
         run.wait(timeout=120)
-    resubmitted = submit_prepared(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
+    resubmitted, _ = submit_prepared(prepared("vanish", backend="slurm", run_dir="r", environ=environ))
     with pytest.raises(RunFailed, match=r"failed: Slurm reports FAILED\. Log: .*slurm\.log"):
         resubmitted.wait(timeout=120)
 
 
+def test_table_contains_all_options_of_sbatch(environ):
+    printed = run_command(["sbatch", "--help"], environ).stdout
+    names = set(re.findall(r"^ +(?:-\w, )?--([a-z-]+)", printed, re.MULTILINE))
+    assert len(names) > 80
+    assert names - OPTIONS.keys() == set()
+
+
 def test_unreachable_controller_gives_unknown_state_and_a_note(prepared, environ, tmp_path):
-    run = submit_prepared(prepared("sleep", backend="slurm", environ=environ))
+    run, _ = submit_prepared(prepared("sleep", backend="slurm", environ=environ))
     gone = {**environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
     try:
         assert Run(run.dir, gone).status().state is RunState.UNKNOWN
@@ -62,7 +69,7 @@ def test_requeued_job_starts_soon_and_can_be_followed(environ, tmp_path):
         script, (), {"nodes": 2, "ntasks_per_node": 2}, environ=environ, cwd=tmp_path, python=sys.executable
     )
     assert submission.spec.backend == "slurm"
-    run = submit_prepared(submission)
+    run, _ = submit_prepared(submission)
     logs = [run.dir.rank_log(0, rank) for rank in range(4)]
     wait_for(lambda: all(log.exists() and "attempt 0" in log.read_text() for log in logs), 30, "the ranks")
     run.requeue()

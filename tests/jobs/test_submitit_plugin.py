@@ -1,7 +1,5 @@
 """hpctrain as a plugin of submitit and of Hydra's submitit launcher."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,7 +1,5 @@
 """`hpctrain sweep` with fake supervisors: trials are tasks of a job array."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """User templates that would not do what they seem to."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpctrain.errors import SpecError

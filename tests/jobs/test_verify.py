@@ -1,7 +1,5 @@
 """Plan of a verification, and what it reads from the record of a run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -27,21 +25,21 @@ class RunBuilder:
         self.dir, self.attempt = RunDir(path), -1
         path.mkdir()
 
-    def start(self, world_size: int, *, nodes: int = 1, resumed: int | None = None) -> RunBuilder:
+    def start(self, world_size: int, *, nodes: int = 1, resumed: int | None = None) -> "RunBuilder":
         self.attempt += 1
         self.dir.log_event("started", self.attempt, nodes=nodes, world_size=world_size)
         if resumed is not None:
             self.dir.log_event("resumed", self.attempt, step=resumed)
         return self
 
-    def train(self, first: int, last: int, loss: float = 1.0, **metrics: Any) -> RunBuilder:
+    def train(self, first: int, last: int, loss: float = 1.0, **metrics: Any) -> "RunBuilder":
         with open(self.dir.metrics, "a") as file:
             for step in range(first, last + 1):
                 line = {"loss": loss, **metrics, "step": step, "attempt": self.attempt, "time": 1.0}
                 file.write(json.dumps({**line, "spent": {"all": 0.5}}) + "\n")
         return self
 
-    def save(self, *steps: int) -> RunBuilder:
+    def save(self, *steps: int) -> "RunBuilder":
         for step in steps:
             folder = self.dir.checkpoint(step)
             folder.mkdir(parents=True)

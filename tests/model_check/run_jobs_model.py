@@ -18,8 +18,6 @@ Assumptions, each as weak as the product's documentation allows:
 - The watchdog restarts a killed supervisor once. A job starts at most `MAX_STARTS` times.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -68,7 +66,7 @@ class Step(NamedTuple):
     """A possible step."""
 
     what: str
-    world: World
+    world: "World"
     loses_job: bool = False
     """True if a job ends for good although the run needs it, and no supervisor can prevent that."""
 
@@ -111,11 +109,11 @@ class World(NamedTuple):
     had_suspension: bool = False
     """True if a supervisor was suspended: another may start before it finds that it lost its lease."""
 
-    def put(self, job: Job, **changes: Any) -> World:
+    def put(self, job: Job, **changes: Any) -> "World":
         changed = job._replace(**changes)
         return self._replace(jobs=tuple(changed if each.id == job.id else each for each in self.jobs))
 
-    def log(self, kind: str, job_id: str, more: str | None = None) -> World:
+    def log(self, kind: str, job_id: str, more: str | None = None) -> "World":
         events = (*self.events, (kind, job_id, more))
         last = max(at for at, event in enumerate(events) if event[0] == "submitted")
         # Of the events before the last submission, the product reads only the submissions, and the end of the
@@ -132,7 +130,7 @@ class World(NamedTuple):
                 kept.append(event)
         return self._replace(events=tuple(kept))
 
-    def renumber_leases(self) -> World:
+    def renumber_leases(self) -> "World":
         """Begin with the oldest lease that a job holds or may list; only differences of numbers matter."""
         numbers = [job.lease for job in self.jobs if job.lease is not None]
         numbers += [job.seen for job in self.jobs if job.pc == "link"]

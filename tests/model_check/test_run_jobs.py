@@ -1,7 +1,5 @@
 """All states of the jobs of a run: at most one job trains, and the run continues unless its jobs are lost."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections.abc import Iterable

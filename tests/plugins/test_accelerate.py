@@ -1,7 +1,5 @@
 """An Accelerate loop with hpctrain's checkpointer ends with the parameters of an undisturbed run."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

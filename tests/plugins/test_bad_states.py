@@ -1,7 +1,5 @@
 """Plugins save no state that has become NaN: the newest checkpoint remains the last finite one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.ranks import run_on_ranks

@@ -1,7 +1,5 @@
 """A plain DDP loop with the building blocks ends with the parameters of an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Schedule of the checkpoints of other libraries."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

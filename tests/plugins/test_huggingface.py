@@ -1,7 +1,5 @@
 """A prepared Hugging Face Trainer ends with the parameters of an undisturbed run."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

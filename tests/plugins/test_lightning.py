@@ -1,7 +1,5 @@
 """Lightning with hpctrain's Trainer ends with the parameters of an undisturbed run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Each plugin names the packages to install if its library is missing. Nothing else imports the library."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

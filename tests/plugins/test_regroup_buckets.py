@@ -1,7 +1,5 @@
 """Gradients are added in the same order by a process that resumes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.ranks import run_on_ranks

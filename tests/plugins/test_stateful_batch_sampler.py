@@ -1,7 +1,5 @@
 """The batch sampler under torch's DataLoader and torchdata's StatefulDataLoader."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

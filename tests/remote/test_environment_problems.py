@@ -1,7 +1,5 @@
 """Each problem of a cluster is one clear sentence."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

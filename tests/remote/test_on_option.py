@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,17 +6,19 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.cli import on_cluster
+from hpctrain.cli import on_login_node
 from hpctrain.cli.main import cli
 from hpctrain.errors import UserError
-from hpctrain.remote.cluster import Cluster, shell_path
+from hpctrain.remote.login_node import LoginNode, shell_path
 
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, list[str]]]:
     """Return the cluster and the arguments that a command line names; nothing is run."""
     found = []
-    monkeypatch.setattr(on_cluster, "run_on_cluster", lambda name, args: found.append((name, args)) or 0)
+    monkeypatch.setattr(
+        on_login_node, "run_on_login_node", lambda name, args: found.append((name, args)) or 0
+    )
 
     def parse(*args: str) -> tuple[str, list[str]]:
         cli.main(list(args), standalone_mode=False)
@@ -103,7 +103,7 @@ def test_commands_of_a_cluster_need_one():
     ],
 )
 def test_options_before_a_script(line: str, options: dict[str, object]):
-    values = on_cluster._parse_options(line.split())
+    values = on_login_node._parse_options(line.split())
     names = ("backend", "follow", "help", "show_config")
     assert {name: value for name, value in values.items() if name in names and value} == options
 
@@ -135,33 +135,33 @@ def test_other_replacements_are_refused(path: str):
 
 def test_each_project_has_its_own_python(tmp_path: Path):
     environ = {"HOME": str(tmp_path)}
-    first, second = (Cluster("a", tmp_path / name, environ) for name in ("one", "two"))
-    submitting = Cluster("a", tmp_path / "one", environ)
+    first, second = (LoginNode("a", tmp_path / name, environ) for name in ("one", "two"))
+    submitting = LoginNode("a", tmp_path / "one", environ)
     first.python = "/env/one"
     first.remember()
     # A command that began before keeps the Python that `setup` has named meanwhile.
     submitting.remember()
     second.remember()
-    assert Cluster("a", tmp_path / "one", environ).python == "/env/one"
-    assert Cluster("a", tmp_path / "two", environ).python is None
+    assert LoginNode("a", tmp_path / "one", environ).python == "/env/one"
+    assert LoginNode("a", tmp_path / "two", environ).python is None
 
 
 def test_folders_of_projects_differ_and_are_remembered(tmp_path: Path):
     environ = {"HOME": str(tmp_path)}
     for parent in ("one", "two"):
         (tmp_path / parent / "project" / ".git").mkdir(parents=True)
-    first = Cluster("a", tmp_path / "one" / "project", environ)
+    first = LoginNode("a", tmp_path / "one" / "project", environ)
     assert first.folder == "hpctrain/project"
     first.remember()
-    second = Cluster("a", tmp_path / "two" / "project", environ)
+    second = LoginNode("a", tmp_path / "two" / "project", environ)
     assert second.folder.startswith("hpctrain/project-")
     second.folder = "/scratch/two"
     second.remember()
     (tmp_path / "two" / "project" / "sub").mkdir()
-    again = Cluster("a", tmp_path / "two" / "project" / "sub", environ)
+    again = LoginNode("a", tmp_path / "two" / "project" / "sub", environ)
     assert again.folder == "/scratch/two"
     assert "cd /scratch/two/sub " in again.hpctrain(["list"])
-    assert Cluster("b", tmp_path / "two" / "project", environ).folder == "hpctrain/project"
+    assert LoginNode("b", tmp_path / "two" / "project", environ).folder == "hpctrain/project"
 
 
 @pytest.mark.parametrize(

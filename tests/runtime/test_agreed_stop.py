@@ -1,7 +1,5 @@
 """Ranks of a script without the Trainer stop after the same step, in any order of requests and answers."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The CPUs of ranks, from a fake /sys and a fake driver; only the last tests bind real processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Device assignment among ranks; without GPUs, the driver is faked."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import threading

@@ -1,7 +1,5 @@
 """The cleanup of the nodes after a crash, as the supervisor starts it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Failure records that name the cause of an exception."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """The end of a function on a rank. Whole jobs are in tests/e2e/test_executor.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A rank whose last collective is still finishing when its script ends exits without an abort."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

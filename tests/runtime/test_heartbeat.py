@@ -1,8 +1,7 @@
 """Diagnostics of a hanging rank, with a fake flight recorder: without GPUs, there is no NCCL."""
 
-from __future__ import annotations
-
 import json
+import signal
 import sys
 import threading
 
@@ -100,3 +99,15 @@ print(changed_variables(before, os.environ))
 def test_imports_of_libraries_do_not_prevent_standby_workers():
     command = [sys.executable, "-c", IMPORTS, "lightning.pytorch", "accelerate", "transformers"]
     assert run_command(command, timeout=200).stdout == "[]\n"
+
+
+def test_rank_gets_the_stop_signal_that_its_script_handles(tmp_path):
+    """The default action of SIGUSR2 would kill a script that only handles SIGTERM."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        message = {"stop_signal": "SIGUSR2"}
+        heartbeat.on_message(RunDir(tmp_path), 0, detect({}), FakeConnection(), message)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert received == [signal.SIGTERM]

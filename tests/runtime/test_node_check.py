@@ -1,7 +1,5 @@
 """The node check before the ranks start, with fake GPU readings."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpctrain.cluster import detect

@@ -1,7 +1,5 @@
 """Choice of the process of a command that the supervisor observes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The program of a rank, and the steps that its optimizer had restored."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Rendezvous of ranks through the store of rank 0, in threads of one process and on separate hosts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

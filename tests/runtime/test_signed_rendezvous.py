@@ -1,7 +1,5 @@
 """Signed rendezvous of torchrun agents. tests/e2e/test_torchrun.py runs them."""
 
-from __future__ import annotations
-
 import pickle
 from base64 import b64encode
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies on the local disk: complete, or absent."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

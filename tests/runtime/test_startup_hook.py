@@ -1,7 +1,5 @@
 """The hook in the Python processes of a command, in environments that differ from that of the ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue
@@ -99,6 +97,21 @@ def test_only_the_first_helper_that_trains_is_observed(monkeypatch):
     claim.close()
 
 
+def test_job_that_a_batch_script_submits_does_not_inherit_the_run(tmp_path, variables):
+    names = ["HPCTRAIN_COMMAND", "HPCTRAIN_RUN_DIR", "HPCTRAIN_SUPERVISOR_ADDRESS"]
+    command = json.dumps({"job": "7", "variables": names})
+    environ = {
+        **variables,
+        "HPCTRAIN_TELEMETRY": "0",
+        **dict.fromkeys(names, "x"),
+        "HPCTRAIN_COMMAND": command,
+    }
+    script = "import os; print(sorted(name for name in os.environ if name.startswith('HPCTRAIN_')))"
+    for job, left in (("7", sorted([*names, "HPCTRAIN_TELEMETRY"])), ("8", ["HPCTRAIN_TELEMETRY"])):
+        result = run(sys.executable, {**environ, "SLURM_JOB_ID": job}, script)
+        assert result.stdout.splitlines()[-1] == str(left)
+
+
 class Joined:
     """A supervisor that records the introductions of observed processes."""
 
@@ -132,7 +145,7 @@ def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(
             **server.variables,
             RUN_DIR_VARIABLE: str(tmp_path),
             ATTEMPT_VARIABLE: "3",
-            CHILD_VARIABLE: json.dumps({"packages": batch._PACKAGES}),
+            CHILD_VARIABLE: json.dumps({"packages": batch._PACKAGES, "step": None}),
             "PYTHONPATH": os.pathsep.join([str(hook), str(tmp_path)]),
         }
         result = run(python, variables, "import torch")
@@ -144,4 +157,5 @@ def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(
         "world_size": 2,
         "group": "torchrun/127.0.0.1:29500",
         "host": "n7",
+        "in_step": False,
     }

@@ -1,7 +1,5 @@
 """The last steps of a script that ends with `os._exit`."""
 
-from __future__ import annotations
-
 import json
 import sys
 

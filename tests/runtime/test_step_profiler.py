@@ -1,7 +1,5 @@
 """Requests to the profiler of a rank. `tests/e2e/test_profile.py` profiles runs."""
 
-from __future__ import annotations
-
 import json
 
 from helpers.waiting import wait_for

@@ -1,7 +1,5 @@
 """A script that exits with 0 during training is not complete."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

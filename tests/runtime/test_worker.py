@@ -1,7 +1,5 @@
 """The worker as Slurm starts it: one process, with the variables of a single-task job step."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

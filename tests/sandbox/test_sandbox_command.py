@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -79,6 +77,12 @@ def test_sandbox_goes_up_is_shown_repaired_and_taken_down(name: str) -> None:
 def test_missing_sandbox_is_an_error_with_a_remedy(command: str) -> None:
     with pytest.raises(UserError, match=r"There is no sandbox .absent.*sandbox up"):
         _run(command, "--name", "absent")
+
+
+def test_incomplete_sandbox_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "list_names", lambda: ["half"])
+    with pytest.raises(UserError, match=r"'half' is incomplete.*sandbox down --name half"):
+        _run("status", "--name", "half")
 
 
 @pytest.mark.slurm

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any
@@ -7,15 +5,8 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SpecError, UserError
-from hpctrain.sandbox.layout import (
-    SandboxLayout,
-    SandboxSize,
-    allocate,
-    folder_of,
-    gres_conf,
-    list_names,
-    slurm_conf,
-)
+from hpctrain.sandbox.layout import SandboxLayout, SandboxSize, allocate, folder_of, list_names
+from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf
 from hpctrain.sandbox.slurm_sandbox import check_requirements
 
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun"]

@@ -1,7 +1,5 @@
 """Sandboxes with real jobs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 It sends a pickle that touches FILE when it is read, and stays connected, which exposes the user.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import pwd

@@ -1,7 +1,5 @@
 """Flips of bits in the memory of a rank, as by a faulty GPU, to test the detection of wrong results."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

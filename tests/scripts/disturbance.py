@@ -5,8 +5,6 @@ SIGTERM to all ranks. With `kill:5` it kills itself with SIGKILL, and with `hang
 `preempt:5` it creates the file `preempt-now` in the run folder, and the test preempts the job.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Train ten steps that end in the fourth, or swallow a stop: `end_early.py HOW`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

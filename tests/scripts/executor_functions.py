@@ -1,7 +1,5 @@
 """Functions for the tests of the executor, in their own module, which ranks import by name."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

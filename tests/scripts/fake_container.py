@@ -8,8 +8,6 @@ are visible there. Run as
     fake_container.py task JSON COMMAND …   the command that the latter starts in each task
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Dropout, batch norm and validations; `--kills STEP:RANK:MOMENT …` kills one rank of each attempt."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -4,8 +4,6 @@ It writes its variables into FOLDER and prints its pid. With a LIBRARY (`libmpi.
 `horovod`), it also writes the rank that the library reports: the true rank.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

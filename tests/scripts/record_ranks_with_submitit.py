@@ -3,8 +3,6 @@
 Print `RANK: PID` for each task, in submitit's order.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

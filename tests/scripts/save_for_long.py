@@ -1,7 +1,5 @@
 """Save one step after the other to FOLDER until the file `stop` exists; append each outcome to `said`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -3,8 +3,6 @@
 Only the first attempts can be slow: those that are to be disturbed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 Every pair of the node's batch is a negative of the others. The trained weights go to the file OUT.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 With `own_loop=RANK:STEP`, train with a session, in which that rank gets SIGTERM; print the steps, too.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Two LightningModules in hpctrain's Trainer, with arguments `FOLDER [STOP_AFTER_STEP STOP_RANK]`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ files are on a read-only mount; unprotect: they are not. stop: rank 0 gets SIGTE
 second later.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

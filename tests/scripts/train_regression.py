@@ -1,7 +1,5 @@
 """Train small models in float64: `train_regression.py KIND LAST_STEP [SETTING=VALUE…]`, on any ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

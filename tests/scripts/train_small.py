@@ -1,7 +1,5 @@
 """A small training with batch norm: `train_small.py LAST_STEP [SETTING=VALUE…]`, alone or under torchrun."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

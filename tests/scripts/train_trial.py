@@ -1,7 +1,5 @@
 """A trial of a sweep: a small regression with dropout, whose loss falls faster with a higher rate."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

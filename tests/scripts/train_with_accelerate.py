@@ -1,7 +1,5 @@
 """An Accelerate loop with dropout, accumulated gradients and data workers."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

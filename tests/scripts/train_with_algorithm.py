@@ -1,7 +1,5 @@
 """Train digits: `train_with_algorithm.py ALGORITHM LAST_STEP [SETTING=VALUE…]`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

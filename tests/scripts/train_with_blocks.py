@@ -1,7 +1,5 @@
 """A plain DDP loop with the building blocks: dropout, data workers, an uneven last batch."""
 
-from __future__ import annotations
-
 import os
 import sys
 

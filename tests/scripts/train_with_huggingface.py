@@ -1,7 +1,5 @@
 """A Hugging Face Trainer with dropout, accumulated gradients, evaluation and data workers."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

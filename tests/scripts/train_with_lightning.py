@@ -3,8 +3,6 @@
 Arguments after the path of the result are for Lightning's command line, with one of its own modules.
 """
 
-from __future__ import annotations
-
 import sys
 
 import lightning

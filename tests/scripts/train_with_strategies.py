@@ -3,8 +3,6 @@
 For each training, rank 0 writes to OUT the result or the error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hpctrain
-from hpctrain.training.data.batch_plan import SampleOrder
+from hpctrain.training.data.sample_order import SampleOrder
 
 NUM_SAMPLES, BATCH, SEED = 23, 10, 3
 

@@ -1,7 +1,5 @@
 """The site, the run and the faults of a seed."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
@@ -24,7 +22,7 @@ class Fault:
         return self.kind in _SURVIVABLE or (self.kind == "disk-away" and self.value < _BRIEF_S)
 
     @classmethod
-    def parse(cls, text: str) -> Fault:
+    def parse(cls, text: str) -> "Fault":
         kind, _, rest = text.partition("@")
         at, _, value = rest.partition(":")
         return cls(kind, float(at), float(value or 0))
@@ -33,6 +31,35 @@ class Fault:
         return f"{self.kind}@{self.at:g}" + (f":{self.value:g}" if self.value else "")
 
 
+@dataclass(frozen=True)
+class ForeignProgram:
+    """A program that loads no checkpoint of hpctrain, and fails in each attempt; the bits of a number."""
+
+    number: int
+
+    COUNT = 128
+
+    @property
+    def counts_steps(self) -> bool:
+        """True if it counts its steps over all attempts."""
+        return bool(self.number & 4)
+
+    @property
+    def writes_files(self) -> bool:
+        return bool(self.number & 8)
+
+    @property
+    def loads_files(self) -> bool:
+        """True if each attempt continues from the file of the previous one."""
+        return self.writes_files and bool(self.number & 64)
+
+    def way_to_fail(self, attempt: int) -> str:
+        """Return the way in which an attempt fails, which may differ from attempt to attempt."""
+        shift = attempt if self.number & 32 else 0
+        return _WAYS_TO_FAIL[((self.number & 3) + (self.number & 16) // 4 + shift) % len(_WAYS_TO_FAIL)]
+
+
+_WAYS_TO_FAIL = (*("exception", "kill", "hang", "early exit"), *("oom", "signal", "data worker", "exit code"))
 #: Faults with a duration in seconds.
 _SLURM_WINDOWS = (
     *("slurm-away", "slurm-silent", "slurm-slow", "slurm-lost-answers", "slurm-stale", "slurm-refuse"),
@@ -149,7 +176,7 @@ def make_faults(seed: int) -> list[Fault]:
     if (drain := random.Random(f"drain-{seed}")).random() < _DRAIN_PROBABILITY:
         faults.append(Fault("drain-node", round(drain.uniform(0.0, 200.0), 1), drain.randint(0, 3)))
     if (program := random.Random(f"start-over-{seed}")).random() < _START_OVER_PROBABILITY:
-        faults.append(Fault("start-over", 0.0, program.randint(0, 15)))
+        faults.append(Fault("start-over", 0.0, program.randrange(ForeignProgram.COUNT)))
     return faults
 
 

@@ -1,7 +1,5 @@
 """Bugs to plant: each must be found by the simulation."""
 
-from __future__ import annotations
-
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -9,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import SchedulerError
 from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise

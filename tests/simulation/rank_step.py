@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import (
@@ -21,6 +21,7 @@ from hpctrain.rundir import (
     list_checkpoint_steps,
 )
 from simulation import simulated_system as system
+from simulation.config import ForeignProgram
 from simulation.scheduler import Scheduler
 from simulation.simulated_slurm import Job, SimPopen
 
@@ -176,8 +177,8 @@ class RankStep:
         if not self._can_progress:
             return
         self._progress("load")
-        if self.world.start_over is not None:
-            self._start_over(self.world.start_over)
+        if self.world.foreign_program is not None:
+            self._run_foreign(self.world.foreign_program)
             return
         committed = list_checkpoint_steps(self.run.checkpoints)
         self.base = self.last_commit = self.steps_done = max(committed, default=0)
@@ -190,31 +191,46 @@ class RankStep:
             self.later(0.5, 2.0, self._crash_again)
         self.later(0.5, 2.0, self._begin)
 
-    def _start_over(self, program: int) -> None:
-        """Train a few steps without a checkpoint, then fail; the program selects how."""
+    def _run_foreign(self, program: ForeignProgram) -> None:
+        """Train a few steps without a checkpoint of hpctrain, and then fail or complete."""
         self.base = self.last_commit = self.steps_done = 0
-        if program & 4:  # The script counts its steps over all attempts.
+        path = self.run.checkpoints / "last.ckpt"
+        saved = int(path.read_text()) if program.loads_files and path.exists() else 0
+        if program.counts_steps:
             self._log_event("resumed", step=3 * self.attempt)
-        if program & 8:
-            path = self.run.checkpoints / "last.ckpt"
+        if program.writes_files:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(str(self.attempt))
+            path.write_text(str(saved + 1))
         self._progress("step")
-        self.later(*self.world.config.step_range_s, lambda: self._fail_again(program & 3))
+        is_done = program.loads_files and saved >= self.world.config.num_steps // 2
+        self.later(
+            *self.world.config.step_range_s,
+            (lambda: self._leave(0)) if is_done else lambda: self._fail_again(program),
+        )
 
-    def _fail_again(self, how: int) -> None:
+    def _fail_again(self, program: ForeignProgram) -> None:
         rank = self.ranks[-1]
         if not rank.is_alive or rank.is_hung:
             return
-        self.world.on_crash_again()
-        if how == 0:
-            self.fail(rank, "ValueError", f"bad value in attempt {self.attempt}")
-        elif how == 1:
-            rank.exit(None, signal.SIGKILL)
-        elif how == 2:
-            rank.is_hung = True
-        else:
-            rank.exit(0)
+        if not program.loads_files:
+            self.world.on_crash_again()
+        match program.way_to_fail(self.attempt):
+            case "exception":
+                self.fail(rank, "ValueError", f"bad value in attempt {self.attempt}")
+            case "kill":
+                rank.exit(None, signal.SIGKILL)
+            case "hang":
+                rank.is_hung = True
+            case "early exit":
+                rank.exit(0)
+            case "oom":
+                rank.exit(None, signal.SIGKILL, words="Out Of Memory")
+            case "signal":
+                rank.exit(None, signal.SIGSEGV)
+            case "data worker":
+                self.fail(rank, "DataWorkerKilled", "a data worker was killed by SIGKILL")
+            case "exit code":
+                rank.exit(3)
 
     def _crash_again(self) -> None:
         if self.ranks[0].is_alive:

@@ -4,8 +4,6 @@ A thread that waits picks the next event itself. It runs callbacks inline, and h
 thread. Ties are broken by the seed.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 import signal
@@ -29,7 +27,7 @@ class Violation(AssertionError):
 
 
 class SimProcess:
-    def __init__(self, scheduler: Scheduler, host: str, name: str) -> None:
+    def __init__(self, scheduler: "Scheduler", host: str, name: str) -> None:
         self.scheduler, self.host, self.name = scheduler, host, name
         scheduler.processes.append(self)
         self.pid = 1000 + len(scheduler.processes)
@@ -162,7 +160,7 @@ class _Worker:
 class Scheduler:
     """The events of a simulated world in virtual time."""
 
-    current: Scheduler
+    current: "Scheduler"
     idle_workers: ClassVar[list[_Worker]] = []
 
     def __init__(self, seed: int) -> None:

@@ -1,7 +1,5 @@
 """Run seeds of the simulation. A failing seed is shrunk, and printed with the command that repeats it."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools
@@ -49,7 +47,7 @@ class _Store:
     def serve(self) -> None:
         pass
 
-    def __enter__(self) -> _Store:
+    def __enter__(self) -> "_Store":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """File operations of simulated processes: real files below one folder, with faults."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

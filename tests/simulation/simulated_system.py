@@ -1,7 +1,5 @@
 """Replacements for the names of `hpctrain.system`, bound to the scheduler."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty
@@ -134,7 +132,7 @@ class SimpleQueue:
                 raise Empty
         return self._items.popleft()
 
-    def __class_getitem__(cls, _: object) -> type[SimpleQueue]:
+    def __class_getitem__(cls, _: object) -> "type[SimpleQueue]":
         return cls
 
 
@@ -144,7 +142,7 @@ class ThreadPoolExecutor:
     def __init__(self, max_workers: int) -> None:
         pass
 
-    def __enter__(self) -> ThreadPoolExecutor:
+    def __enter__(self) -> "ThreadPoolExecutor":
         return self
 
     def __exit__(self, *_: object) -> None:

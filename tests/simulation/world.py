@@ -1,7 +1,5 @@
 """A simulated world: the run folder, Slurm, the ranks, the faults and the invariants."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from helpers.run_histories import most_attempts
+
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, encode_holder
@@ -19,9 +19,8 @@ from hpctrain.rundir import RunDir, event_record
 from hpctrain.schema import LeaseHolder
 from hpctrain.slurm.job_end import prepare_job_end
 from hpctrain.supervisor import batch_main
-from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
 from simulation import simulated_system as system
-from simulation.config import Fault, SimConfig
+from simulation.config import Fault, ForeignProgram, SimConfig
 from simulation.rank_step import HeartbeatServer, RankStep, SimRank
 from simulation.scheduler import EPOCH, Scheduler, SimProcess, Violation
 from simulation.simulated_disk import SimDisk, use_disk
@@ -52,8 +51,7 @@ class World:
         """Step and attempt of each commit."""
         self.has_trained = False
         self.user_cancelled = self.crashes_again = False
-        self.start_over: int | None = None
-        """A program that loads nothing, and fails in each attempt."""
+        self.foreign_program: ForeignProgram | None = None
         self._num_crashes = 0
         """Number of crashes at the same place."""
         self._notified: set[tuple[str, float]] = set()
@@ -171,7 +169,7 @@ class World:
             case "crash-again":
                 self.crashes_again = True
             case "start-over":
-                self.start_over = int(fault.value)
+                self.foreign_program = ForeignProgram(int(fault.value))
             case "start-by-hand" if running:
                 self.slurm.submit(is_by_hand=True)
             case "requeue" if step is not None:
@@ -283,11 +281,13 @@ class World:
             fault.kind in ("kill-batch", "kill-supervisor", "torn-write") for fault in self.faults
         )
         allowed = self.config.spec.max_failures
-        if self.start_over is not None:
+        if (program := self.foreign_program) is not None:
             # Another fault, a stop or a requeue may become the recorded end of the attempt.
-            stops = [event for event in self.run.read_events() if EndKind(event.end_kind or "python").is_stop]
+            ends = [EndKind(event.end_kind) for event in self.run.read_events() if event.end_kind]
+            stops = [kind for kind in ends if kind.is_stop]
             num_kills = len(self.faults) + len(stops) + sum(job.restarts for job in self.slurm.jobs)
-            allowed *= CRASHES_PER_FAILURE if self.start_over & 8 else 1
+            failures, policy = {*ends} - {*stops} or {EndKind.PYTHON}, self.config.spec.policy
+            allowed = most_attempts(policy, failures, writes_files=program.writes_files)
         most = allowed * num_runs + num_kills
         if self._num_crashes > most and not self.disk.windows:
             self.fail(f"the run continues after {self._num_crashes - 1} crashes at the same place")
@@ -324,7 +324,7 @@ class World:
         others = [other for other in self._steps if other.attempt != step.attempt and other.trains]
         if others:
             self.fail(f"attempt {step.attempt} starts while attempt {others[0].attempt} is alive")
-        if step.attempt > _MAX_ATTEMPTS and self.start_over is None:
+        if step.attempt > _MAX_ATTEMPTS and self.foreign_program is None:
             self.fail(f"{_MAX_ATTEMPTS} attempts")
         if self.run.cancel_request.exists() and any(other.is_cancelled for other in self._steps):
             self.fail(f"attempt {step.attempt} starts although its ranks were cancelled")
@@ -401,7 +401,8 @@ class World:
         self.outcome = state or f"none ({last.state})"
         if state == "COMPLETED" and not self.has_trained:
             self.fail("the run is COMPLETED, but no attempt has trained to the end")
-        if state == "COMPLETED" and max(self.committed)[0] != self.config.num_steps:
+        is_committed = max(self.committed, default=(0, 0))[0] == self.config.num_steps
+        if state == "COMPLETED" and not is_committed and self.foreign_program is None:
             self.fail("the run is COMPLETED, but its last step is not committed")
         if state == "CANCELLED" and not self.user_cancelled:
             self.fail("the run is CANCELLED, but not by the user")

@@ -1,12 +1,10 @@
 """Several jobs may continue a run, and only one of them trains."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from helpers.run_histories import make_spec
+from msgspec.structs import replace
 
 from hpctrain.files import read_json_lines
 from hpctrain.jobspec.job_spec import JobSpec

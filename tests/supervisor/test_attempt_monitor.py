@@ -1,7 +1,5 @@
 """The attempt monitor with a fake step: reactions to exits, stops and missing ends."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import time

@@ -1,7 +1,5 @@
 """The signal lead before the time limit, from the observed step and save times."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

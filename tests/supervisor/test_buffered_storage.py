@@ -1,7 +1,5 @@
 """The supervisor on a full or missing disk: it buffers writes in memory and flushes them later."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

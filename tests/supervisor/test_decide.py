@@ -1,7 +1,5 @@
 """The decision after an attempt: every row of docs/restart-policy.md, and the rules around the table."""
 
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import replace
@@ -384,10 +382,7 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
         ),
         ([REQUEUE, REQUEUE, FAILURE], History([P1], [K], [T, T])),
         # Of a script's own checkpoints, only their existence is known.
-        (
-            [FAILURE, REQUEUE, event("checkpoint", step=None), SECOND_FAILURE],
-            History([P2], [K, K]),
-        ),
+        ([FAILURE, REQUEUE, event("checkpoint", step=None), SECOND_FAILURE], History([P2], [K, K])),
         ([FAILURE, REQUEUE, event("excluded", hosts=["n1"]), event("submitted")], History()),
         ([FAILURE, REQUEUE, event("submitted", after="7")], History([P1], [K], [T])),
         # A script that saves by its own means must not be ended because of hourly preemptions.
@@ -456,10 +451,7 @@ def test_limit_to_verified_checkpoints_ends_when_the_run_has_resumed():
         ("srun: error: n1: tasks 0-1,3: Exited with exit code 75", [TaskExit(r, 75) for r in (0, 1, 3)]),
         ("srun: error: n1: task 2: Segmentation fault (core dumped)", [TaskExit(2, None, signal.SIGSEGV)]),
         ("srun: error: n1: task 2: Terminated", [TaskExit(2, None, signal.SIGTERM)]),
-        (
-            "srun: error: n1: task 2: Out Of Memory",
-            [TaskExit(2, None, signal.SIGKILL, out_of_memory=True)],
-        ),
+        ("srun: error: n1: task 2: Out Of Memory", [TaskExit(2, None, signal.SIGKILL, out_of_memory=True)]),
         ("srun: launch/slurm: _step_signal: Terminating StepId=1.0", []),
         ("slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED ***", []),
     ],

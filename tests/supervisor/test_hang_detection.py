@@ -1,19 +1,12 @@
 """Hang detection, and the rank that the others wait for."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 from msgspec.structs import replace
 
 from hpctrain.schema import RankSnapshot
-from hpctrain.supervisor.workers.hang_detection import (
-    HangDetector,
-    HangInfo,
-    PhaseLimits,
-    blocking_ranks,
-)
+from hpctrain.supervisor.workers.hang_detection import HangDetector, HangInfo, PhaseLimits, blocking_ranks
 from hpctrain.supervisor.workers.rank_monitor import describe_hang
 
 

@@ -1,7 +1,5 @@
 """Connections between supervisor and ranks, and attacks by programs without the secret."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

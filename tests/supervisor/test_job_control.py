@@ -1,7 +1,5 @@
 """Lost nodes, from `scontrol show node` and from their slurmd."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """The lease on a run folder: one supervisor holds it, and a dead one loses it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Monitors of an attempt: draining nodes, free nodes, and trials that lose."""
 
-from __future__ import annotations
-
 import json
 import queue
 import time

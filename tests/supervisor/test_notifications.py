@@ -1,7 +1,5 @@
 """Notifications about the end, a failure or a stall of a run, by webhook and by command."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,13 +1,12 @@
 """Several process groups of an adopted batch script, each with its own ranks."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 
 import msgspec
 import pytest
 
+from hpctrain import system
 from hpctrain.rundir import RunDir
 from hpctrain.schema import RankMessage
 from hpctrain.supervisor.launch.job_step import HangDetected
@@ -37,7 +36,7 @@ class Supervisor:
 
     def join(self, group: str, rank: int, world_size: int = 2) -> int:
         introduction = {"group": group, "rank": rank, "world_size": world_size, "host": f"n{rank}"}
-        return self.groups.join(introduction)
+        return self.groups.join({**introduction, "in_step": True})
 
     def beat(self, key: int, step: int, **fields: object) -> None:
         message: dict[str, object] = {
@@ -112,3 +111,23 @@ def test_only_groups_that_train_can_hang(supervisor):
     assert isinstance(hang, HangDetected)
     assert (hang.rank, hang.host) == (1, "n1")
     assert "rank 1 on n1 is in main (train.py:2)" in hang.cause
+
+
+def test_failures_before_another_launch_or_a_long_time_alone_are_survived(supervisor, monkeypatch):
+    clock = 1000.0
+    monkeypatch.setattr(system, "time", lambda: clock)
+    keys = [supervisor.join("a", rank) for rank in range(2)]
+    clock = 1100.0
+    for key in keys:
+        supervisor.groups.on_disconnect(key)
+    clock = 1110.0
+    assert supervisor.groups.survived_until() == 1000.0
+    clock = 1200.0
+    assert supervisor.groups.survived_until() == 1100.0
+    key = supervisor.join("b", 0)
+    assert supervisor.groups.survived_until() == 1200.0
+    # A rank that has failed before another of its group arrives.
+    clock = 1201.0
+    supervisor.groups.on_disconnect(key)
+    supervisor.join("b", 1)
+    assert supervisor.groups.survived_until() == 1200.0

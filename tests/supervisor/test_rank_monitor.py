@@ -1,7 +1,5 @@
 """The rank monitor with a fake step: launchers that stay after their ranks."""
 
-from __future__ import annotations
-
 import queue
 
 import pytest

@@ -1,22 +1,13 @@
 """The number of restarts without a new checkpoint is limited for every program."""
 
-from __future__ import annotations
-
 from itertools import count
 
-from helpers.run_histories import event
+from helpers.run_histories import event, most_attempts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.jobspec.restart_policy import DEFAULT_RULES, EndKind, RestartPolicy
-from hpctrain.supervisor.policy.decide import (
-    CRASHES_PER_FAILURE,
-    Action,
-    Allocation,
-    AttemptEnd,
-    RunSituation,
-    decide,
-)
+from hpctrain.supervisor.policy.decide import Action, Allocation, AttemptEnd, RunSituation, decide
 from hpctrain.supervisor.policy.history import History
 
 #: Ends of attempts that count as failures.
@@ -63,10 +54,7 @@ def cycle(values):
 )
 def test_program_that_loads_nothing_ends(ends, causes, max_failures, counts_steps, writes_files, recorded):
     policy = RestartPolicy.with_changes({}, max_failures)
-    sharing = {kind for kind in ends if policy[kind].retries is None}
-    most = max_failures * bool(sharing) + sum((policy[kind].retries or 0) + 1 for kind in {*ends} - sharing)
-    if writes_files:
-        most *= CRASHES_PER_FAILURE
+    most = most_attempts(policy, ends, writes_files=writes_files)
     program = {"counts_steps": counts_steps, "writes_files": writes_files, "recorded": recorded}
     # The first checkpoint with a known step is progress.
     first = max_failures if recorded else 0

@@ -1,7 +1,5 @@
 """Detection of slow ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpctrain.supervisor.workers.straggler_detection import (

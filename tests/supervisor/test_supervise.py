@@ -1,7 +1,5 @@
 """The supervisor over several attempts, with a fake launcher and fake job control."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -19,6 +17,7 @@ from hpctrain.runtime.failure_file import failure_record
 from hpctrain.slurm.srun_step import StepEnded, TaskExit
 from hpctrain.supervisor import requeuer
 from hpctrain.supervisor.batch_main import main
+from hpctrain.supervisor.failures import diagnosis
 from hpctrain.supervisor.launch.job_step import HangDetected, RankSignalled
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.supervise import Supervisor
@@ -354,6 +353,14 @@ def test_end_of_a_rank_after_a_stop_request_is_part_of_the_stop(run, end):
     job = FakeJob(nodes=FakeNodes(fits=True))
     assert supervise(run, [*([SIGNALLED, end, StepEnded(1)] for _ in range(4)), DONE], job) == 0
     assert job.num_requeues == 4
+    assert {*kinds(run)} == {"started", "requeue", "finished"}
+
+
+def test_gpu_fault_after_a_stop_request_is_no_failure_of_the_node(run, monkeypatch):
+    monkeypatch.setattr(diagnosis, "gpu_faults", lambda *_: {"n2": [74]})
+    job = FakeJob(nodes=FakeNodes(fits=True))
+    killed = TaskExit(1, None, signal.SIGKILL)
+    assert supervise(run, [[SIGNALLED, killed, StepEnded(1)], DONE], job) == 0
     assert {*kinds(run)} == {"started", "requeue", "finished"}
 
 
@@ -696,10 +703,7 @@ def test_restart_that_trains_no_step_after_a_crash_is_not_complete(run, checkpoi
         "If the script had finished and saved its result elsewhere, nothing is lost."
         in finished(run)["cause"]
     )
-    assert [event["class"] for event in events_of(run, "failure")] == [
-        "killed",
-        "unfinished",
-    ]
+    assert [event["class"] for event in events_of(run, "failure")] == ["killed", "unfinished"]
 
 
 @pytest.mark.parametrize(

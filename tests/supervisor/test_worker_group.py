@@ -1,7 +1,5 @@
 """The record of an attempt's start, from the messages of its ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpctrain import system

@@ -1,7 +1,5 @@
 """Values of hyper-parameters, grids and random trials."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

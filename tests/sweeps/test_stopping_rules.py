@@ -1,7 +1,5 @@
 """Rules that stop losing trials, and their effect on simulated sweeps."""
 
-from __future__ import annotations
-
 import math
 import random
 

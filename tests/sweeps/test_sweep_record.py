@@ -1,7 +1,5 @@
 """Arguments and indices of trials."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

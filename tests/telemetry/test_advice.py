@@ -1,7 +1,5 @@
 """Recommendations of the report: given only with measured evidence."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hyper-parameters of a run, and its best value."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loggers get each step once, after any failure; trackers are tested with their own clients, offline."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

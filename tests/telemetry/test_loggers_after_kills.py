@@ -1,7 +1,5 @@
 """One curve in every tracker after kills of rank 0 and of its loggers; and hanging trackers."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

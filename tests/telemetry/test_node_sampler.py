@@ -1,7 +1,5 @@
 """Node sampling during a run, by a process that ends with it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """GPU readings from a fake driver, including a lost GPU."""
 
-from __future__ import annotations
-
 import pynvml
 import pytest
 from helpers.fake_gpu_driver import DetailedFakeDriver, FakeDriver, install_fake_driver
@@ -42,12 +40,7 @@ def test_all_readings_of_fake_driver_are_read(monkeypatch):
         assert gpus.names == ["H100"]
         (reading,) = gpus.read()
         (second,) = gpus.read()
-    assert (reading.sm, second.sm, second.tensor, second.dram) == (
-        None,
-        61.5,
-        None,
-        20.25,
-    )
+    assert (reading.sm, second.sm, second.tensor, second.dram) == (None, 61.5, None, 20.25)
     assert second.energy_j == reading.energy_j + 500
     assert reading == GpuReading(
         util=83,

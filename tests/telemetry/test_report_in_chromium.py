@@ -1,7 +1,5 @@
 """Reports in a real browser: drawn without errors, with the figures of the run folder."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -19,11 +17,7 @@ from hpctrain.telemetry.report.pages import (
     spec_differences,
 )
 from hpctrain.telemetry.report.run_data import RunData
-from hpctrain.telemetry.report.summary import (
-    describe_attempt_end,
-    key_figures,
-    summarize,
-)
+from hpctrain.telemetry.report.summary import describe_attempt_end, key_figures, summarize
 
 SPEC = {"script": "/home/me/train.py", "args": ["--lr", "0.1"], "workdir": "/home/me", "nodes": 2}
 

@@ -1,7 +1,5 @@
 """Reports are shared: they must not contain credentials."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -121,12 +119,7 @@ def test_times_reported_by_ranks_are_separate_categories():
         started_run(0).steps(1, 1, every=1).steps(2, 11, every=2, spent={"data": 0.5, "validation": 0.25})
     )
     breakdown = breakdown_of(history)
-    assert seconds(history) == {
-        "starting": 1,
-        "training": 12.5,
-        "waiting for data": 5.0,
-        "validating": 2.5,
-    }
+    assert seconds(history) == {"starting": 1, "training": 12.5, "waiting for data": 5.0, "validating": 2.5}
     assert TimeCategory.DATA in breakdown.measured
     assert TimeCategory.COMMUNICATING not in breakdown.measured
 

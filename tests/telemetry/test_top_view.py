@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 
@@ -128,11 +126,7 @@ def test_consecutive_checkpoints_are_one_line():
         ("chaos", {"fault": "kill-rank", "ranks": [3], "host": "n2"}, "chaos  ranks 3 on n2, kill-rank"),
         ("chaos", {"fault": "preempt", "ranks": [], "host": None}, "chaos  preempt"),
         ("requeue", {"by": "successor", "class": "time-limit"}, "requeue  time-limit, successor"),
-        (
-            "signal",
-            {"signal": "SIGTERM", "step": 30, "saved": True},
-            "signal  step 30, saved, SIGTERM",
-        ),
+        ("signal", {"signal": "SIGTERM", "step": 30, "saved": True}, "signal  step 30, saved, SIGTERM"),
         ("seen", {"job_id": "25", "job_state": "CANCELLED by 1000"}, "seen  job 25, CANCELLED by 1000"),
         ("finished", {"state": "CANCELLED", "cause": None}, "finished  CANCELLED"),
         ("failure", {"rank": 3, "host": "n2", "cause": "SIGKILL"}, "failure  SIGKILL"),

@@ -1,7 +1,5 @@
 """Communication algorithms of ddp: bytes sent, learning, and resuming after a stop."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,8 @@ import hpctrain
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
 from hpctrain.training.algorithms.compression import QuantizedRows
 from hpctrain.training.algorithms.weight_averaging import tournament_peer
-from hpctrain.training.data.batch_plan import SampleOrder, split_range
+from hpctrain.training.data.batch_plan import split_range
+from hpctrain.training.data.sample_order import SampleOrder
 
 pytestmark = pytest.mark.ranks
 

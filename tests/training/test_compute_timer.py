@@ -1,7 +1,5 @@
 """The times that a rank spends computing and exchanging in a step, on a simulated clock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

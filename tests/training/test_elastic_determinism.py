@@ -1,7 +1,5 @@
 """Every bit of the result is the same on any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

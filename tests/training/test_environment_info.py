@@ -1,7 +1,5 @@
 """Checksums of the code in the record of an attempt."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

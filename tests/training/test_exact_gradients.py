@@ -1,7 +1,5 @@
 """The gradient is the mean over the global batch, on any ranks, in any micro-batches, through any stops."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from train_in_float64 import NUM_SAMPLES, Exact, samples
 
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
-from hpctrain.training.data.batch_plan import SampleOrder
+from hpctrain.training.data.sample_order import SampleOrder
 
 pytestmark = pytest.mark.ranks
 

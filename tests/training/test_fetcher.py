@@ -1,7 +1,5 @@
 """Fetching of batches: equal to those of torch's DataLoader, in the fastest way for each dataset."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

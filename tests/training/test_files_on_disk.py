@@ -1,7 +1,5 @@
 """Files of a training: order of writes, and permissions."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sums of gradients as integers: exact, independent of order, and closer to the true sum than float32's."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The Trainer on a CUDA device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

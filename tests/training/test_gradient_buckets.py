@@ -1,7 +1,5 @@
 """Gradient buckets: their size, and their record in the run."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Horovod under its own launcher, and errors if it is missing."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """LightningModules in hpctrain's Trainer: what docs/frameworks.md lists works, and all else is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """Loader workers: signals, death with their rank, and reported failures."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Losses that are not finite, or far above the ones before: each policy, on one rank and on two."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -17,14 +15,14 @@ from torch import nn
 
 import hpctrain
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.io.checkpoint_dir import Retention
+from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import BadLoss, UserError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.failure_file import failure_record
-from hpctrain.training.data.batch_plan import SampleOrder
+from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, SpikeDetector
 
 #: They start many processes or trainings, so `make test-fast` leaves them out.

@@ -1,7 +1,5 @@
 """Copies of the state in memory, by ranks on separate nodes, whose memory is a folder of each rank."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Methods of `hpctrain.Module` that are those of Lightning: logging, step ends, data, refused hooks."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

@@ -4,8 +4,6 @@ This test needs no GPU. It records the callers that read a tensor's value, on th
 only those may do so that have checked the tensor's device.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -24,7 +22,7 @@ ALLOWED = {
     ("metric_accumulator.py", "_double"),
     ("train_step.py", "_record_norm"),
     ("step_exchange.py", "_read_results"),
-    ("batch_plan.py", "_walk"),
+    ("sample_order.py", "_walk"),
     ("loader_config.py", "<genexpr>"),
     ("loader_config.py", "__init__"),
 }

@@ -1,7 +1,5 @@
 """Unsupported modules, data and settings are refused before the first step, with the reason."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Comparison of the replicas: flipped bits are detected in time, and equal replicas never are."""
 
-from __future__ import annotations
-
 import os
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Values of optimizers and schedulers that a resumed run takes from its checkpoint."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Samples of each step, on any number of ranks and through any stops; ranks are threads here."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain
 from typing import Any

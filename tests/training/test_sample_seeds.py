@@ -1,7 +1,5 @@
 """Random draws of a dataset depend on the sample, not on the worker, the rank or the attempt."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

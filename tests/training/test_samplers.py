@@ -1,7 +1,5 @@
 """DataLoaders with any sampler: the same order on any number of ranks and through any stops."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter

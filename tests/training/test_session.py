@@ -1,7 +1,5 @@
 """A user's own loop with `session` has the Trainer's data order, weights, checkpoints and stop."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

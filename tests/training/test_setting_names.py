@@ -1,7 +1,5 @@
 """Settings under the names of Lightning, Hugging Face and torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

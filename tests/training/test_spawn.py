@@ -1,7 +1,5 @@
 """`ddp_spawn`, `dp` and `devices=…`: one process that trains on several devices."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A stop during a long validation: all ranks leave it at once, and repeat it after the restart."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

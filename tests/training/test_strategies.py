@@ -1,7 +1,5 @@
 """Strategies: each trains like one process, has its own features, and resumes after a stop."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 docs/strategies.md has the same table.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """The Trainer in real processes: alone, and on several ranks under torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Checkpoints of a training: schedule, content, final save and retention."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

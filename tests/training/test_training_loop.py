@@ -1,7 +1,5 @@
 """Features of the training loop, compared with loops without hpctrain."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -22,7 +20,7 @@ import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
-from hpctrain.training.data.batch_plan import SampleOrder
+from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.loop.train_step import lr_factor
 from hpctrain.training.observe import environment_info
 from hpctrain.training.optim.optimizer_setup import only_trainable

@@ -1,7 +1,5 @@
 """Training state that a script forgets to save, and dicts of its own values."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients that two ranks compute: a device that computes wrong ones is named before they are applied."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from hpctrain.checkpoint.convert.external_formats import ExternalState, parse_external_state
 from hpctrain.checkpoint.format.manifest import read_verified
-from hpctrain.checkpoint.io.checkpoint_dir import KEEP_ALL
 from hpctrain.checkpoint.io.coordination import RankCoordinator
 from hpctrain.checkpoint.io.loading import LoadedCheckpoint, VerifiedCheckpoint, load
+from hpctrain.checkpoint.io.retention import KEEP_ALL
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.errors import CheckpointError, UserError

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: commit, deletion by rules, and cleanup. Imports no torch.
+"""Commit, delete and clean up the checkpoints of a folder. Imports no torch.
 
 A checkpoint is written into a hidden folder, which readers ignore. The rename to the final name is the
 commit. Deletion starts with a rename to another hidden name. Every folder with the name of a step was
@@ -11,16 +11,16 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
+from hpctrain.checkpoint.io.retention import Retention
+from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.files import fsync_path, is_locked, lock_folder, make_folder, own_file, write_atomic
-from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps, rank_steps
+from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
 
 _SAVING, _DELETING = ".saving-", ".deleting-"
 _CHECKPOINT_NAME = re.compile(r"step-\d{8,}(\.(broken|unverified)-\d+)?")
@@ -44,54 +44,6 @@ def new_save_token() -> str:
 def boot_identity() -> str:
     """Return an identifier of the running system; process locks are visible only within one system."""
     return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-
-
-@dataclass(frozen=True)
-class Retention:
-    last: int = 3
-    every: int | None = None
-    """Keep the checkpoints whose step is a multiple of this number; None keeps none by this rule."""
-    best: int = 0
-    """Number of checkpoints with the best score to keep."""
-    mode: Literal["min", "max"] = "min"
-    """Direction of the score: "min" if lower is better, "max" if higher is better."""
-    metric: str | None = None
-    """Name of the metric of the score. Scores of other metrics do not count."""
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("last", 1), ("every", 1), ("best", 0)):
-            value = getattr(self, name)
-            if value is None and name == "every":
-                continue
-            if type(value) is not int or value < minimum:
-                raise UserError(f"{name} is {value!r}, but must be an integer of at least {minimum}.")
-        if self.mode not in ("min", "max"):
-            raise UserError(f"mode is {self.mode!r}, but must be 'min' or 'max'.")
-
-    def steps_to_keep(
-        self,
-        scores: Mapping[int, float | None],
-        not_finite: Set[int] = frozenset(),
-        verified_step: int | None = None,
-    ) -> set[int]:
-        """Return the steps to keep, with the newest, the newest finite and the newest verified one."""
-        steps = sorted(scores)
-        stay = {*steps[-self.last :], *sorted(scores.keys() - not_finite)[-1:]}
-        if verified_step is not None:
-            stay.update([step for step in steps if step <= verified_step][-1:])
-        if self.every is not None:
-            stay.update(step for step in steps if step % self.every == 0)
-        stay.update(rank_steps(scores, self.mode)[: self.best])
-        return stay
-
-    def may_skip(self, step: int, score: float | None) -> bool:
-        """Return true if a checkpoint is kept only while it is among the newest."""
-        pinned = self.every is not None and step % self.every == 0
-        return not pinned and (score is None or self.best == 0)
-
-
-#: Deletes no checkpoint.
-KEEP_ALL = Retention(last=2**31)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hpctrain.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME, FileEntry, Manifest, make_entry
-from hpctrain.checkpoint.io.background_io import (
-    FileWrite,
-    FileWriter,
-    IoThread,
-    wait_on_all_ranks,
-)
+from hpctrain.checkpoint.io.background_io import FileWrite, FileWriter, IoThread, wait_on_all_ranks
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir, boot_identity, new_save_token, temporary_name
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, SaveAborted
 from hpctrain.errors import CheckpointError

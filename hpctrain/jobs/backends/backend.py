@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from msgspec import Struct
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import BackendName, JobSpec
@@ -19,8 +20,7 @@ class SubmissionUnconfirmed(SchedulerError):
     """The scheduler may have accepted the job, so the run folder must not be removed."""
 
 
-@dataclass(frozen=True)
-class PreflightResult:
+class PreflightResult(Struct, frozen=True):
     """Notes and forecast for a job that passed every check."""
 
     notes: tuple[str, ...] = ()

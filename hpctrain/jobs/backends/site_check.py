@@ -7,13 +7,14 @@ that exceeds the limits of its partition is queued, and pends forever (seen with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends.backend import PreflightResult
 from hpctrain.jobs.backends.mounts import path_notes
-from hpctrain.jobspec.directives import all_directives
+from hpctrain.jobspec.job_directives import job_directives
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_slurm
@@ -32,8 +33,7 @@ _RESUBMIT_HINT = "Submit the run again with the same --run-dir to continue."
 _SUCCESSOR_NOTE = "continues in a successor job, which starts after the previous job has ended"
 
 
-@dataclass(frozen=True)
-class JobRequest:
+class JobRequest(Struct, frozen=True):
     """The options of a job as sbatch reads them."""
 
     spec: JobSpec
@@ -44,7 +44,7 @@ class JobRequest:
 
     @classmethod
     def from_spec(cls, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
-        directives = all_directives(spec)
+        directives = job_directives(spec)
         return cls(spec, directives, sbatch_env(environ, directives))
 
     def value(self, key: str) -> str:

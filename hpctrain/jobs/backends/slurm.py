@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.backend import PreflightResult, SubmissionUnconfirmed
-from hpctrain.jobspec.directives import all_directives
+from hpctrain.jobspec.job_directives import job_directives
 from hpctrain.jobspec.job_spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_answer_lost, is_transient, run_all
@@ -88,7 +88,7 @@ class SlurmBackend:
         return preflight_slurm(spec, script, self._environ, *self._site_with_gaps(habits))
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002 (the queue is the lock)
-        environ = sbatch_env(self._environ, all_directives(spec))
+        environ = sbatch_env(self._environ, job_directives(spec))
         try:
             return submit_job([str(run.job_script)], environ)
         except SchedulerError as error:

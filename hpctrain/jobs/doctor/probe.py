@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from hpctrain.errors import HpctrainError
 from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.site_facts import Site
@@ -34,8 +36,7 @@ class Finding:
         self.standing = self.standing or ("note" if self.mend else "ok")
 
 
-@dataclass(frozen=True)
-class DoctorReport:
+class DoctorReport(Struct, frozen=True):
     findings: tuple[Finding, ...]
     site: Site | None = None
     """The Slurm site; None if there is none."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from hpctrain.errors import SchedulerError, UserError
 from hpctrain.files import write_atomic
@@ -29,16 +30,10 @@ from hpctrain.jobs.doctor.machine_checks import (
 from hpctrain.jobs.doctor.probe import DoctorReport, Finding
 from hpctrain.jobs.options.option_parser import SITE_KEY
 from hpctrain.jobspec.job_spec import GpuRequestStyle
-from hpctrain.slurm.command import is_transient, run_slurm, run_slurm_parallel
+from hpctrain.slurm.command import SlurmCall, is_transient, run_all, run_slurm
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_facts import (
-    Partition,
-    Site,
-    SiteConventions,
-    discover_site,
-    nodes_are_this_machine,
-)
+from hpctrain.slurm.site_facts import Partition, Site, SiteConventions, discover_site, nodes_are_this_machine
 
 _LIMIT_S = 20.0
 #: A shorter grace time may be insufficient to write a checkpoint.
@@ -134,7 +129,8 @@ def probe_options(site: Site, environ: Mapping[str, str]) -> DoctorReport:
         **{f"{style} with memory": [*place, _TIME, _MEMORY, option] for style, option in _GPU.items()},
     }
     commands = [("sbatch", "--test-only", *options, "--wrap=true") for options in probes.values()]
-    answers = dict(zip(probes, run_slurm_parallel(commands, environ, timeout_s=_LIMIT_S), strict=True))
+    calls = [SlurmCall(command, environ, timeout_s=_LIMIT_S) for command in commands]
+    answers = dict(zip(probes, run_all(calls), strict=True))
     refusals = {name: _reason(reply) for name, reply in answers.items() if isinstance(reply, SchedulerError)}
     if {"plain", "no memory", "no time", "neither"} <= refusals.keys():
         remedy = "Set the options that this site requires, such as --account, in hpctrain.yaml."

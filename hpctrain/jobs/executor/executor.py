@@ -18,7 +18,7 @@ from hpctrain.jobs.executor.job import Job
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.spec_builder import new_run_id, node_shape
 from hpctrain.jobs.options.table import SubmitOptions
-from hpctrain.jobs.runs.run import Run, find_run
+from hpctrain.jobs.runs.run import find_run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.records.serialization import CallPayload, FunctionCall
@@ -129,13 +129,12 @@ class Executor(submitit.Executor):
             FunctionCall(submission.function, submission.args, submission.kwargs)
             for submission in delayed_submissions
         ]
-        runs, world_size = self._submit_calls(calls, *to_options(self.parameters))
-        return [Job(run.dir.path, run.job_id or "", range(world_size)) for run in runs]
+        return self._submit_calls(calls, *to_options(self.parameters))
 
     def _submit_calls(
         self, calls: Sequence[FunctionCall], options: SubmitOptions, max_concurrent: int
-    ) -> tuple[list[Run], int]:
-        """Submit calls; several become a job array. Return the runs, and the number of ranks of each."""
+    ) -> list[submitit.Job[Any]]:
+        """Submit calls; several become a job array."""
         # A function that raised an exception is called again only on request.
         again = "max_failures" in options or any(
             kind.startswith("python") for kind in options.get("restart_policy", ())
@@ -175,10 +174,11 @@ class Executor(submitit.Executor):
             if note not in self._shown_notes:
                 self._shown_notes.add(note)
                 log.warning(note.replace(advice, "slurm_array_parallelism=2"))
-        run = submit_prepared(submission, payloads)
+        run, job_id = submit_prepared(submission, payloads)
         for prospect in submission.forecast:
             log.info(prospect)
-        return run.tasks() or [run], spec.world_size
+        jobs = {run.dir.task(index): f"{job_id}_{index}" for index in run.dir.tasks()} or {run.dir: job_id}
+        return [Job(folder.path, job, range(spec.world_size)) for folder, job in jobs.items()]
 
 
 class _PluginParameters(set[str]):

@@ -23,7 +23,6 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.records.run_record import read_run_record
 from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
-from hpctrain.schema import FailureRecord, read_record
 from hpctrain.slurm.states import RunState
 from hpctrain.text import format_ranks
 
@@ -107,6 +106,8 @@ class JobFailed(RunFailed, FailedJobError):
 
     @classmethod
     def from_status(cls, status: RunStatus) -> JobFailed:
+        from hpctrain.schema import FailureRecord, read_record
+
         run = RunDir(Path(status.run_dir))
         failure = read_run_record(run).failure
         if failure is not None and failure.cause != status.cause:

@@ -6,18 +6,21 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any, cast
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobs.options.table import BATCH_KEYS, SubmitOptions
+from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm.batch_header import BatchHeader, parse_batch_header, shell_of
 from hpctrain.slurm.duration import parse_duration
+from hpctrain.slurm.sbatch_options import BATCH_KEYS
 
 #: Options of the command sbatch, not of the job.
 _OF_COMMAND = ("ignore-pbs", "parsable", "quiet", "verbose", "wait")
@@ -32,14 +35,15 @@ OF_RANKS = (
     "launcher",
 )
 _SIGNAL = re.compile(r"([RB]+:)?(?:SIG)?(\w+)(?:@(\d+))?", re.ASCII | re.IGNORECASE)
+#: A command whose processes inherit no variables.
+_HIDES = re.compile(r"[^#]*\bsrun\b[^#]*\s--export[= ]NONE\b", re.IGNORECASE)
 #: Signals for the batch script that the supervisor forwards, by name and number.
 _FORWARDED = ("TERM", "USR1", "USR2", *(str(int(number)) for number in (SIGTERM, SIGUSR1, SIGUSR2)))
 #: Seconds before the time limit at which sbatch sends the signal of --signal.
 _SIGNAL_LEAD_S = 60
 
 
-@dataclass(frozen=True)
-class BatchScript:
+class BatchScript(Struct, frozen=True):
     """A batch script of the user that is submitted as it is."""
 
     path: Path
@@ -83,12 +87,21 @@ class BatchScript:
     @property
     def notes(self) -> list[str]:
         """Return notes for the user."""
-        if not self.header.ignored:
-            return []
-        lines = ", ".join(map(str, self.header.ignored))
-        return [
-            f"{self.path.name} has #SBATCH lines after its first command, which sbatch ignores: line {lines}."
-        ]
+        name, notes = self.path.name, []
+        if self.header.ignored:
+            lines = ", ".join(map(str, self.header.ignored))
+            notes.append(
+                f"{name} has #SBATCH lines after its first command, which sbatch ignores: line {lines}."
+            )
+        lines = ", ".join(
+            str(number) for number, line in enumerate(self.text.splitlines(), 1) if _HIDES.match(line)
+        )
+        if lines:
+            notes.append(
+                f"{name} starts processes with --export=NONE, which hpctrain cannot observe: line {lines}. "
+                "Remove the option to let hpctrain count steps, detect hangs and stop the ranks."
+            )
+        return notes
 
 
 def _can_forward(text: str) -> bool:

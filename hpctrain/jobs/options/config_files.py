@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from msgspec import Struct
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import OptionSource, OptionType, OptionValue
@@ -50,14 +50,13 @@ class ConfigNode(NamedTuple):
         return [node.text(label) for node in (self.value if isinstance(self.value, list) else [self])]
 
 
-@dataclass(frozen=True)
-class ConfigFile:
+class ConfigFile(Struct, frozen=True):
     path: Path
-    plain: list[OptionValue] = field(default_factory=list)
-    profiles: dict[str, list[OptionValue]] = field(default_factory=dict)
-    habits: dict[str, Any] = field(default_factory=dict)
+    plain: list[OptionValue] = []
+    profiles: dict[str, list[OptionValue]] = {}
+    habits: dict[str, Any] = {}
     """The rules of the site: fields of `SiteConventions`."""
-    sweep: dict[str, str | list[str]] = field(default_factory=dict)
+    sweep: dict[str, str | list[str]] = {}
     """The `sweep:` section: values of each hyper-parameter."""
 
 

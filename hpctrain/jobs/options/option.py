@@ -11,6 +11,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from msgspec import Struct
+from msgspec.structs import astuple
+
 from hpctrain.text import join_or
 
 _NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
@@ -18,7 +21,7 @@ _NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 YES, NO = ("true", "yes", "on"), ("false", "no", "off")
 
 
-class OptionType(NamedTuple):
+class OptionType(Struct, frozen=True):
     """The value type of an option; a union type sets several fields."""
 
     choices: tuple[str, ...] = ()
@@ -105,8 +108,8 @@ class OptionType(NamedTuple):
 
 
 def _union(type_a: OptionType, type_b: OptionType) -> OptionType:
-    fields = (a or b for a, b in zip(type_a[1:], type_b[1:], strict=True))
-    return OptionType(type_a.choices + type_b.choices, *fields)
+    (choices_a, *fields_a), (choices_b, *fields_b) = astuple(type_a), astuple(type_b)
+    return OptionType(choices_a + choices_b, *(a or b for a, b in zip(fields_a, fields_b, strict=True)))
 
 
 def _text(value: object) -> str:
@@ -121,7 +124,7 @@ def _nonempty(value: object) -> str:
     raise ValueError(value)
 
 
-class Option(NamedTuple):
+class Option(Struct, frozen=True):
     help: str
     """Effect of the option, in one or two sentences without Markdown."""
     metavar: str = ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from msgspec import Struct
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
@@ -19,9 +20,9 @@ from hpctrain.jobs.options.option_parser import (
     option_names,
     parse_option,
 )
-from hpctrain.jobs.options.table import BATCH_KEYS, BATCH_OPTIONS, SubmitOptions, all_options
+from hpctrain.jobs.options.table import SubmitOptions, all_options
 from hpctrain.slurm.environment import SBATCH_VARIABLES, strip_job_env
-from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES
+from hpctrain.slurm.sbatch_options import BATCH_KEYS, BATCH_OPTIONS, SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES
 from hpctrain.text import suggest
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ _SITE_VARIABLE = "HPCTRAIN_SITE_CONFIG"
 _SITE_FOLDER = Path("/etc/hpctrain")
 
 
-@dataclass(frozen=True)
-class ResolvedOptions:
+class ResolvedOptions(Struct, frozen=True):
     """The value of every option that has one, with its source."""
 
     values: Mapping[str, OptionValue]

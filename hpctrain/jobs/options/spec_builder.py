@@ -11,10 +11,16 @@ from typing import Any, cast
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.table import SubmitOptions, is_template_path
-from hpctrain.jobspec.container import Container, ContainerRuntime, is_image_file, split_list_values
+from hpctrain.jobspec.container import (
+    DEFAULT_PYTHON,
+    Container,
+    ContainerRuntime,
+    is_image_file,
+    split_list_values,
+)
 from hpctrain.jobspec.job_spec import CONTROL_CHARACTER, BackendName, CodeRef, JobSpec
 from hpctrain.jobspec.launcher import ProgramKind, TorchrunConfig
-from hpctrain.jobspec.notify import NOTIFICATION_KINDS, NotifyConfig
+from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotifyConfig
 from hpctrain.jobspec.restart_policy import parse_rule_changes
 from hpctrain.jobspec.shell_setup import ShellSetup, is_conda_prefix
 from hpctrain.rundir import ARCHIVE_SUFFIX, RunDir
@@ -71,7 +77,7 @@ def build_spec(
     if limit is not None and time_limit_s is None and backend == "slurm":
         # Without the option, the default of the partition would apply.
         directives["time"] = "UNLIMITED"
-    min_nodes, nodes = _nodes(options.get("nodes", JobSpec.nodes))
+    min_nodes, nodes = _nodes(options.get("nodes", 1))
     shell = _shell(options, cwd)
     run_dir = _run_dir(options, name, cwd)
     template = template_path(options, cwd)
@@ -113,7 +119,7 @@ def build_spec(
         notify=NotifyConfig(
             targets=tuple(options.get("notify", ())),
             on=split_list_values(options.get("notify_on", NOTIFICATION_KINDS)),
-            stall_s=options.get("notify_stall_after", NotifyConfig.stall_s),
+            stall_s=options.get("notify_stall_after", DEFAULT_STALL_S),
         ),
         **fields,
     )
@@ -172,7 +178,7 @@ def _nodes(value: int | str) -> tuple[int, int]:
 
 def node_shape(options: SubmitOptions) -> tuple[str | None, int, int]:
     """Return the type and number of GPUs of a node, and the number of its ranks; 0 for the default number."""
-    gpu_type, gpus = parse_gpus(options.get("gpus_per_node", JobSpec.gpus_per_node))
+    gpu_type, gpus = parse_gpus(options.get("gpus_per_node", 0))
     ntasks, per_task = options.get("ntasks_per_node", 0), options.get("gpus_per_task", 0)
     for option, value in (("ntasks_per_node", ntasks), ("gpus_per_task", per_task)):
         if option in options and value < 1:
@@ -270,7 +276,7 @@ def _container(options: SubmitOptions, backend: BackendName, cwd: Path) -> Conta
         runtime=runtime,
         mounts=tuple(mounts),
         env=split_list_values(options.get("container_env", [])),
-        python=options.get("container_python", Container.python),
+        python=options.get("container_python", DEFAULT_PYTHON),
     )
 
 
@@ -278,10 +284,8 @@ def _torchrun(options: SubmitOptions) -> TorchrunConfig | None:
     launcher = options.get("launcher", "torchrun" if options.get("template") == "torchrun" else "srun")
     if launcher != "torchrun":
         return None
-    return TorchrunConfig(
-        rdzv_backend=options.get("rdzv_backend", TorchrunConfig.rdzv_backend),
-        rdzv_endpoint=options.get("rdzv_endpoint"),
-    )
+    rendezvous = {name: value for name, value in options.items() if name in TorchrunConfig.__struct_fields__}
+    return TorchrunConfig(**cast(dict[str, Any], rendezvous))
 
 
 def template_path(options: SubmitOptions, cwd: Path) -> str | None:

@@ -10,22 +10,24 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Literal, TypedDict
 
+from msgspec.structs import replace
+
 from hpctrain.jobs.options.option import Option, OptionType
-from hpctrain.jobspec.container import Container, is_image_file
+from hpctrain.jobspec.container import DEFAULT_PYTHON, is_image_file
 from hpctrain.jobspec.job_spec import (
     DEFAULT_SNAPSHOT_LIMIT_MB,
     DEFAULT_STOP_BEFORE_LIMIT_S,
+    SPEC_DEFAULTS,
     CpuBindingMode,
     GpuRequestStyle,
-    JobSpec,
     MpiPlugin,
     NodeCheckMode,
     ResumeMode,
 )
-from hpctrain.jobspec.launcher import LauncherName, RendezvousBackend, TorchrunConfig
+from hpctrain.jobspec.launcher import LauncherName, RendezvousBackend
 from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotificationKind
 from hpctrain.jobspec.shell_setup import is_conda_prefix
-from hpctrain.slurm.batch_header import SHORT_NAMES
+from hpctrain.slurm.sbatch_options import SHORT_NAMES
 
 _Path = str | os.PathLike[str]
 
@@ -62,26 +64,6 @@ class SbatchOptions(TypedDict, total=False):
     switches: int | str
     tmp: int | str
     wckey: int | str
-
-
-#: Options of sbatch for a batch script only. For other programs, hpctrain sets them.
-BATCH_OPTIONS = tuple(
-    name.replace("-", "_")
-    for name in (
-        *("chdir", "cpus-per-gpu", "error", "export", "export-file", "gpus", "gpus-per-socket", "input"),
-        *("no-kill", "nodefile", "ntasks", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket"),
-        *("oom-kill-step", "open-mode", "output", "requeue", "signal"),
-    )
-)
-#: hpctrain's names of the other options that sbatch also has.
-BATCH_KEYS = {
-    "job-name": "name",
-    "array": "array",
-    "nodes": "nodes",
-    "time": "time",
-    **{f"{unit}-per-node": f"{unit}_per_node" for unit in ("gpus", "ntasks")},
-    **{f"{unit}-per-task": f"{unit}_per_task" for unit in ("cpus", "gpus")},
-}
 
 
 class SubmitOptions(SbatchOptions, total=False):
@@ -278,7 +260,7 @@ _OPTIONS: Mapping[str, Mapping[str, Option]] = {
             "NAME,…",
             example="[HF_HOME]",
         ),
-        "container_python": Option("Python in the container (3.11 or newer).", "PATH", Container.python),
+        "container_python": Option("Python in the container (3.11 or newer).", "PATH", DEFAULT_PYTHON),
     },
     "Local disks": {
         "stage": Option(
@@ -295,9 +277,7 @@ _OPTIONS: Mapping[str, Mapping[str, Option]] = {
             "Program that starts the ranks: srun, or torchrun with one agent per node.",
             default_text="srun, or torchrun with --template torchrun",
         ),
-        "rdzv_backend": Option(
-            "Rendezvous backend of the torchrun agents.", default_text=TorchrunConfig.rdzv_backend
-        ),
+        "rdzv_backend": Option("Rendezvous backend of the torchrun agents.", default_text="c10d"),
         "rdzv_endpoint": Option(
             "Address of the etcd server for the rendezvous.", "HOST:PORT", example="etcd.site:2379"
         ),
@@ -373,9 +353,10 @@ def all_options() -> dict[str, Option]:
             choices = "" if kind.text else "|".join(kind.choices)
             default = option.default
             if default is None and not option.default_text:
-                default = getattr(JobSpec, name, getattr(JobSpec, f"{name}_s", None))
+                default = SPEC_DEFAULTS.get(name, SPEC_DEFAULTS.get(f"{name}_s"))
             text = "" if default is None else "no" if default is False else str(default)
-            options[name] = option._replace(
+            options[name] = replace(
+                option,
                 name=name,
                 group=group,
                 kind=kind,

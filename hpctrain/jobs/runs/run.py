@@ -6,9 +6,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from hpctrain.errors import RunFailed, RunNotFound, SpecError, WaitTimeout
 from hpctrain.files import is_locked
@@ -25,13 +26,12 @@ if TYPE_CHECKING:
 _EXIT_TIMEOUT_S = 5.0
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Struct, frozen=True):
     """A submitted run. It caches no state: every call queries again."""
 
     dir: RunDir
     #: Environment variables for the scheduler's commands. Some may be secret.
-    environ: Mapping[str, str] = field(repr=False)
+    environ: Mapping[str, str]
 
     def __repr__(self) -> str:
         return f"Run({str(self.dir)!r})"

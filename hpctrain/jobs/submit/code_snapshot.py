@@ -10,9 +10,10 @@ import stat
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+
+from msgspec import Struct
 
 from hpctrain.errors import HpctrainError, SpecError
 from hpctrain.files import make_folder, read_json, write_atomic
@@ -155,8 +156,7 @@ class GitRepository:
         return GitCommand(self.root, [*_DIFF, self.commit], self._environ) if self.commit else None
 
 
-@dataclass(frozen=True)
-class SentCode:
+class SentCode(Struct, frozen=True):
     """Files sent by another machine; replaces the `GitRepository`, which exists only on that machine."""
 
     root: Path
@@ -195,8 +195,7 @@ class SentCode:
         return self._diff
 
 
-@dataclass(frozen=True)
-class CodeSnapshot:
+class CodeSnapshot(Struct, frozen=True):
     """Files of a working tree to copy."""
 
     repository: GitRepository | SentCode

@@ -16,7 +16,7 @@ from hpctrain.jobs.options.batch_options import OF_RANKS
 from hpctrain.jobs.options.option import DEFAULT_SOURCE
 from hpctrain.jobs.options.resolved_options import PREVIOUS_SOURCE, ResolvedOptions
 from hpctrain.jobs.options.table import all_options
-from hpctrain.jobspec.directives import directives_after_start
+from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
 from hpctrain.jobspec.load_spec import load_spec

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends import choose_backend
@@ -35,23 +36,25 @@ _WITHOUT_SUPERVISOR = (
 )
 
 
-@dataclass(frozen=True)
-class PreparedSubmission:
+class PreparedSubmission(Struct, frozen=True):
     """A job that passed every check."""
 
     spec: JobSpec
     backend: Backend
-    environ: Mapping[str, str] = field(repr=False)
+    environ: Mapping[str, str]
     """Environment variables of the submission. Some may be secret."""
-    script: str = field(repr=False)
+    script: str
     """The batch script, exactly as it will be submitted."""
     notes: tuple[str, ...] = ()
     """Notes for the user, one line each."""
     snapshot: CodeSnapshot | None = None
     """Code to copy into the run folder, if any."""
-    preflight: PreflightResult = field(default_factory=PreflightResult)
+    preflight: PreflightResult = PreflightResult()
     batch: BatchScript | None = None
     """The user's batch script, if the job runs one."""
+
+    def __repr__(self) -> str:
+        return f"PreparedSubmission(run_dir={self.spec.run_dir!r}, backend={self.backend.name!r})"
 
     @property
     def forecast(self) -> tuple[str, ...]:

@@ -21,12 +21,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option_parser import find_replacement
-from hpctrain.jobspec.directives import all_directives, program_words, srun_options
+from hpctrain.jobspec.job_directives import job_directives, program_words, srun_options
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.redaction import redact_args
 from hpctrain.jobspec.shell_setup import ShellSetup
-from hpctrain.slurm.batch_header import parse_batch_header
-from hpctrain.slurm.sbatch_options import directive_lines
+from hpctrain.slurm.batch_header import directive_lines, parse_batch_header
 from hpctrain.text import suggest
 
 TEMPLATE_SUFFIX = ".sbatch.j2"
@@ -64,7 +63,7 @@ def render(spec: JobSpec, origins: Mapping[str, str] | None = None) -> str:
     text = _render(spec, launch=None, origins=origins)
     if spec.template is not None and os.sep in spec.template:
         _check_preparations(spec.shell, text, spec.template)
-        _check_script(text, directive_lines(all_directives(spec)), spec.template, supervised=spec.supervised)
+        _check_script(text, directive_lines(job_directives(spec)), spec.template, supervised=spec.supervised)
     return text
 
 
@@ -105,7 +104,7 @@ def _render(spec: JobSpec, *, launch: str | None, origins: Mapping[str, str] | N
         context = template.new_context(
             {
                 "spec": spec,
-                "directives": directive_lines(all_directives(spec), origins),
+                "directives": directive_lines(job_directives(spec), origins),
                 "summary": describe_job(spec),
                 "step": [shlex.quote(option) for option in srun_options(spec, spec.nodes)],
                 "program": shlex.join(program_words(spec)),

@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
+
+from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic
@@ -19,6 +20,7 @@ from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import ProgramKind
+from hpctrain.jobspec.redaction import redact_args
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.slurm.environment import loaded_modules
@@ -32,8 +34,8 @@ _LOCK_TIMEOUT_S = 5.0
 
 def submit_prepared(
     submission: PreparedSubmission, functions: Sequence[bytes] = (), sweep: SweepRecord | None = None
-) -> Run:
-    """Write the run folder and submit the job; for a job array, also write the folder of each task."""
+) -> tuple[Run, str]:
+    """Write the run folder, with a folder per task of a job array, and submit the job. Return also its id."""
     spec = submission.spec
     folder = _folder(spec)
     run = Run(folder, submission.environ)
@@ -65,12 +67,12 @@ def submit_prepared(
                 _record(task, f"{job_id}_{task.array_task}", modules)
             # Written last: readers of this record can rely on all other records.
             _record(spec, job_id, modules)
+            return run, job_id
     except OSError as error:
         raise SpecError(
             f"Cannot write to the run folder {str(folder.path)!r} (--run-dir): {error.strerror}. "
             "Choose another folder."
         ) from error
-    return run
 
 
 def submit(
@@ -106,7 +108,7 @@ def submit(
     log = logging.getLogger("hpctrain")
     for note in submission.notes:
         log.warning(note)
-    run = submit_prepared(submission)
+    run, _ = submit_prepared(submission)
     for prospect in submission.forecast:
         log.info(prospect)
     return run
@@ -147,8 +149,9 @@ def _written_sweep(folder: RunDir, sweep: SweepRecord) -> Iterator[None]:
 def _record(spec: JobSpec, job_id: str, modules: Sequence[str]) -> None:
     folder = _folder(spec)
     attempt = max(folder.attempts(), default=-1) + 1
+    fields = {"args": redact_args(spec.args)} if spec.args else {}
     try:
-        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend, modules=modules)
+        folder.log_event("submitted", attempt, job_id=job_id, backend=spec.backend, modules=modules, **fields)
     except OSError as error:
         raise SubmissionUnconfirmed(
             f"Job {job_id} was submitted, but cannot be recorded in {str(folder.events)!r}: "

@@ -8,10 +8,11 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from msgspec.structs import replace
 
 from hpctrain.errors import HpctrainError, RunFailed, SpecError
 from hpctrain.files import append_json_line, make_folder
@@ -22,7 +23,7 @@ from hpctrain.jobs.submit.prepare import PreparedSubmission
 from hpctrain.jobs.submit.render import render
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobs.verify.training_record import ReplayedPart, TrainingRecord, VerificationPlan
-from hpctrain.jobspec.directives import directives_after_start
+from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import BackendName, CodeRef, JobSpec
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.jobspec.notify import NotifyConfig
@@ -105,7 +106,8 @@ class ScratchRun:
             variables = {"OMP_NUM_THREADS": str(threads)} if type(threads) is int else {}
             spec = self._spec_of(segment, self.run.path, variables)
             submission = PreparedSubmission(spec, self._backend, self._environ, render(spec))
-            status = submit_prepared(submission, function).wait_for_end()
+            run, _ = submit_prepared(submission, function)
+            status = run.wait_for_end()
             if segment.last not in list_checkpoint_steps(self.run.checkpoints) and (
                 status.state is not RunState.COMPLETED
             ):

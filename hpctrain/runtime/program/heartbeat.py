@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.cluster.visible_gpus import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.program.script_monitor import find_rendezvous, outer_frames, waits_for_ranks
@@ -30,7 +30,8 @@ from hpctrain.telemetry.startup_parts import startup_times
 
 #: Modules with slow imports.
 _SLOW_MODULES = (
-    *("numpy", "torch", "torch._dynamo", "torch.distributed.checkpoint", "hpctrain.training.trainer"),
+    *("numpy", "torch", "torch._dynamo", "torch._inductor.compile_fx"),
+    *("torch.distributed.checkpoint", "hpctrain.training.trainer"),
     *("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers", "torchvision"),
 )
 #: Variables that PyTorch, Lightning and hpctrain set themselves.

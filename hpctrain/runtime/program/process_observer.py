@@ -38,6 +38,7 @@ from hpctrain.rundir import (
 )
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.program import heartbeat
+from hpctrain.runtime.program.compile_cache import compile_cache
 from hpctrain.runtime.program.script_monitor import ScriptMonitor
 from hpctrain.runtime.program.step_hook import install_step_hook
 from hpctrain.runtime.program.step_log import StepLog
@@ -45,13 +46,13 @@ from hpctrain.runtime.rank_activity import activity, has_process_group
 from hpctrain.runtime.sidecar import Sidecar, start_node_sampler
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, start_signal_recorder
-from hpctrain.runtime.stopping.stop_signals import exit_after_step, exit_on_stop_signal, is_exiting
-from hpctrain.runtime.supervisor_connection import (
-    Connection,
-    Message,
-    SupervisorConnection,
-    start_heartbeat,
+from hpctrain.runtime.stopping.stop_signals import (
+    exit_after_step,
+    exit_on_stop_signal,
+    is_exiting,
+    leave_in_time,
 )
+from hpctrain.runtime.supervisor_connection import Connection, Message, SupervisorConnection, start_heartbeat
 
 #: struct ucred of unix(7): pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
@@ -137,8 +138,6 @@ def observe_process() -> None:
     if _LAUNCHER_MODULES.intersection(sys.orig_argv):  # `python -m`, for which `sys.argv` is not complete yet
         return
     command = json.loads(os.environ[CHILD_VARIABLE])
-    if command.get("job", (job := os.environ.get("SLURM_JOB_ID"))) != job:
-        return  # Another job has inherited the variables.
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
     is_restart = int(os.environ[ATTEMPT_VARIABLE]) > 0
     if command.get("launch") == launch and command["pid"] != os.getpid():
@@ -186,7 +185,8 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
     connect: Callable[[], Connection]
     if address is not None:  # of a batch script
         ranks = _own_ranks()
-        connect = partial(SupervisorConnection, address, ranks, attempt, _group_facts(ranks))
+        facts = _group_facts(ranks, in_step=os.environ.get("SLURM_STEP_ID") != command["step"])
+        connect = partial(SupervisorConnection, address, ranks, attempt, facts)
     else:
         ranks, connect = Ranks(**command["ranks"]), partial(connect_to_worker, command["socket"])
     try:
@@ -199,7 +199,7 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
         faulthandler.register(signal.SIGQUIT)
         if all(signal.getsignal(number) is signal.SIG_DFL for number in STOP_SIGNALS):
             agreed_stop.is_enabled = True
-            start_signal_recorder()
+            start_signal_recorder(leave_in_time)
             exit_on_stop_signal()
     environ: Mapping[str, str] = os.environ
     if address is not None:
@@ -209,6 +209,7 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
         environ = {**ranks.torch_variables(), **os.environ, INDEPENDENT_RANKS_VARIABLE: "1"}
     is_main = ranks.is_main if address is not None else launch[1] == "0"
     observer = ProcessObserver(run, attempt, ranks, environ, records_steps=is_main)
+    compile_cache.install(run, ranks, os.environ)
     observer.start(connect)
     return partial(_after_step, observer)
 
@@ -220,11 +221,11 @@ def _own_ranks() -> Ranks:
         return detect_local(os.environ)
 
 
-def _group_facts(ranks: Ranks) -> dict[str, object]:
+def _group_facts(ranks: Ranks, *, in_step: bool) -> dict[str, object]:
     """Return the name of the process group, equal on all ranks, its size, and the node of this rank."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     name = ranks.rendezvous_id or f"{host}:{os.getpid()}"
-    return {"group": name, "world_size": ranks.world_size, "host": host}
+    return {"group": name, "world_size": ranks.world_size, "host": host, "in_step": in_step}
 
 
 def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks) -> None:

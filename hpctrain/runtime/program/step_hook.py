@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from hpctrain.runtime.program.compile_cache import compile_cache
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.schema import RankPhase
@@ -87,6 +88,8 @@ class _StepHook:
         activity.optimizer_steps += 1
         if step_profiler.is_active:
             step_profiler.after_step()
+        if compile_cache.is_active:
+            compile_cache.after_step()
         if not activity.is_managed:
             activity.phase = RankPhase.SCRIPT
             activity.step_done()

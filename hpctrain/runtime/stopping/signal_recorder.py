@@ -30,7 +30,7 @@ STOP_TIMEOUT_S, STOP_MARGIN_S = 300.0, 60.0
 
 #: A handler is stuck if it has waited for other ranks at the same instruction for this time.
 STUCK_HANDLER_TIMEOUT_S = 30.0
-HANDLER_POLL_S = 5.0
+HANDLER_POLL_S = 1.0
 
 
 def read_stop_grace(environ: Mapping[str, str]) -> dict[str, float]:
@@ -79,11 +79,15 @@ class _SignalRecord:
 _record: _SignalRecord | None = None
 
 
-def start_signal_recorder() -> None:
-    """Start to record stop signals, and to end this process if a script's handler is stuck."""
+def start_signal_recorder(leave_in_time: Callable[[signal.Signals, float], None]) -> None:
+    """Start to record stop signals, and to end this process if a script's handler is stuck.
+
+    After a signal, a thread repeatedly calls `leave_in_time` with the signal and the seconds since then.
+    """
     global _record
     _record = _SignalRecord()
-    threading.Thread(target=_watch, args=(_record,), name="hpctrain-stop-notes", daemon=True).start()
+    arguments = (_record, leave_in_time)
+    threading.Thread(target=_watch, args=arguments, name="hpctrain-stop-notes", daemon=True).start()
 
 
 def pending_stop_signal() -> signal.Signals | None:
@@ -121,7 +125,7 @@ def clear_stop_signals() -> None:
         _record.clear()
 
 
-def _watch(record: _SignalRecord) -> None:
+def _watch(record: _SignalRecord, leave_in_time: Callable[[signal.Signals, float], None]) -> None:
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     while True:
@@ -131,7 +135,7 @@ def _watch(record: _SignalRecord) -> None:
             with contextlib.suppress(OSError):  # The supervisor has exited.
                 record.report(number)
         instruction: tuple[int, int] | None = None
-        num_polls = 0
+        num_polls, since = 0, time.monotonic()
         while (number := record.first_stop_signal()) is not None:
             previous, instruction = instruction, _handler_instruction(main_thread, number)
             if instruction is None or instruction != previous:
@@ -145,6 +149,7 @@ def _watch(record: _SignalRecord) -> None:
                 )
                 faulthandler.dump_traceback(all_threads=True)
                 os._exit(EXIT_CONTINUE)
+            leave_in_time(number, time.monotonic() - since)
             time.sleep(HANDLER_POLL_S)
             num_polls += 1  # a pause of this process counts as one
 

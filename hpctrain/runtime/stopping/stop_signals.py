@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import math
 import os
 import signal
 import sys
@@ -23,11 +24,23 @@ from typing import NoReturn
 
 from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.cluster import detect
-from hpctrain.errors import EXIT_CONTINUE
-from hpctrain.rundir import ATTEMPT_VARIABLE, CHECKPOINTS_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.errors import EXIT_CONTINUE, UserError
+from hpctrain.rundir import (
+    ATTEMPT_VARIABLE,
+    CHECKPOINTS_VARIABLE,
+    REQUEUE_GRACE_KEY,
+    RUN_DIR_VARIABLE,
+    RunDir,
+)
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
-from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS, clear_stop_signals, pending_stop_signal
+from hpctrain.runtime.stopping.release_devices import release_devices, release_devices_within
+from hpctrain.runtime.stopping.signal_recorder import (
+    STOP_SIGNALS,
+    clear_stop_signals,
+    pending_stop_signal,
+    read_stop_grace,
+)
 from hpctrain.runtime.unfinished_training import has_started
 from hpctrain.schema import RankPhase
 from hpctrain.text import format_duration
@@ -36,6 +49,10 @@ from hpctrain.text import format_duration
 EXIT_TIMEOUT_S = 15.0
 #: Time for the script to end after a stop signal that came too late to stop the training.
 LATE_SIGNAL_TIMEOUT_S = 5.0
+
+#: Time between the exit of a rank that does not stop by itself and the end of the grace time: this time, or
+#: this fraction of the grace time, if shorter.
+LEAVE_MARGIN_S, _LEAVE_SHARE = 10.0, 0.2
 
 #: Modules that start workers, by way of multiprocessing.
 _LOADER_MODULES = ("torch.utils.data.", "torchdata.")
@@ -56,6 +73,8 @@ class StopFlag:
     def __init__(self) -> None:
         self.signal_name: str | None = None
         self.received_at = 0.0
+        self.may_leave = True
+        """False if this process also has to save, or to wait for other processes."""
 
     @property
     def is_set(self) -> bool:
@@ -144,6 +163,8 @@ def _exit(number: signal.Signals, step: int | None = None) -> NoReturn:
         _exit_signal = number
         # First, because the file system of the run folder may hang.
         threading.Thread(target=_force_exit_after_timeout, name="hpctrain-leaving", daemon=True).start()
+        # After the clean-up of the script. The thread limits the time.
+        atexit.register(release_devices)
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             # print is not used, because the signal may have interrupted it.
             with contextlib.suppress(OSError):
@@ -161,9 +182,51 @@ def exit_after_step() -> None:
 
 
 def raise_stop_signal(number: signal.Signals) -> None:
-    """Send a stop signal to the main thread, unless Slurm has sent one already."""
+    """Send a stop signal that the script handles to the main thread, unless Slurm has sent one already."""
+    ours = (signal.SIG_DFL, _exit_for_signal)
+    handled = [stop for stop in STOP_SIGNALS if signal.getsignal(stop) not in ours]
     if pending_stop_signal() is None:
+        number = number if number in handled or not handled else handled[0]
         signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+def release_limit_s() -> float:
+    """Return the maximum seconds for `release_devices_within` after a stop."""
+    return agreement_timeout_s(signal.SIGTERM, os.environ)
+
+
+def leave_in_time(number: signal.Signals, passed_s: float) -> None:
+    """Exit shortly before this rank would be killed, unless it saves, or the script decides when to exit.
+
+    Another thread calls this repeatedly after a signal, because the main thread may be in native code.
+    """
+    handler = signal.getsignal(number)
+    flag = getattr(handler, "__self__", None)
+    may_leave = flag.may_leave if isinstance(flag, StopFlag) else handler is _exit_for_signal
+    if not may_leave or activity.phase == RankPhase.SAVE:
+        return
+    grace_s = _grace_s(number)
+    margin_s = min(LEAVE_MARGIN_S, grace_s * _LEAVE_SHARE)
+    if passed_s < grace_s - margin_s:
+        return
+    message = (
+        f"hpctrain: still in phase {activity.phase} {passed_s:.0f} s after {number.name}, this rank exits, "
+        f"because it would be killed after {grace_s:.0f} s. Stacks of all threads:\n"
+    )
+    with contextlib.suppress(OSError):
+        os.write(2, message.encode())
+    faulthandler.dump_traceback(all_threads=True)
+    release_devices_within(margin_s / 2)
+    os._exit(EXIT_CONTINUE)
+
+
+def _grace_s(number: signal.Signals) -> float:
+    """Return the seconds between a signal and the end of this process by Slurm; infinite if unknown."""
+    with contextlib.suppress(UserError):
+        grace = read_stop_grace(os.environ)
+        run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+        return grace.get(REQUEUE_GRACE_KEY if run.is_asked_to_requeue(attempt) else number.name, math.inf)
+    return math.inf
 
 
 def _repeat_after_timeout(number: signal.Signals) -> None:
@@ -288,6 +351,9 @@ def should_stop() -> bool:
     Call this at points where the state can be saved, at least every few seconds. If the result is true, save
     and exit with `sys.exit(75)`, which requests a continuation. After the first call, a signal no longer ends
     the rank. Each call performs a small all-reduce on the CPU.
+
+    Raises:
+        RendezvousError: the ranks did not form a process group.
     """
     is_stopping = _consensus().any_rank_signalled()
     # Each call counts as a step, instead of those of optimizers.
@@ -314,6 +380,7 @@ class _StopConsensus:
         stop = self._flag.is_set
         if self._context is not None:
             stop = self._context.all_reduce_min(-float(stop)) < 0
+        self._flag.may_leave = not stop
         if stop and self._announces:
             self._announces = False
             print(f"hpctrain: stop requested by {self._flag.signal_name or 'a signal to another rank'}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain import system
-from hpctrain.errors import SchedulerError
+from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.crash_output import describe_unfinished
@@ -27,11 +27,7 @@ from hpctrain.supervisor.failures.root_cause import (
     is_deterministic,
     root_cause,
 )
-from hpctrain.supervisor.job_control import (
-    EARLY_SIGNAL_TOLERANCE_S,
-    JobControl,
-    known_seconds_left,
-)
+from hpctrain.supervisor.job_control import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
 from hpctrain.supervisor.policy.decide import AttemptEnd, describe_nodes
 from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S, History
 from hpctrain.supervisor.policy.job_intent import JobDisposition
@@ -42,7 +38,9 @@ log = logging.getLogger(__name__)
 
 #: Failures after a stop request that are part of the stop, in addition to exit codes: ranks that stop at
 #: different times lose each other.
-_PART_OF_STOP = frozenset({EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION, EndKind.UNFINISHED})
+_PART_OF_STOP = frozenset(
+    {EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION, EndKind.UNFINISHED, EndKind.GPU}
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,15 @@ class FailureAnalyzer:
 
     def analyze(self, result: AttemptResult, hosts: list[str]) -> AttemptEnd:
         attempt = result.attempt
-        if self.spec.program == "batch" and (self._is_asked_to_stop(result) or self._is_requeued()):
-            return self._diagnose_stop(result)
+        if self.spec.program == "batch":
+            if self._is_asked_to_stop(result) or self._is_requeued():
+                return self._diagnose_stop(result)
+            # Only the script has ended ranks, such as a server, or a launcher the peers of a failed rank.
+            result.monitor.is_stopping = False
+            if result.outcome is AttemptOutcome.DONE:
+                return AttemptEnd(EndKind.DONE, self._describe_hidden_failures(result, hosts))
+            if result.outcome is AttemptOutcome.STOPPED:
+                return self._analyze_failure(result, hosts, {})
         early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
             case AttemptOutcome.DONE if not early_exits:
@@ -80,11 +85,35 @@ class FailureAnalyzer:
                 return self._analyze_failure(result, hosts, early_exits)
 
     def _is_asked_to_stop(self, result: AttemptResult) -> bool:
-        """Return true if a batch script was stopped. A launcher also ends ranks if another fails."""
+        """Return true if a batch script was stopped from outside, or asks for a continuation after a save."""
         monitor, attempt = result.monitor, result.attempt
-        is_asked = monitor.was_signalled or self.run.is_asked_to_requeue(attempt)
-        has_failed = bool(self.run.failure_files(attempt)) or result.outcome is AttemptOutcome.FAILED
-        return monitor.is_stopping and (is_asked or not has_failed)
+        if not monitor.is_stopping:
+            return False
+        if monitor.was_signalled or self.run.is_asked_to_requeue(attempt) or self._is_job_ending():
+            return True
+        if result.outcome is not AttemptOutcome.STOPPED or self.run.failure_files(attempt):
+            return False
+        return any(
+            event.kind == "checkpoint" and event.attempt == attempt for event in self.run.read_events()
+        )
+
+    def _is_job_ending(self) -> bool:
+        """Return true if Slurm has signalled the job steps, because of a preemption or the time limit."""
+        try:
+            is_preempted = self.job_control.is_preempted()
+        except SchedulerError as error:
+            log.warning("cannot determine whether this job is preempted (%s); assuming that it is", error)
+            is_preempted = True
+        return is_preempted or self._is_near_limit()
+
+    def _describe_hidden_failures(self, result: AttemptResult, hosts: list[str]) -> str | None:
+        """Return a remark on failures of ranks that a batch script has not reported by its exit code."""
+        attempt, offset = result.attempt, result.job_log_offset
+        failures = collect_failures(self.run, self.spec, attempt, (), hosts, offset)
+        if not failures:
+            return None
+        count = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
+        return f"{root_cause(failures)}{count}, but the batch script exited with code 0"
 
     def _is_requeued(self) -> bool:
         """Return true if the script has requeued its job itself."""
@@ -123,9 +152,11 @@ class FailureAnalyzer:
                 return EndKind.TIME_LIMIT if event.signal == signal.SIGUSR2.name else EndKind.PREEMPTED
             if event.kind == "started":
                 break
+        return EndKind.TIME_LIMIT if self._is_near_limit() else EndKind.PREEMPTED
+
+    def _is_near_limit(self) -> bool:
         left_s = known_seconds_left(self.job_control)
-        near = left_s is not None and left_s <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
-        return EndKind.TIME_LIMIT if near else EndKind.PREEMPTED
+        return left_s is not None and left_s <= self.spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
 
     def _diagnose_stop(self, result: AttemptResult) -> AttemptEnd:
         if draining := result.monitor.draining:
@@ -193,10 +224,17 @@ class FailureAnalyzer:
         """Diagnose failed ranks. Ranks that only lost stopped peers count as stopped."""
         attempt, monitor = result.attempt, result.monitor
         lost = self._find_lost(hosts)
-        if (hang := monitor.hang) is not None and not lost:
+        if (hang := monitor.hang) is not None and not lost and not monitor.is_stopping:
             return self._record(attempt, EndKind.HANG, hang.cause, rank=hang.rank, host=hang.host)
         failures = collect_failures(
-            self.run, self.spec, attempt, monitor.exits, hosts, result.job_log_offset, early_exits
+            self.run,
+            self.spec,
+            attempt,
+            monitor.exits,
+            hosts,
+            result.job_log_offset,
+            early_exits,
+            survived_until=result.survived_until,
         )
         if lost:
             # The loss of the node explains all reports of the ranks.
@@ -206,10 +244,18 @@ class FailureAnalyzer:
             return replace(end, lost=lost)
         if not failures and monitor.is_stopping:
             return self._diagnose_stop(result)
+        if not failures and result.outcome is AttemptOutcome.STOPPED:
+            cause = (
+                f"the batch script exited with code {EXIT_CONTINUE}, which requests a continuation, although "
+                "nothing stopped the run, and the attempt saved no checkpoint. If the script saves any, name "
+                "them with --checkpoints"
+            )
+            return self._record(attempt, EndKind.PYTHON, cause, rank=0, host=hosts[0])
         if not failures:
             return self._record(attempt, EndKind.KILLED, "the job step failed, but no rank reported a cause")
         failure = root_cause(failures)
-        told_to_leave = any(task.result is TaskResult.CONTINUE for task in monitor.exits)
+        exits = () if self.spec.program == "batch" else monitor.exits
+        told_to_leave = any(task.result is TaskResult.CONTINUE for task in exits)
         if told_to_leave and failure.is_peer_lost:
             return self._diagnose_stop(result)
         if failure.corruption is not None:

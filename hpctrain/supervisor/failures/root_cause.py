@@ -84,9 +84,13 @@ def collect_failures(
     hosts: list[str],
     since: int = 0,
     early_exits: Mapping[int, str] | None = None,
+    survived_until: float = 0.0,
 ) -> list[RankFailure]:
-    """Return the failures of `attempt`, and write the failure files that ranks could not write."""
-    failures = {failure.rank: failure for failure in _read(run, attempt)}
+    """Return the failures of `attempt`, and write the failure files that ranks could not write.
+
+    Failures before `survived_until`, in seconds since the epoch, did not end the batch script.
+    """
+    failures = {failure.rank: failure for failure in _read(run, attempt) if failure.time >= survived_until}
     time_s = system.time()
     for rank, location in (early_exits or {}).items():
         if rank not in failures:

@@ -7,28 +7,40 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
 import msgspec
+from msgspec.structs import replace
 
 from hpctrain import system
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import observing_variables
-from hpctrain.rundir import ATTEMPT_VARIABLE, PREDECESSOR_VARIABLE, RunDir
+from hpctrain.rundir import (
+    ATTEMPT_VARIABLE,
+    CHILD_VARIABLE,
+    LIFELINE_VARIABLE,
+    PREDECESSOR_VARIABLE,
+    RunDir,
+)
 from hpctrain.slurm.command import list_steps
 from hpctrain.slurm.environment import own_job_id, strip_job_env
+from hpctrain.slurm.job_queries import query_job
 from hpctrain.slurm.job_requests import signal_steps
-from hpctrain.supervisor.launch.job_step import EmitEvent
-from hpctrain.supervisor.launch.step_launchers import LocalStep, address_of_this_host
+from hpctrain.supervisor.launch.job_step import EmitEvent, SignalReceived
+from hpctrain.supervisor.launch.step_launchers import LocalStep, address_of_this_host, local_array_variables
 
 #: The folders with hpctrain and its dependencies, for Python environments without them.
 _PACKAGES = [str(Path(__file__).parents[3]), str(Path(msgspec.__file__).parents[1])]
-#: Seconds between two checks for ranks that are stopping.
+#: Seconds between two checks for ranks that are stopping, or requests of an unresponsive controller.
 _POLL_S = 0.1
+#: Seconds for the list of job steps, and for requests to end them: together with a last try, less than the
+#: supervisor waits for the end of a killed step.
+_STEPS_LISTED_S, _KILL_LIMIT_S = 10.0, 25.0
+#: Seconds between two queries for a preemption, each an RPC to the controller.
+_PREEMPTION_INTERVAL_S = 10.0
 #: A signal that only the batch script receives (sbatch(1), --signal).
 _BATCH_SIGNAL = re.compile(r"R?BR?:(?:SIG)?(\w+)(?:@\d+)?", re.ASCII | re.IGNORECASE)
 
@@ -79,13 +91,19 @@ class BatchLauncher:
     ) -> BatchStep:
         spec, attempt = self._spec, int(variables[ATTEMPT_VARIABLE])
         link_output(RunDir(Path(spec.run_dir)).rank_log(attempt, 0), 1)
-        environ = {
-            **self._environ,
-            **spec.env,
-            **{name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")},
-        }
+        run_variables = {name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")}
+        environ = {**self._environ, **spec.env, **run_variables}
+        names = [*run_variables, CHILD_VARIABLE]
+        facts: dict[str, object] = {"packages": _PACKAGES, "variables": [*names, LIFELINE_VARIABLE]}
+        facts |= {"job": environ.get("SLURM_JOB_ID"), "step": environ.get("SLURM_STEP_ID")}
         # With the PYTHONPATH of --env, if any.
-        environ |= observing_variables({"packages": _PACKAGES, "job": environ.get("SLURM_JOB_ID")}, environ)
+        environ |= observing_variables(facts, environ)
+        if (exported := environ.get("SLURM_EXPORT_ENV", "ALL")).partition(",")[0].upper() != "ALL":
+            # From --export of the script. srun would start processes that are not observed.
+            chosen = () if exported.upper() == "NONE" else (exported,)
+            environ["SLURM_EXPORT_ENV"] = ",".join((*chosen, *names, "PYTHONPATH"))
+        if spec.backend == "local" and spec.array_task is not None:
+            environ |= local_array_variables(spec.array_task)
         if "open-mode" not in spec.directives:
             environ.pop("SLURM_OPEN_MODE", None)  # from hpctrain's own directive
         if attempt:
@@ -102,19 +120,23 @@ class BatchStep(LocalStep):
     def __init__(
         self, spec: JobSpec, command: list[str], environ: Mapping[str, str], emit: EmitEvent
     ) -> None:
-        #: Ask the observed ranks to stop; and return true if some have not exited yet.
+        #: Ask the observed ranks to stop; return true if some have not exited yet; and return the time until
+        #: which the script has survived failures of ranks.
         self.stop_ranks: _StopRanks = bool
         self.has_ranks: Callable[[], bool] = bool
-        self._is_stopping = False
+        self.survived_until: Callable[[], float] = float
+        self.has_ranks_outside_steps: Callable[[], bool] = bool
+        self._is_stopping, self._ended = False, system.Event()
         self._job_id = own_job_id(environ) if spec.backend == "slurm" else None
         self._outer, self._batch_signal = strip_job_env(environ), batch_signal(spec)
         super().__init__(command, spec.workdir, [dict(environ)], emit)
+        system.Thread(target=self._watch_preemption, args=(emit,), daemon=True).start()
 
     def signal(self, number: signal.Signals) -> None:
         """Forward a signal for the batch script; ask the ranks to stop for others."""
-        if number in (signal.SIGKILL, signal.SIGQUIT):
-            if number == signal.SIGKILL:
-                super().signal(number)
+        if number == signal.SIGKILL:
+            super().signal(number)  # The job steps follow in `_end`.
+        elif number == signal.SIGQUIT:
             self._signal_steps(number)
         elif number == self._batch_signal:
             with suppress(ProcessLookupError):
@@ -125,20 +147,17 @@ class BatchStep(LocalStep):
             if not self.has_ranks():  # The script and its programs are not observed.
                 super().signal(signal.SIGTERM)
 
-    def _signal_steps(self, number: Signals) -> None:
-        if self._job_id is not None and (steps := list_steps(self._job_id, self._outer)):
-            try:
-                signal_steps(steps, number, self._outer)
-            except SchedulerError:
-                # Slurm reports an error for steps that have ended since.
-                if not set(steps).isdisjoint(list_steps(self._job_id, self._outer)):
-                    raise
+    def _watch_preemption(self, emit: EmitEvent) -> None:
+        """Report a preemption if no srun has started some ranks: in the grace time, Slurm signals steps."""
+        while self._job_id is not None and not self._ended.wait(_PREEMPTION_INTERVAL_S):
+            with suppress(SchedulerError):
+                if self.has_ranks_outside_steps() and query_job(self._job_id, self._outer).preempted:
+                    emit(SignalReceived(signal.SIGTERM))
+                    return
 
-    def kill(self) -> None:
-        try:
-            super().kill()
-        except SchedulerError as error:
-            print(f"hpctrain: cannot kill the job steps of the batch script: {error}", flush=True)
+    def _signal_steps(self, number: Signals) -> None:
+        if self._job_id is not None and (steps := list_steps(self._job_id, self._outer, _STEPS_LISTED_S)):
+            signal_steps(steps, number, self._outer)
 
     def _wait_for(self, rank: int) -> None:
         is_stopped = False
@@ -154,9 +173,22 @@ class BatchStep(LocalStep):
         """End the steps in the background, as Slurm does at the end of a batch script."""
         for waiter in self._waiters:
             waiter.join()
-        with suppress(SchedulerError):
-            self._signal_steps(signal.SIGKILL)
+        self._ended.set()
+        self._kill_steps()
         super()._end()
+
+    def _kill_steps(self) -> None:
+        deadline = system.monotonic() + _KILL_LIMIT_S
+        while True:
+            try:
+                return self._signal_steps(signal.SIGKILL)
+            except SchedulerError as error:
+                if "Invalid job id" in str(error):
+                    return None  # They have ended in the meantime.
+                if system.monotonic() >= deadline:
+                    print(f"hpctrain: cannot end the job steps of the batch script: {error}", flush=True)
+                    return None
+            system.sleep(_POLL_S)
 
 
 def _hosts(spec: JobSpec, environ: Mapping[str, str]) -> list[str]:

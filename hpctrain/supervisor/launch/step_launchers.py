@@ -13,9 +13,9 @@ from hpctrain import system
 from hpctrain.cluster import compress_hostlist, expand_hostlist
 from hpctrain.cluster.addresses import address_towards
 from hpctrain.cluster.amd_gpus import HIP_VARIABLES, list_amd_gpus
-from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, gpu_variables, visible_devices
+from hpctrain.cluster.visible_gpus import VISIBLE_VARIABLE, gpu_variables, visible_devices
 from hpctrain.errors import SpecError
-from hpctrain.jobspec.directives import srun_options
+from hpctrain.jobspec.job_directives import srun_options
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import ATTEMPT_VARIABLE, CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
 from hpctrain.slurm.command import job_step_name
@@ -120,7 +120,7 @@ class LocalLauncher:
             "SLURM_STEP_TASKS_PER_NODE": f"{spec.processes_per_node}(x{num_nodes})",
         }
         if spec.array_task is not None:
-            job |= {"SLURM_ARRAY_JOB_ID": str(os.getppid()), "SLURM_ARRAY_TASK_ID": str(spec.array_task)}
+            job |= local_array_variables(spec.array_task)
         self._num_steps += 1
         if spec.container is not None:
             # The image may have variables of the same names.
@@ -143,6 +143,10 @@ class LocalLauncher:
         }
         count = self._spec.gpus_per_node
         return task | gpu_variables(self._gpus[node * count : (node + 1) * count])
+
+
+def local_array_variables(task: int) -> dict[str, str]:
+    return {"SLURM_ARRAY_JOB_ID": str(os.getppid()), "SLURM_ARRAY_TASK_ID": str(task)}
 
 
 def kill_session(environ: Mapping[str, str]) -> None:

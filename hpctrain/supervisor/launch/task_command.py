@@ -70,11 +70,7 @@ def module_command(spec: JobSpec, name: str) -> list[str]:
 def job_variables(spec: JobSpec, hosts: Sequence[str]) -> dict[str, str]:
     """Return the variables that `sbatch` sets for a job, for the nodes of an attempt."""
     nodes = compress_hostlist(hosts)
-    variables = {
-        "SLURM_JOB_NUM_NODES": str(len(hosts)),
-        "SLURM_JOB_NODELIST": nodes,
-        "SLURM_NODELIST": nodes,
-    }
+    variables = {"SLURM_JOB_NUM_NODES": str(len(hosts)), "SLURM_JOB_NODELIST": nodes, "SLURM_NODELIST": nodes}
     if spec.gpus_per_node:
         kind = f"{spec.gpu_type}:" if spec.gpu_type else ""
         variables["SLURM_GPUS_PER_NODE"] = f"{kind}{spec.gpus_per_node}"

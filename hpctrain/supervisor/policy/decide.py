@@ -141,13 +141,15 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
         return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))
     in_time = situation.ends_at is None or situation.ends_at - now > situation.lead_s
     if in_time and situation.intent is JobIntent.CONTINUE and not situation.must_release:
-        nodes, is_refused = situation.nodes, end.kind is EndKind.NOT_STARTED
+        nodes = situation.nodes
+        # Without more memory to request, another allocation would not help after an OOM.
+        requeues = END_KINDS[end.kind].action == "requeue" and end.kind is not EndKind.OOM
         exclude = _nodes_to_exclude(situation, here=True)
         hosts = nodes.usable(situation.history.excluded.union(exclude))
-        if hosts and len(hosts) >= nodes.min_nodes and (not is_refused or nodes.lost):
+        if hosts and len(hosts) >= nodes.min_nodes and (not requeues or nodes.lost):
             return _continue_on(hosts, situation, end.kind, exclude)
         hosts = nodes.usable(frozenset())
-        if len(hosts) >= nodes.min_nodes and not is_refused and not nodes.can_reallocate:
+        if len(hosts) >= nodes.min_nodes and not requeues and not nodes.can_reallocate:
             # Using previously excluded nodes is better than using none.
             return _continue_on(hosts, situation, end.kind, {})
     return Decision(Action.REQUEUE, exclude=_nodes_to_exclude(situation, here=False))

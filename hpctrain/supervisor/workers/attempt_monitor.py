@@ -14,11 +14,7 @@ from enum import Enum
 from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm.srun_step import StepEnded, TaskExit, TaskResult
-from hpctrain.supervisor.job_control import (
-    EARLY_SIGNAL_TOLERANCE_S,
-    JobControl,
-    known_seconds_left,
-)
+from hpctrain.supervisor.job_control import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import (
     HangDetected,
     JobStep,

@@ -32,11 +32,8 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.schema import Event, StepRecord
-from hpctrain.supervisor.job_control import (
-    EARLY_SIGNAL_TOLERANCE_S,
-    JobControl,
-    known_seconds_left,
-)
+from hpctrain.supervisor.job_control import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
+from hpctrain.supervisor.launch.batch import BatchStep
 from hpctrain.supervisor.launch.job_step import Launcher, RendezvousStore, StepEvent
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
@@ -62,6 +59,8 @@ class AttemptResult:
     """Size of the job log in bytes at the start of the attempt."""
     started_at: float
     world_size: int
+    survived_until: float = 0.0
+    """Time until which a batch script has survived failures of ranks, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,7 @@ class AttemptRunner:
         new_monitor = partial(AttemptMonitor, self.events, self.job_control, ends_at, lead)
         hosts, started_at, outcome = self.launcher.hosts, system.time(), AttemptOutcome.DONE
         script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints, self.spec.checkpoints)
+        survived_until = 0.0
         with RendezvousStore(self.launcher.address, hosted=self.spec.torchrun is not None) as rendezvous:
             self._record_start(attempt)
             log_offset = file_size(self.run.slurm_log)
@@ -99,6 +99,8 @@ class AttemptRunner:
                 try:
                     rendezvous.serve()
                     outcome = monitor.wait(step)
+                    if isinstance(step, BatchStep):
+                        survived_until = step.survived_until()
                 finally:
                     self.worker_group.stop_monitoring()
                     step.close()
@@ -106,7 +108,8 @@ class AttemptRunner:
         if path is not None and not self._is_recorded(attempt, path):
             self.run.log_event("checkpoint", attempt, step=None, path=str(path))
         monitor.is_stopping |= self.run.is_asked_to_requeue(attempt)
-        return AttemptResult(attempt, outcome, monitor, log_offset, started_at, self.world_size)
+        size = self.world_size
+        return AttemptResult(attempt, outcome, monitor, log_offset, started_at, size, survived_until)
 
     def _record_start(self, attempt: int) -> None:
         hosts = self.launcher.hosts

@@ -13,11 +13,12 @@ import shutil
 import sys
 from collections.abc import Container, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from msgspec.structs import replace
 
 from hpctrain import system
 from hpctrain.cluster import compress_hostlist

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpctrain import system
 from hpctrain.schema import RankMessage, RankPhase
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
+#: Launchers and srun end within this time after their last rank.
+_SURVIVED_S = 60.0
 #: Sends a message to the members with these keys.
 Send = Callable[[Mapping[str, Any], Iterable[int]], int]
 
@@ -36,14 +39,18 @@ class ObservedGroups:
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[int, _Group] = {}
         self._num_members = 0
+        self._has_ranks_outside_steps = False
+        #: Times of the newest launch of a group, and of the end of the last rank, in seconds since the epoch.
+        self._launched_at = self._left_at = 0.0
         self._stop_signal: signal.Signals | None = None
         self._asked: set[int] = set()
 
     def join(self, introduction: Mapping[str, Any]) -> int:
         """Add a process to its group, and return its key."""
         name, rank, host = str(introduction["group"]), int(introduction["rank"]), str(introduction["host"])
+        self._has_ranks_outside_steps |= not introduction["in_step"]
         group = self._groups.get(name)
-        if group is None or not group.ranks:
+        if group is None or (not group.ranks and rank in group.hosts):
             hosts: dict[int, str] = {}
             members: dict[int, int] = {}
             monitor = self._new_monitor(
@@ -52,6 +59,7 @@ class ObservedGroups:
                 int(introduction["world_size"]),
             )
             group = self._groups[name] = _Group(monitor, hosts, members)
+            self._launched_at = system.time()
         key, self._num_members = self._num_members, self._num_members + 1
         for stale in [member for member, its_rank in group.ranks.items() if its_rank == rank]:
             del group.ranks[stale], self._group_of[stale]
@@ -69,6 +77,7 @@ class ObservedGroups:
     def on_disconnect(self, key: int) -> None:
         if (group := self._group_of.pop(key, None)) is not None:
             group.monitor.on_disconnect(group.ranks.pop(key))
+            self._left_at = system.time()
 
     def on_tick(self) -> None:
         for group in list(self._groups.values()):
@@ -86,6 +95,18 @@ class ObservedGroups:
 
     def has_ranks(self) -> bool:
         return bool(self._group_of)
+
+    def has_ranks_outside_steps(self) -> bool:
+        """Return true if no srun has started some ranks."""
+        return self._has_ranks_outside_steps
+
+    def survived_until(self) -> float:
+        """Return the time until which the script survived failures of ranks, in seconds since the epoch.
+
+        It survived a failure if it started other ranks, or ran for a while without any.
+        """
+        is_alone = not self._group_of and system.time() - self._left_at > _SURVIVED_S
+        return max(self._launched_at, self._left_at if is_alone else 0.0)
 
     def close(self) -> None:
         for group in list(self._groups.values()):

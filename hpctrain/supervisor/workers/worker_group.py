@@ -101,6 +101,8 @@ class WorkerGroup:
         if isinstance(step, BatchStep):
             monitor = ObservedGroups(send, new_monitor)
             step.stop_ranks, step.has_ranks = monitor.stop, monitor.has_ranks
+            step.survived_until = monitor.survived_until
+            step.has_ranks_outside_steps = monitor.has_ranks_outside_steps
         else:
             monitor = new_monitor(send, host_of, world_size)
         with self._lock:

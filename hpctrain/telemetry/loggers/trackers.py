@@ -21,11 +21,7 @@ from hpctrain.telemetry.loggers.logger import NEPTUNE_NOTE, LoggedRun, MetricRec
 _FIRST_COLUMNS = ("step", "epoch", "time", "attempt")
 #: Limits of MLflow's server per request (MLflow, REST API, "Log Batch").
 _MAX_METRICS, _MAX_PARAMS, _MAX_PARAM = 1000, 100, 6000
-_MLFLOW_STATES: dict[TrainingEnd, str] = {
-    "completed": "FINISHED",
-    "stopped": "SCHEDULED",
-    "failed": "FAILED",
-}
+_MLFLOW_STATES: dict[TrainingEnd, str] = {"completed": "FINISHED", "stopped": "SCHEDULED", "failed": "FAILED"}
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -82,6 +83,24 @@ def read_attempts(
         attempt.first_step, attempt.last_step = steps.get(attempt.number, (None, None))
     _add_costs(attempts, breakdown)
     return attempts
+
+
+def describe_arguments(events: Iterable[Event]) -> list[str]:
+    """Return the arguments of the script in each group of attempts; empty if they never changed."""
+    groups: list[tuple[str, list[int]]] = []
+    arguments = ""
+    for event in events:
+        if event.is_new_submission:
+            arguments = shlex.join(event.args or ())
+        elif event.kind == "started":
+            if not groups or groups[-1][0] != arguments:
+                groups.append((arguments, []))
+            groups[-1][1].append(event.attempt)
+    lines = [
+        f"attempt {numbers[0]}{f' to {numbers[-1]}' if numbers[1:] else ''}: {arguments or 'no arguments'}"
+        for arguments, numbers in groups
+    ]
+    return lines if len(lines) > 1 else []
 
 
 def _start_attempt(attempts: Sequence[Attempt], event: Event) -> Attempt:

@@ -15,7 +15,13 @@ from hpctrain.schema import Event, StepRecord
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.hparams import ignored_hparams, merge_hparams
-from hpctrain.telemetry.report.attempts import VANISHED_CAUSE, Attempt, mark_cancelled, read_attempts
+from hpctrain.telemetry.report.attempts import (
+    VANISHED_CAUSE,
+    Attempt,
+    describe_arguments,
+    mark_cancelled,
+    read_attempts,
+)
 from hpctrain.telemetry.report.device_metrics import DeviceMetrics, read_device_metrics
 from hpctrain.telemetry.report.metric_curves import MetricCurves, reports_steps, step_rates
 from hpctrain.telemetry.report.run_results import (
@@ -90,6 +96,7 @@ class RunData:
                 f"# {name} remained {applied}, the value in the checkpoint, although the script set {asked}"
                 for name, applied, asked in ignored_hparams(environment)
             ]
+            self.resubmit_command += [f"# Arguments of {line}" for line in describe_arguments(self.events)]
         #: Environment of the newest attempt, and the settings of its training.
         self.environment: dict[str, Any] = {
             name: value for name, value in environment.items() if name not in ("hparams", "ignored")
@@ -108,6 +115,8 @@ class RunData:
         num_steps = max(0, (self.step or 0) - first_step)
         self.energy = _energy_use(self.devices, self.breakdown, num_steps, environment)
         self.notes = [*self.breakdown.notes] if has_spans else ["Nothing has been recorded for this run yet."]
+        if not self.is_going and self.events and self.events[-1].note:
+            self.notes.append(self.events[-1].note)
 
     @property
     def start(self) -> float:

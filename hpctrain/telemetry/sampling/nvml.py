@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hpctrain.cluster.amd_gpus import list_amd_gpus, visible_amd_gpus
-from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.cluster.visible_gpus import visible_devices
 from hpctrain.text import is_count
 
 try:

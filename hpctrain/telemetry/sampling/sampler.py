@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.addresses import host_name
-from hpctrain.cluster.device_plan import visible_devices
+from hpctrain.cluster.visible_gpus import visible_devices
 from hpctrain.files import append_json_line, make_folder, write_atomic
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.device_plan import gpus_per_task, visible_devices
+from hpctrain.cluster.device_plan import gpus_per_task
+from hpctrain.cluster.visible_gpus import visible_devices
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.telemetry.sampling.nvml import GpuReader

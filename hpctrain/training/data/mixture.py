@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from hpctrain.errors import UserError
 from hpctrain.training.base.rng import derive_seed
-from hpctrain.training.data.batch_plan import SampleOrder, mix_bits
+from hpctrain.training.data.sample_order import SampleOrder, mix_bits
 
 #: Number of steps that are drawn together.
 _BLOCK = 64

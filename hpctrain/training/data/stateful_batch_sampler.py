@@ -14,7 +14,8 @@ from torch.utils.data import Sampler
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import DataLoaderIterator
-from hpctrain.training.data.batch_plan import BatchPlan, DataRank, SampleOrder, SequentialOrder
+from hpctrain.training.data.batch_plan import BatchPlan, DataRank
+from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 
 
 class StatefulBatchSampler(Sampler[list[int]]):

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hpctrain.errors import UserError
-from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch, SampleOrder, SequentialOrder
+from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import DataLoaderParts, LoaderConfig
 from hpctrain.training.data.mixture import Mixture, MixtureOrder, contains_mixture
+from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 from hpctrain.training.data.sampler_plan import SamplerPlan
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, visible_devices
 from hpctrain.cluster.ports import bind_socket
 from hpctrain.cluster.processes import die_with_parent
+from hpctrain.cluster.visible_gpus import VISIBLE_VARIABLE, visible_devices
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
 from hpctrain.files import write_atomic
 from hpctrain.records.serialization import dumps
@@ -142,7 +142,7 @@ def _outcome(folder: Path, processes: Sequence[Any]) -> SpawnResult:
 
 
 def _wait_for_all(processes: Sequence[Any], stop: StopFlag) -> None:
-    is_forwarded = False
+    is_forwarded = stop.may_leave = False
     while running := [process for process in processes if process.is_alive()]:
         if stop.signal_name and not is_forwarded:
             is_forwarded = True

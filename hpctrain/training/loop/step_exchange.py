@@ -26,8 +26,8 @@ from hpctrain.training.base.metric_accumulator import (
 )
 from hpctrain.training.components import Components
 from hpctrain.training.data.batch_plan import RankBatch
-from hpctrain.training.loop.evaluation import Validator
 from hpctrain.training.loop.step_sync import MAX_GATHER_RANKS, MessageBatcher, send_sum
+from hpctrain.training.loop.validation import Validator
 from hpctrain.training.observe.run_writer import StepResult
 from hpctrain.training.observe.step_timers import TimingSample
 from hpctrain.training.replica_check import NUMBERS_PER_MESSAGE

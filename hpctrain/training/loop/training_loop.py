@@ -31,10 +31,10 @@ from hpctrain.training.data.dataset_adapters import make_step_source, make_valid
 from hpctrain.training.data.loader_config import make_loader_config
 from hpctrain.training.data.step_source import StepData, StopCondition
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
-from hpctrain.training.loop.evaluation import Validator
 from hpctrain.training.loop.grain_train_step import GrainTrainStep
 from hpctrain.training.loop.step_exchange import BadStep, StepExchange
 from hpctrain.training.loop.train_step import TrainStep
+from hpctrain.training.loop.validation import Validator
 from hpctrain.training.module import Module, check_initialized, find_run, is_manual, takes_optimizer_idx
 from hpctrain.training.observe.environment_info import (
     collect_environment,

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from hpctrain.checkpoint.format.state_tree import split_tree
-from hpctrain.checkpoint.io.checkpoint_dir import KEEP_ALL
-from hpctrain.checkpoint.store import CheckpointStore, CommittedSave, LoadedCheckpoint, Retention
+from hpctrain.checkpoint.io.retention import KEEP_ALL, Retention
+from hpctrain.checkpoint.store import CheckpointStore, CommittedSave, LoadedCheckpoint
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, CheckpointError, UserError
 from hpctrain.rundir import RunDir, output_folder
@@ -70,6 +70,7 @@ class Checkpointer:
 
         Raises:
             UserError: an object has no state, or an option is out of range.
+            RendezvousError: the ranks did not form a process group.
         """
         stateful = {
             name: _PlainValues(value) if isinstance(value, dict) else value for name, value in objects.items()

@@ -14,7 +14,7 @@ from torch import nn
 from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
 from hpctrain.checkpoint.format.state_tree import STATE_KEY, split_tree
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
-from hpctrain.checkpoint.io.checkpoint_dir import KEEP_ALL
+from hpctrain.checkpoint.io.retention import KEEP_ALL
 from hpctrain.checkpoint.store import (
     IO_TIMEOUT_S,
     CheckpointStore,

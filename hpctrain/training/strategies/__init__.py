@@ -10,7 +10,8 @@ import torch
 
 from hpctrain.class_registry import Registry
 from hpctrain.cluster import Ranks
-from hpctrain.cluster.device_plan import VISIBLE_VARIABLE, gpus_per_task
+from hpctrain.cluster.device_plan import gpus_per_task
+from hpctrain.cluster.visible_gpus import VISIBLE_VARIABLE
 from hpctrain.errors import UserError
 from hpctrain.rundir import ATTEMPT_VARIABLE, VERIFY_STEPS_VARIABLE
 from hpctrain.text import pluralize
@@ -33,7 +34,7 @@ STRATEGIES: Registry[Strategy] = Registry(
     ours={
         "ddp": "ddp:DDP",
         "ddp_spawn": "ddp:DDPSpawn",
-        "ddp2": "dp:DDP2",
+        "ddp2": "ddp2:DDP2",
         "dp": "dp:DP",
         "horovod": "horovod:Horovod",
         "pipeline": "pipeline:Pipeline",

@@ -214,12 +214,7 @@ class Pipeline(Strategy):
         ranks, device = self.context.ranks, self.context.device
         inputs, output = self._find_shapes(micro_batches[0].batch, arguments)
         stage = PipelineStage(
-            _Stage(run_stage),
-            ranks.rank,
-            ranks.world_size,
-            device,
-            input_args=inputs,
-            output_args=output,
+            _Stage(run_stage), ranks.rank, ranks.world_size, device, input_args=inputs, output_args=output
         )
         kind = Schedule1F1B if len(micro_batches) >= ranks.world_size else ScheduleGPipe
         # `loss_of` scales the loss: torch would scale only gradients inside of the stages.

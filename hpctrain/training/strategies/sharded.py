@@ -23,11 +23,7 @@ from hpctrain.training.base.tensors import group_by_type, is_sharded
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.ddp import DataParallelBase
-from hpctrain.training.strategies.strategy import (
-    Strategy,
-    broadcast_tensors,
-    joint_norm,
-)
+from hpctrain.training.strategies.strategy import Strategy, broadcast_tensors, joint_norm
 
 _BUCKET_BYTES = 25 << 20
 #: Optimizers whose updates are impossible with shards, and the reason.

@@ -3,8 +3,6 @@
 `--fault N:KIND` disturbs rank `WORLD_SIZE - 1` at step N of the first attempt: `kill`, `hang` or `raise`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -1,7 +1,5 @@
 """Train with Lightning's own Trainer and its SLURMEnvironment, which requeues the job near the time limit."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -29,6 +29,14 @@ class _TorchWatcher:
             sys.stderr.write("hpctrain: cannot monitor this process: %r\n" % (error,))  # noqa: UP031
 
 
+def _leave_run() -> None:
+    """Remove the variables that a job of a batch script inherits, which is another job than the script's."""
+    command = json.loads(os.environ.get("HPCTRAIN_COMMAND", "{}"))
+    if "job" in command and command["job"] != os.environ.get("SLURM_JOB_ID"):
+        for name in command["variables"]:
+            os.environ.pop(name, None)
+
+
 def _find_supervisor() -> bool:
     """Import hpctrain from the environment of a batch script's supervisor; return true if possible."""
     folders = json.loads(os.environ.get("HPCTRAIN_COMMAND", "{}")).get("packages", [])
@@ -57,5 +65,6 @@ def _run_shadowed() -> None:
         sys.modules[__name__] = own
 
 
+_leave_run()
 sys.meta_path.insert(0, _TorchWatcher())
 _run_shadowed()

@@ -23,10 +23,10 @@ from hpctrain._version import __version__
 from hpctrain.cli.common import INTERRUPTED, echo_log, short_path
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.jobs.runs.run_log_reader import LogMark, LogPosition
-from hpctrain.remote.cluster import (
+from hpctrain.remote.login_node import (
     VENV,
-    Cluster,
     LocalCode,
+    LoginNode,
     collect_facts,
     find_problems,
     is_supported,
@@ -34,7 +34,7 @@ from hpctrain.remote.cluster import (
     shell_path,
 )
 from hpctrain.remote.protocol import CLUSTER_VARIABLE, RECORD_START
-from hpctrain.remote.ssh_connection import SSH_FAILED, ClusterUnreachable
+from hpctrain.remote.ssh_connection import SSH_FAILED, LoginNodeUnreachable
 from hpctrain.rundir import RunDir
 
 #: Commands that submit the code of this machine.
@@ -53,7 +53,7 @@ _MAX_TRIES = 3
 _MAX_STALLED = 8
 
 
-def run_on_cluster(name: str, args: Sequence[str]) -> int:
+def run_on_login_node(name: str, args: Sequence[str]) -> int:
     """Run `hpctrain ARGS` on a cluster, and return its exit code."""
     if args[0] == "serve":
         raise UserError(
@@ -61,31 +61,31 @@ def run_on_cluster(name: str, args: Sequence[str]) -> int:
             f"with `ssh -L 8000:127.0.0.1:8000 {name}`, and run `hpctrain serve --port 8000` there."
         )
     options = _parse_options(args)
-    cluster = _open_cluster(name)
+    login_node = _open_login_node(name)
     is_sending = args[0] in _SENDING
     prints_only = options.get("show_config") or options.get("help")
     if is_sending and (*args, "")[1] not in _NOT_SENDING and not prints_only:
-        _send_project(cluster, needs_slurm=options.get("backend") != "local")
+        _send_project(login_node, needs_slurm=options.get("backend") != "local")
     # A lost connection kills programs on its terminal, which must not happen during a submission.
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not is_sending
     remedy = "Run the command again."
     if is_sending:
-        remedy = f"`hpctrain --on {cluster.name} list` shows whether the run was submitted."
+        remedy = f"`hpctrain --on {login_node.name} list` shows whether the run was submitted."
     if options.get("follow"):
-        code = _follow(cluster, args, remedy if is_sending else "")
+        code = _follow(login_node, args, remedy if is_sending else "")
     else:
-        command = cluster.connection.command(cluster.hpctrain(args), terminal=has_terminal)
+        command = login_node.connection.command(login_node.hpctrain(args), terminal=has_terminal)
         # Other commands would take the input of the caller, such as that of a loop in the shell.
         stdin = None if has_terminal or args[0] in _READING else subprocess.DEVNULL
         try:
             while (code := subprocess.call(command, stdin=stdin)) == SSH_FAILED and args[0] in _REPEATABLE:
-                cluster.connection.reopen(_report)
+                login_node.connection.reopen(_report)
         except KeyboardInterrupt:
             if not is_sending:
                 raise
             click.echo(f"\n{remedy}", err=True)
             return INTERRUPTED
-    cluster.connection.check(code, remedy)
+    login_node.connection.check(code, remedy)
     return code
 
 
@@ -118,8 +118,8 @@ def _parse(command: click.Command, arguments: list[str]) -> dict[str, Any]:
     return {**values, "help": help_option is not None and values.get(str(help_option.name)) is True}
 
 
-def _follow(cluster: Cluster, args: Sequence[str], interrupted: str) -> int:
-    stream = LogStream(cluster)
+def _follow(login_node: LoginNode, args: Sequence[str], interrupted: str) -> int:
+    stream = LogStream(login_node)
     try:
         return stream.run(args)
     except KeyboardInterrupt:
@@ -135,8 +135,8 @@ class LogStream:
     repeated.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self._last_notice = cluster, ""
+    def __init__(self, login_node: LoginNode) -> None:
+        self._login_node, self._last_notice = login_node, ""
         self._positions: dict[str, LogPosition] = {}
         self.follow: dict[str, Any] = {}
         """The command that continues, and the message after an interrupt; empty before the start."""
@@ -144,14 +144,14 @@ class LogStream:
     def run(self, args: Sequence[str]) -> int:
         """Run `hpctrain ARGS` on the cluster, and return its exit code."""
         while (code := self._run_once(args)) == SSH_FAILED and (self.follow or args[0] == "logs"):
-            self._cluster.connection.reopen(_report)
+            self._login_node.connection.reopen(_report)
             args = self.follow.get("args", args)
         return code
 
     def _run_once(self, args: Sequence[str]) -> int:
         positions = {source: asdict(position) for source, position in self._positions.items()}
         start = json.dumps({**self.follow, "positions": positions})
-        command = self._cluster.connection.command(self._cluster.hpctrain(args, stream=True))
+        command = self._login_node.connection.command(self._login_node.hpctrain(args, stream=True))
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             try:
                 with suppress(BrokenPipeError):
@@ -185,29 +185,31 @@ def _report(message: str) -> None:
     click.echo(message, err=True)
 
 
-def _needed_cluster(ctx: click.Context) -> Cluster:
+def _needed_login_node(ctx: click.Context) -> LoginNode:
     if name := ctx.meta.get(CLUSTER_VARIABLE):
-        return _open_cluster(name)
+        return _open_login_node(name)
     raise click.UsageError(f"This command requires a cluster: `hpctrain --on CLUSTER {ctx.info_name} …`", ctx)
 
 
-def _open_cluster(name: str) -> Cluster:
-    cluster = Cluster(name, Path.cwd(), os.environ)
-    cluster.connection.open()
-    return cluster
+def _open_login_node(name: str) -> LoginNode:
+    login_node = LoginNode(name, Path.cwd(), os.environ)
+    login_node.connection.open()
+    return login_node
 
 
-def _send_project(cluster: Cluster, *, needs_slurm: bool) -> None:
+def _send_project(login_node: LoginNode, *, needs_slurm: bool) -> None:
     """Check the cluster, and send the code of the current project."""
-    code = LocalCode.find(cluster.root, cluster.environ)
-    cluster.remember()  # so that another project with this name takes another folder
-    facts = collect_facts(cluster)
-    if problems := list(find_problems(cluster, facts, size_bytes=code.size_bytes, needs_slurm=needs_slurm)):
+    code = LocalCode.find(login_node.root, login_node.environ)
+    login_node.remember()  # so that another project with this name takes another folder
+    facts = collect_facts(login_node)
+    if problems := list(
+        find_problems(login_node, facts, size_bytes=code.size_bytes, needs_slurm=needs_slurm)
+    ):
         raise UserError("\n".join(problems))
-    cluster.folder = facts["folder"]
-    cluster.remember()
-    send_code(cluster, code)
-    _report(f"Sent {len(code.files)} files to {cluster.name}:{cluster.folder}")
+    login_node.folder = facts["folder"]
+    login_node.remember()
+    send_code(login_node, code)
+    _report(f"Sent {len(code.files)} files to {login_node.name}:{login_node.folder}")
 
 
 @click.command("setup")
@@ -230,31 +232,31 @@ def setup_command(ctx: click.Context, folder: str | None, python: str | None) ->
     Without --python, hpctrain is installed into a new environment, which also contains the packages of the
     cluster's python3. Later commands use the same folder and Python.
     """
-    cluster = _needed_cluster(ctx)
+    login_node = _needed_login_node(ctx)
     if folder:
-        cluster.folder = folder
+        login_node.folder = folder
     else:
-        cluster.remember()
-    recorded = cluster.python
-    cluster.python = named = recorded if python is None else python or None
-    facts = collect_facts(cluster)
+        login_node.remember()
+    recorded = login_node.python
+    login_node.python = named = recorded if python is None else python or None
+    facts = collect_facts(login_node)
     if not facts["write_error"]:
-        cluster.folder = facts["folder"]
-        cluster.python = named if is_supported(facts) else recorded
-        cluster.remember()
-        cluster.python = named
+        login_node.folder = facts["folder"]
+        login_node.python = named if is_supported(facts) else recorded
+        login_node.remember()
+        login_node.python = named
         if is_supported(facts) and facts["rsync"] and facts["hpctrain"] != __version__:
-            _install(cluster, facts["python"])
-            facts = collect_facts(cluster)
-    if problems := list(find_problems(cluster, facts)):
+            _install(login_node, facts["python"])
+            facts = collect_facts(login_node)
+    if problems := list(find_problems(login_node, facts)):
         raise UserError("\n".join(problems))
     click.echo(
-        f"{cluster.name} is ready: Python {facts['python_version']} ({facts['python']}), "
+        f"{login_node.name} is ready: Python {facts['python_version']} ({facts['python']}), "
         f"hpctrain {facts['hpctrain']}, folder {facts['folder']}"
     )
 
 
-def _install(cluster: Cluster, python: str) -> None:
+def _install(login_node: LoginNode, python: str) -> None:
     """Build a wheel here, and install it on the cluster with pip, whose output is shown.
 
     It is installed for the Python that the user named, otherwise into an environment of its own.
@@ -265,7 +267,7 @@ def _install(cluster: Cluster, python: str) -> None:
         if subprocess.call(pip, stdout=sys.stderr):
             raise UserError(
                 "Cannot build a wheel of hpctrain on this machine (see pip's messages above). Install "
-                f"hpctrain {__version__} on {cluster.name} yourself, and run this command again."
+                f"hpctrain {__version__} on {login_node.name} yourself, and run this command again."
             )
         (wheel,) = Path(folder).glob("*.whl")
         if (built := wheel.name.split("-")[1]) != __version__:
@@ -273,22 +275,22 @@ def _install(cluster: Cluster, python: str) -> None:
                 f"This machine runs hpctrain {__version__}, but {source} contains {built}. Install "
                 "hpctrain on this machine again, and then run this command again."
             )
-        cluster.connection.rsync([str(wheel), f"{cluster.name}:{cluster.folder}/"])
-    wheel_path = shell_path(f"{cluster.folder}/{wheel.name}")
+        login_node.connection.rsync([str(wheel), f"{login_node.name}:{login_node.folder}/"])
+    wheel_path = shell_path(f"{login_node.folder}/{wheel.name}")
     python = shlex.quote(python)
-    create = ":" if cluster.python else f'{python} -m venv --system-site-packages "{VENV}"'
-    target = python if cluster.python else f'"{VENV}/bin/python"'
+    create = ":" if login_node.python else f'{python} -m venv --system-site-packages "{VENV}"'
+    target = python if login_node.python else f'"{VENV}/bin/python"'
     # `--force-reinstall` replaces another build of the same version; its dependencies stay.
     install = f"{target} -m pip install --quiet"
     script = f"{create} && {install} --no-deps --force-reinstall {wheel_path} && {install} {wheel_path}"
-    command = cluster.connection.command(f"{script}; E=$?; rm {wheel_path}; exit $E")
+    command = login_node.connection.command(f"{script}; E=$?; rm {wheel_path}; exit $E")
     code = subprocess.call(command, stdout=sys.stderr)
-    cluster.connection.check(code)
+    login_node.connection.check(code)
     if code:
         raise UserError(
-            f"Cannot install hpctrain on {cluster.name} (see pip's messages above). Install hpctrain "
-            f"{__version__} there yourself, then run `hpctrain --on {cluster.name} setup --python PATH` with "
-            "the path of its Python."
+            f"Cannot install hpctrain on {login_node.name} (see pip's messages above). Install hpctrain "
+            f"{__version__} there yourself, then run `hpctrain --on {login_node.name} setup --python PATH` "
+            "with the path of its Python."
         )
 
 
@@ -322,13 +324,13 @@ def pull_command(ctx: click.Context, run: str, dest: Path | None, all_checkpoint
     DEST is runs/RUN by default. If the connection is lost, the copy continues after reconnecting. A second
     `pull` copies only what has changed.
     """
-    cluster = _needed_cluster(ctx)
+    login_node = _needed_login_node(ctx)
     copied, size_bytes, stalled, tries = dest, -1, 0, 0
     while True:
         try:
-            status = _query_status(cluster, run)
+            status = _query_status(login_node, run)
             copied = dest or Path("runs", status["run_id"])
-            has_report = _copy(cluster, status, copied, all_checkpoints=all_checkpoints)
+            has_report = _copy(login_node, status, copied, all_checkpoints=all_checkpoints)
             folders = (RunDir(copied).checkpoints / name for name in _kept_checkpoints(status))
             if (missing := next((path for path in folders if not _is_complete(path)), None)) is None:
                 break
@@ -337,21 +339,21 @@ def pull_command(ctx: click.Context, run: str, dest: Path | None, all_checkpoint
                     f"The copy of {missing} is incomplete, because the run deletes its old checkpoints "
                     "faster than they are copied. Try again when the run has ended."
                 )
-        except ClusterUnreachable as error:
+        except LoginNodeUnreachable as error:
             before = size_bytes
             size_bytes = sum(path.lstat().st_size for path in copied.rglob("*")) if copied else 0
             stalled = stalled + 1 if size_bytes == before else 0
             if error.is_permanent or stalled == _MAX_STALLED:
                 raise
-            cluster.connection.reopen(_report)
+            login_node.connection.reopen(_report)
             time.sleep(min(2.0**stalled / 2, 30.0))
     click.echo(f"Run copied to {short_path(copied)}{', with report.html' if has_report else ''}")
 
 
-def _query_status(cluster: Cluster, run: str) -> dict[str, Any]:
-    result = cluster.connection.run(cluster.hpctrain(["status", run, "--json"]))
+def _query_status(login_node: LoginNode, run: str) -> dict[str, Any]:
+    result = login_node.connection.run(login_node.hpctrain(["status", run, "--json"]))
     if result.returncode:
-        raise UserError(f"{cluster.name}: {result.stderr.strip().removeprefix('Error: ')}")
+        raise UserError(f"{login_node.name}: {result.stderr.strip().removeprefix('Error: ')}")
     status: dict[str, Any] = json.loads(result.stdout)
     return status
 
@@ -377,7 +379,7 @@ def _is_complete(checkpoint: Path) -> bool:
         return False
 
 
-def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpoints: bool) -> bool:
+def _copy(login_node: LoginNode, status: dict[str, Any], copied: Path, *, all_checkpoints: bool) -> bool:
     """Copy the run, and return true if it has a new report."""
     from hpctrain.telemetry.report.run_results import read_spec
 
@@ -387,16 +389,16 @@ def _copy(cluster: Cluster, status: dict[str, Any], copied: Path, *, all_checkpo
             f"{str(copied)!r} contains the run in {copied_run!r}, but the run to copy is in {run_dir!r}. "
             "Name another destination (DEST)."
         )
-    cluster.connection.find_rsync()
-    report = cluster.connection.run(cluster.hpctrain(["report", run_dir]))
+    login_node.connection.find_rsync()
+    report = login_node.connection.run(login_node.hpctrain(["report", run_dir]))
     if report.returncode:
         reason = report.stderr.strip().removeprefix("Error: ")
-        _report(f"Warning: cannot write report.html on {cluster.name}: {reason}")
+        _report(f"Warning: cannot write report.html on {login_node.name}: {reason}")
     options = ["-rlpt", "--partial", *(["--info=progress2"] if sys.stdout.isatty() else [])]
     if not all_checkpoints:
         names = _kept_checkpoints(status)
         options += [f"--include=/checkpoints/{name}{inside}" for name in names for inside in ("", "/**")]
         options += [f"--exclude={t}/checkpoints/{name}" for t in ("", "/task-*") for name in _CHECKPOINTS]
     copied.mkdir(parents=True, exist_ok=True)
-    cluster.connection.rsync([*options, f"{cluster.name}:{run_dir}/", f"{copied}/"], may_vanish=True)
+    login_node.connection.rsync([*options, f"{login_node.name}:{run_dir}/", f"{copied}/"], may_vanish=True)
     return not report.returncode

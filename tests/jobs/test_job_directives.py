@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -10,11 +8,11 @@ from hpctrain.errors import SpecError
 from hpctrain.files import make_folder
 from hpctrain.jobs.options.option_parser import parse_sbatch_option
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobspec.directives import all_directives, directives_after_start
+from hpctrain.jobspec.job_directives import directives_after_start, job_directives
 from hpctrain.records.successor import JobChanges, submit_successor
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.batch_header import directive_lines, quote_directive
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray
-from hpctrain.slurm.sbatch_options import directive_lines, quote_directive
 
 
 def test_node_files_are_read_at_the_submission(tmp_path):
@@ -37,8 +35,7 @@ def test_node_files_are_read_at_the_submission(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dependency", "lasting"),
-    [("afterok:1", {}), ("afterok:1?singleton", {"dependency": "singleton"})],
+    ("dependency", "lasting"), [("afterok:1", {}), ("afterok:1?singleton", {"dependency": "singleton"})]
 )
 def test_options_that_delay_the_start_hold_for_the_first_job_only(dependency, lasting):
     """A deadline holds for the run."""
@@ -124,12 +121,12 @@ def test_quoted_values_are_read_back_by_sbatch(value):
     ],
 )
 def test_gpus_are_requested_in_the_style_of_the_site(make_spec, fields, lines):
-    requested = directive_lines(all_directives(make_spec(**fields)))
+    requested = directive_lines(job_directives(make_spec(**fields)))
     assert [line.removeprefix("#SBATCH --") for line in requested if "gpu" in line or "gres" in line] == lines
 
 
 def test_each_array_task_has_a_log_in_its_own_folder(make_spec):
-    directives = all_directives(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
+    directives = job_directives(make_spec(array="0-3%2", run_dir="/home/me/100%j"))
     assert (directives["array"], directives["output"]) == ("0-3%2", "/home/me/100%%j/task-%a/logs/slurm.log")
 
 

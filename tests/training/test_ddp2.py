@@ -1,7 +1,5 @@
 """DDP2: the loss sees the node's batch, and the gradient is that of one process with all nodes' losses."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 
@@ -15,10 +13,11 @@ from train_small import Small, dataset
 
 import hpctrain
 from hpctrain.errors import UserError
-from hpctrain.training.data.batch_plan import BatchPlan, DataRank, SampleOrder
+from hpctrain.training.data.batch_plan import BatchPlan, DataRank
+from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.strategies import find_strategy
 from hpctrain.training.strategies.ddp import DDP
-from hpctrain.training.strategies.dp import DDP2
+from hpctrain.training.strategies.ddp2 import DDP2
 
 pytestmark = pytest.mark.ranks
 

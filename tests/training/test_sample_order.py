@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 
 import torch
@@ -7,7 +5,8 @@ from helpers.waiting import slowness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.training.data.batch_plan import SampleOrder, split_range
+from hpctrain.training.data.batch_plan import split_range
+from hpctrain.training.data.sample_order import SampleOrder
 
 
 @given(st.integers(1, 5000), st.integers(-(2**40), 2**40), st.integers(0, 1000))

@@ -1,10 +1,8 @@
 """GPU assignment and conflicts, from the placements that ranks exchange."""
 
-from __future__ import annotations
-
 import pytest
 
-from hpctrain.cluster.gpu_placement import RankPlacement, assign_gpus, check_unique_placement
+from hpctrain.cluster.gpu_assignment import RankPlacement, assign_gpus, check_unique_placement
 from hpctrain.errors import HpctrainError
 
 

@@ -21,7 +21,7 @@ from hpctrain.files import make_folder, read_json, try_lock, write_atomic
 from hpctrain.jobs.options.resolved_options import SENT_CODE_FILE
 from hpctrain.jobs.submit.code_snapshot import GitRepository, NotARepository
 from hpctrain.remote.protocol import CLUSTER_VARIABLE, STREAM_VARIABLE
-from hpctrain.remote.ssh_connection import ClusterUnreachable, SshConnection
+from hpctrain.remote.ssh_connection import LoginNodeUnreachable, SshConnection
 from hpctrain.text import format_size
 
 #: Environment that `setup` creates on the cluster.
@@ -49,8 +49,8 @@ echo "rsync=$(command -v rsync)"
 """
 
 
-class Cluster:
-    """A cluster that `--on` names."""
+class LoginNode:
+    """The login node of a cluster that `--on` names."""
 
     def __init__(self, name: str, cwd: Path, environ: Mapping[str, str]) -> None:
         """Read what earlier commands recorded about the cluster; nothing is opened yet."""
@@ -153,37 +153,37 @@ def shell_path(path: str) -> str:
     return "/".join(piece for piece in (start, suffix and shlex.quote(suffix)) if piece)
 
 
-def collect_facts(cluster: Cluster) -> dict[str, str]:
+def collect_facts(login_node: LoginNode) -> dict[str, str]:
     """Collect facts on the cluster, creating the folder of the project if it is missing.
 
     An empty string means that the item is missing.
     """
-    script = _FACTS_SCRIPT % (shell_path(cluster.folder), _SPARE_BYTES, cluster.choose_python())
-    result = cluster.connection.run("; ".join(script.strip().splitlines()))
+    script = _FACTS_SCRIPT % (shell_path(login_node.folder), _SPARE_BYTES, login_node.choose_python())
+    result = login_node.connection.run("; ".join(script.strip().splitlines()))
     facts = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
     if "rsync" not in facts:
         reason = (result.stderr or result.stdout).strip() or f"exit code {result.returncode}"
         if match := re.search(rf"(\w+): {_UNSET}$", reason):
             raise UserError(
                 f"A path (--folder or --python) contains the variable {match[1]}, which is not set on "
-                f"{cluster.name}. Use another path."
+                f"{login_node.name}. Use another path."
             )
-        raise ClusterUnreachable(f"{cluster.name} cannot run a script in a bash login shell: {reason}.")
-    cluster.connection.rsync_path = facts["rsync"] or "rsync"
+        raise LoginNodeUnreachable(f"{login_node.name} cannot run a script in a bash login shell: {reason}.")
+    login_node.connection.rsync_path = facts["rsync"] or "rsync"
     return facts
 
 
 def find_problems(
-    cluster: Cluster, facts: Mapping[str, str], *, size_bytes: int = 0, needs_slurm: bool = True
+    login_node: LoginNode, facts: Mapping[str, str], *, size_bytes: int = 0, needs_slurm: bool = True
 ) -> Iterator[str]:
     """Yield a sentence for each problem that prevents the submission of `size_bytes` of code."""
-    name, setup = cluster.name, f"`hpctrain --on {cluster.name} setup"
+    name, setup = login_node.name, f"`hpctrain --on {login_node.name} setup"
     needed = size_bytes + _SPARE_BYTES
     free = int(facts["free_kb"]) * 1024 if facts["free_kb"].isdigit() else needed
     if facts["write_error"]:
         reason = facts["write_error"].rpartition(": ")[2]
         yield (
-            f"Cannot write to {cluster.folder} on {name}: {reason}. Free space there, or choose "
+            f"Cannot write to {login_node.folder} on {name}: {reason}. Free space there, or choose "
             f"another folder with {setup} --folder DIR`."
         )
     elif free < needed:
@@ -192,9 +192,9 @@ def find_problems(
             f"{format_size(needed)}. Free space there, or choose another folder with {setup} --folder DIR`."
         )
     if not is_supported(facts):
-        problem = f"{cluster.python} does not run" if cluster.python else "none is on the PATH"
+        problem = f"{login_node.python} does not run" if login_node.python else "none is on the PATH"
         if facts["python_version"]:
-            problem = f"{cluster.python or facts['python']} is Python {facts['python_version']}"
+            problem = f"{login_node.python or facts['python']} is Python {facts['python_version']}"
         yield (
             f"{name} needs Python 3.11 or newer, but {problem}. Load a suitable Python in "
             f"~/.bash_profile there, or select one with {setup} --python PATH`."
@@ -252,34 +252,34 @@ class LocalCode:
             return cls(files, size)
 
 
-def send_code(cluster: Cluster, code: LocalCode) -> None:
+def send_code(login_node: LoginNode, code: LocalCode) -> None:
     """Copy changed files to the cluster, with a list that the code snapshot of a run reads there.
 
     Files that were sent earlier and no longer exist are deleted there.
     """
-    target, list_path = f"{cluster.name}:{cluster.folder}/", f"{cluster.folder}/{SENT_CODE_FILE}"
+    target, list_path = f"{login_node.name}:{login_node.folder}/", f"{login_node.folder}/{SENT_CODE_FILE}"
     sent: list[str] = []
     # Nothing was sent, or the list is damaged.
     with suppress(ValueError, TypeError, KeyError):
         sent = list(
-            map(str, json.loads(cluster.connection.run(f"cat {shell_path(list_path)}").stdout)["files"])
+            map(str, json.loads(login_node.connection.run(f"cat {shell_path(list_path)}").stdout)["files"])
         )
     deleted = [
         name
         for name in sent
         if name not in code.files
-        and not (name.startswith("/") or ".." in name.split("/") or os.path.lexists(cluster.root / name))
+        and not (name.startswith("/") or ".." in name.split("/") or os.path.lexists(login_node.root / name))
     ]
-    cluster.connection.rsync(
-        ["-lptz", "--files-from=-", "--from0", f"{cluster.root}/", target], "\0".join(code.files)
+    login_node.connection.rsync(
+        ["-lptz", "--files-from=-", "--from0", f"{login_node.root}/", target], "\0".join(code.files)
     )
     if deleted:
-        script = f"cd {shell_path(cluster.folder)} && xargs -0 rm -f --"
-        cluster.connection.run(script, "\0".join(deleted))
+        script = f"cd {shell_path(login_node.folder)} && xargs -0 rm -f --"
+        login_node.connection.run(script, "\0".join(deleted))
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         listed = Path(folder, SENT_CODE_FILE)
         listed.write_text(json.dumps({"commit": code.commit, "files": code.files, "diff": code.diff}))
-        cluster.connection.rsync(["-pz", str(listed), target])
+        login_node.connection.rsync(["-pz", str(listed), target])
 
 
 def _walk(root: Path) -> Iterator[str]:

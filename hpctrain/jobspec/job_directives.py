@@ -11,7 +11,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.duration import format_time_limit
 
 
-def all_directives(spec: JobSpec) -> dict[str, str]:
+def job_directives(spec: JobSpec) -> dict[str, str]:
     """Return all options of the job by long name, in script order. A flag has an empty value."""
     if spec.program == "batch":
         return _batch_directives(spec)
