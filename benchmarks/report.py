@@ -21,8 +21,8 @@ from pathlib import Path
 
 from results import Results
 
+from hpctrain.record_types import StepRecord, read_records
 from hpctrain.rundir import RunDir
-from hpctrain.schema import StepRecord, read_records
 
 START, DAY_S, GPUS, EVERY_S, ATTEMPTS = 1_764_000_000.0, 86_400.0, 8, 30.0, 6
 

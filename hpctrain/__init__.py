@@ -31,7 +31,7 @@ from hpctrain.errors import (
 if TYPE_CHECKING:
     from hpctrain.cluster import Ranks, compress_hostlist, detect, expand_hostlist
     from hpctrain.jobs.executor import Executor
-    from hpctrain.jobs.options.table import SubmitOptions
+    from hpctrain.jobs.options.option_table import SubmitOptions
     from hpctrain.jobs.runs.run import Run
     from hpctrain.jobs.runs.run_status import RunStatus
     from hpctrain.jobs.submit.submit_prepared import submit
@@ -83,7 +83,7 @@ _HOMES = {
     "RunStatus": "hpctrain.jobs.runs.run_status",
     "StatefulBatchSampler": "hpctrain.training.data.stateful_batch_sampler",
     "Strategy": "hpctrain.training.strategies",
-    "SubmitOptions": "hpctrain.jobs.options.table",
+    "SubmitOptions": "hpctrain.jobs.options.option_table",
     "Trainer": "hpctrain.training",
     "compress_hostlist": "hpctrain.cluster",
     "detect": "hpctrain.cluster",

@@ -16,7 +16,7 @@ from hpctrain.errors import UserError
 from hpctrain.files import append_json_line, make_folder, read_regular, write_atomic
 
 if TYPE_CHECKING:
-    from hpctrain.schema import Event
+    from hpctrain.record_types import Event
 
 P = ParamSpec("P")
 
@@ -103,7 +103,7 @@ class RunStorage:
 
     def read_events(self, path: Path) -> Iterator[Event]:
         """Yield the events in a file. Damaged lines are skipped with a warning."""
-        from hpctrain.schema import Event, read_records
+        from hpctrain.record_types import Event, read_records
 
         return read_records(path, Event)
 

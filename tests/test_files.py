@@ -23,8 +23,8 @@ from hpctrain.files import (
     try_lock,
     write_atomic,
 )
+from hpctrain.records.call_payload import CallPayload
 from hpctrain.records.log_tail import RecordTail, read_last_records
-from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
 
 

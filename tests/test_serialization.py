@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from hpctrain.errors import UserError
-from hpctrain.records.serialization import CallPayload, FunctionCall
+from hpctrain.records.call_payload import CallPayload, FunctionCall
 
 LOCK = threading.Lock()
 

@@ -13,7 +13,7 @@ PACKAGE = Path(hpctrain.__file__).parent
 
 #: By file: the number of uses, and their source. Never a socket, or a store that ranks share.
 LISTED = {
-    "records/serialization.py": (2, "the call in the run folder, which the user has submitted"),
+    "records/call_payload.py": (2, "the call in the run folder, which the user has submitted"),
     "jobs/executor/job.py": (2, "results and exceptions in the run folder"),
     "telemetry/loggers/dispatcher.py": (2, "the pipe from the rank that has started the process"),
     "training/loop/spawn.py": (3, "files in a temporary folder that only its owner can read"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpctrain.schema import Event
+from hpctrain.record_types import Event
 
 #: Mean time between interruptions of a node in seconds, for a run without history: one day.
 NODE_MTBF_S = 86_400.0

@@ -13,8 +13,8 @@ from typing import Literal
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.io.checkpoint_dir import is_checkpoint_entry
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.record_types import Event
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
-from hpctrain.schema import Event
 
 TierName = Literal["shared", "local"]
 

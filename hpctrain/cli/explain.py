@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import click
 
 from hpctrain.cli.common import echo_json, json_option, walk_commands
-from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobspec.restart_policy import DEFAULT_RULES, END_KINDS, RESTART_ACTIONS, EndKind
 from hpctrain.slurm.exit_codes import EXIT_CODES, SIGNALS, explain_exit
 from hpctrain.slurm.pending_reasons import PENDING_REASONS, explain_reason

@@ -15,9 +15,9 @@ from msgspec import to_builtins
 
 from hpctrain.cli.common import program_name, run_argument, run_reference, short_path
 from hpctrain.errors import SpecError
+from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobs.options.resolved_options import previous_values
 from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
-from hpctrain.jobs.options.table import all_options
 from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
@@ -85,8 +85,8 @@ def command(context: click.Context, run: Run, options: tuple[str, ...]) -> None:
 
 def _check_state(status: RunStatus, *, changed: bool) -> None:
     """Reject a run that is active, or complete with unchanged options."""
+    from hpctrain.record_types import StepRecord
     from hpctrain.records.log_tail import read_last_records
-    from hpctrain.schema import StepRecord
     from hpctrain.slurm.states import RunState
 
     handle = run_reference(status.run_dir)

@@ -31,8 +31,8 @@ from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.batch_options import BatchScript
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, Option, OptionValue
 from hpctrain.jobs.options.option_parser import find_replacement, option_names
+from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
-from hpctrain.jobs.options.table import all_options
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.remote.protocol import CLUSTER_VARIABLE

@@ -118,8 +118,8 @@ class _LiveRun:
     """A run, with a reader of the records that it appends."""
 
     def __init__(self, run: Run) -> None:
+        from hpctrain.record_types import Event, StepRecord
         from hpctrain.records.log_tail import RecordTail
-        from hpctrain.schema import Event, StepRecord
         from hpctrain.telemetry.live.top_view import TopView
 
         self._run, self._view = run, TopView()
@@ -127,8 +127,8 @@ class _LiveRun:
         self._metrics = RecordTail(run.dir.metrics, StepRecord)
 
     def snapshot(self, status: RunStatus) -> TopSnapshot:
+        from hpctrain.record_types import NodeSample
         from hpctrain.records.log_tail import read_last_lines, read_last_records
-        from hpctrain.schema import NodeSample
 
         self._view.add_records(self._events.read_in_parts(), self._metrics.read_in_parts())
         log = status.log or self._run.log_path()

@@ -8,9 +8,9 @@ from datetime import datetime
 
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.listing import newest_script_checkpoint
+from hpctrain.record_types import Event
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event
 
 
 def save_problem(run: RunDir) -> str | None:

@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import create_atomic, open_regular
+from hpctrain.record_types import LeaseHolder, decode
 from hpctrain.rundir import RunDir
-from hpctrain.schema import LeaseHolder, decode
 from hpctrain.slurm.job_queries import query_job
 from hpctrain.slurm.states import RunState, parse_job_state
 

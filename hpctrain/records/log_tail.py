@@ -65,7 +65,7 @@ class RecordTail(Generic[Record]):
     """Incremental reader of a JSON Lines file."""
 
     def __init__(self, path: Path, kind: type[Record]) -> None:
-        from hpctrain.schema import decode
+        from hpctrain.record_types import decode
 
         self._path, self._decode, self._tail = path, partial(decode, kind=kind), FileTail(path)
         self._partial_line = ""
@@ -89,7 +89,7 @@ def read_last_records(
     path: Path, kind: type[Record], *, unless: bytes | None = None, whole: bool = False
 ) -> Iterator[Record]:
     """Yield the records of a JSON Lines file from last to first, without reading in advance."""
-    from hpctrain.schema import decode
+    from hpctrain.record_types import decode
 
     def parse(line: bytes, *, ended: bool) -> Record | None:
         if unless is not None and unless in line:

@@ -13,7 +13,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import JobRecord
 
 if TYPE_CHECKING:
-    from hpctrain.schema import Event
+    from hpctrain.record_types import Event
 
 
 #: Most events of a long run are checkpoints, which are irrelevant to its state.
@@ -63,7 +63,7 @@ def read_run_record(run: RunDir) -> RunRecord:
     An end is ignored if workers were started afterwards. A failure without a rank is also ignored: it is a
     failed checkpoint, after which the run continues.
     """
-    from hpctrain.schema import Event
+    from hpctrain.record_types import Event
 
     return summarize_events(run, read_last_records(run.events, Event, unless=_IGNORED_EVENTS, whole=True))
 

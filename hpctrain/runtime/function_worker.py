@@ -25,7 +25,7 @@ from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.files import make_folder, write_atomic
-from hpctrain.records.serialization import CallPayload, FunctionCall, dumps
+from hpctrain.records.call_payload import CallPayload, FunctionCall, dumps
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.failure_file import mark_non_retryable

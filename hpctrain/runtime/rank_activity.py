@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hpctrain.schema import RankPhase
+from hpctrain.record_types import RankPhase
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 #: Libraries that exchange gradients without torch's process groups.

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.record_types import Event
 from hpctrain.records.lease import LeaseHeld
 from hpctrain.records.run_record import RunRecord, read_run_record, summarize_events
 from hpctrain.records.successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event
 from hpctrain.supervisor.job_control import JobControl, SlurmSuccessors
 from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership
 from hpctrain.supervisor.run_end import finish_run

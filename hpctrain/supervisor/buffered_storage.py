@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from hpctrain import system
 from hpctrain.errors import HpctrainError
+from hpctrain.record_types import Event, decode
 from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.rundir import RunDir, RunStorage
-from hpctrain.schema import Event, decode
 
 log = logging.getLogger(__name__)
 

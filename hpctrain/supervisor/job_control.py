@@ -13,10 +13,10 @@ from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import file_size, open_regular
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.record_types import LeaseHolder
 from hpctrain.records.lease import Lease
 from hpctrain.records.successor import JobChanges, can_start, excluded_nodes, find_successor, submit_successor
 from hpctrain.rundir import BATCH_PID_VARIABLE, PREDECESSOR_VARIABLE, RunDir
-from hpctrain.schema import LeaseHolder
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_end import is_evicted

@@ -12,11 +12,11 @@ from hpctrain import system
 from hpctrain.errors import HpctrainError, SchedulerError, UserError
 from hpctrain.files import write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.record_types import StepRecord, TrialLine, read_records
 from hpctrain.records.log_tail import RecordTail
 from hpctrain.rundir import STOPPED_EARLY, RunDir
-from hpctrain.schema import StepRecord, TrialLine, read_records
 from hpctrain.slurm.job_end import REQUEUE_HOLD_S
-from hpctrain.supervisor.failures.root_cause import gpu_faults
+from hpctrain.supervisor.failures.gpu_faults import gpu_faults
 from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.launch.job_step import Launcher, StepEvent, StopRequested
 from hpctrain.supervisor.policy.decide import Allocation, describe_nodes

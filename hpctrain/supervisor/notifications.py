@@ -19,10 +19,10 @@ from hpctrain.errors import SpecError
 from hpctrain.files import file_size
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.jobspec.notify import NotifyConfig, is_address
+from hpctrain.record_types import Event, StepRecord
 from hpctrain.records.checkpoint_health import full_disk
 from hpctrain.records.log_tail import RecordTail, read_last_records
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event, StepRecord
 
 log = logging.getLogger(__name__)
 

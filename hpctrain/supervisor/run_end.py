@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Literal
 
 from hpctrain.errors import RunFailed
+from hpctrain.record_types import StepRecord
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import STOPPED_EARLY, RunDir
-from hpctrain.schema import StepRecord
 from hpctrain.text import format_number
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpctrain.errors import UserError
-from hpctrain.schema import StepRecord, TrialLine
+from hpctrain.record_types import StepRecord, TrialLine
 from hpctrain.text import format_number, is_count, pluralize
 
 RuleName = Literal["median", "asha"]

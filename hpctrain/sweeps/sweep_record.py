@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.errors import UserError
+from hpctrain.record_types import read_record
 from hpctrain.rundir import RunDir
-from hpctrain.schema import read_record
 from hpctrain.slurm.job_array import MAX_TASKS
 from hpctrain.sweeps.search_space import (
     SearchSpace,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from hpctrain.cluster.processes import stat_fields
-from hpctrain.schema import Event, PartDuration
+from hpctrain.record_types import Event, PartDuration
 from hpctrain.text import format_duration, format_size
 
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
-from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobspec.restart_policy import END_KINDS, EndKind
 from hpctrain.slurm.pending_reasons import explain_reason
 from hpctrain.slurm.states import RUN_STATES, SLURM_STATES, RunState

@@ -18,8 +18,8 @@ from helpers.waiting import wait_for
 
 from hpctrain.files import make_folder, read_json, try_lock
 from hpctrain.jobs.runs.run_log_reader import describe_event
+from hpctrain.record_types import Event, to_record
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
-from hpctrain.schema import Event, to_record
 from hpctrain.supervisor.workers.node_steps import StagePlan
 
 sys.path.append(str(REPOSITORY / "benchmarks"))

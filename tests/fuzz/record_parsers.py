@@ -10,17 +10,17 @@ import torch
 from fuzzing import FOLDER, Parser, encode, write_file
 from helpers.run_histories import EVENTS, FAILURE, METRICS, SPEC, to_jsonl
 
-from hpctrain import files, schema
+from hpctrain import files, record_types
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.io import messages
 from hpctrain.errors import CheckpointError, RendezvousError, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
+from hpctrain.record_types import Event, StepRecord
 from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
-from hpctrain.schema import Event, StepRecord
-from hpctrain.supervisor.failures import root_cause
+from hpctrain.supervisor.failures import gpu_faults, root_cause
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers import attempt_runner, node_steps, worker_group
 from hpctrain.sweeps import sweep_record
@@ -120,13 +120,15 @@ STARTUP = {
 FORMATS = {
     Event: [*EVENT_LINES.splitlines(), json.dumps(STARTUP)],
     StepRecord: METRIC_LINES.splitlines(),
-    schema.NodeSample: NODE_LINES.splitlines(),
-    schema.FailureRecord: [json.dumps(RANK_FAILURE)],
-    schema.UnfinishedCall: ['{"what": "fit()", "last_step": 3}'],
-    schema.RankMessage: ['{"phase": "step", "step": 1, "beats": 2, "spent": [0, 1.5, 0], "timed": [1, 1]}'],
-    schema.TrialLine: ['{"step": 3, "best": 0.5, "mean": null}'],
-    schema.LogLength: ['{"time": 1.5, "rank": 0, "bytes": 7}'],
-    schema.TrainedSamples: ['{"step": 1, "epoch": 0, "indices": [1, 2]}'],
+    record_types.NodeSample: NODE_LINES.splitlines(),
+    record_types.FailureRecord: [json.dumps(RANK_FAILURE)],
+    record_types.UnfinishedCall: ['{"what": "fit()", "last_step": 3}'],
+    record_types.RankMessage: [
+        '{"phase": "step", "step": 1, "beats": 2, "spent": [0, 1.5, 0], "timed": [1, 1]}'
+    ],
+    record_types.TrialLine: ['{"step": 3, "best": 0.5, "mean": null}'],
+    record_types.LogLength: ['{"time": 1.5, "rank": 0, "bytes": 7}'],
+    record_types.TrainedSamples: ['{"step": 1, "epoch": 0, "indices": [1, 2]}'],
 }
 
 PARSERS = [
@@ -150,7 +152,10 @@ PARSERS = [
     of_path(files.read_json, json.dumps(FAILURE), errors=(OSError, ValueError)),
     *(
         Parser(
-            schema.decode, examples, (ValueError,), lambda text, kind=kind: schema.decode(encode(text), kind)
+            record_types.decode,
+            examples,
+            (ValueError,),
+            lambda text, kind=kind: record_types.decode(encode(text), kind),
         )
         for kind, examples in FORMATS.items()
     ),
@@ -162,7 +167,9 @@ PARSERS = [
     of_run(run_record.read_run_record, RUN.events, EVENT_LINES, lambda: run_record.read_run_record(RUN).job),
     of_run(checkpoint_health.save_problem, RUN.events, EVENT_LINES),
     of_run(
-        lease.newest_lease, RUN.lease(0), lease.encode_holder(schema.LeaseHolder("17", 0, "n1", 5)).decode()
+        lease.newest_lease,
+        RUN.lease(0),
+        lease.encode_holder(record_types.LeaseHolder("17", 0, "n1", 5)).decode(),
     ),
     Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
     of_run(root_cause._read, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
@@ -170,7 +177,7 @@ PARSERS = [
         error_report.details,
         RUN.failure(0, 0),
         json.dumps(RANK_FAILURE),
-        lambda: list(error_report.details(RUN, schema.to_record(EVENTS[5], Event))),
+        lambda: list(error_report.details(RUN, record_types.to_record(EVENTS[5], Event))),
     ),
     of_run(History.from_events, RUN.events, EVENT_LINES, lambda: History.from_events(RUN.read_events())),
     of_run(
@@ -181,7 +188,7 @@ PARSERS = [
     ),
     of_run(worker_group._read_phase_durations, RUN.phase_durations, '{"step": 1.5, "save": 3.0}'),
     of_run(
-        root_cause.gpu_faults, RUN.telemetry(0), NODE_LINES, lambda: root_cause.gpu_faults(RUN, ["n1"], 0.0)
+        gpu_faults.gpu_faults, RUN.telemetry(0), NODE_LINES, lambda: gpu_faults.gpu_faults(RUN, ["n1"], 0.0)
     ),
     of_run(
         node_steps._read_node_check,

@@ -11,7 +11,7 @@ from hpctrain.cli import resume, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
 from hpctrain.jobs.backends.site_check import JobRequest
 from hpctrain.jobs.options import config_files, option, option_parser, resolved_options, spec_builder
-from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobs.submit import complete_options, render
 from hpctrain.jobspec import container, launcher, load_spec, notify, restart_policy
 from hpctrain.jobspec.job_spec import JobSpec

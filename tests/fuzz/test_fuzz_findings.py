@@ -9,10 +9,10 @@ from fuzzing import FOLDER, encode
 
 from hpctrain.cluster.env_variables import read_hosts
 from hpctrain.errors import EnvironmentMismatch, SchedulerError
+from hpctrain.record_types import LeaseHolder
 from hpctrain.records.lease import newest_lease
 from hpctrain.records.successor import claim_successor
 from hpctrain.rundir import RunDir
-from hpctrain.schema import LeaseHolder
 from hpctrain.slurm import command, job_requests
 from hpctrain.slurm.command import is_answer_lost, list_rank_steps
 from hpctrain.slurm.job_requests import submit_job

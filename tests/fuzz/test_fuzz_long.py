@@ -64,9 +64,9 @@ EXEMPT = {
         checkpoint.io.messages._decode
         checkpoint.io.messages._parse records.log_tail.RecordTail._parse_lines
         files.decode_line files.read_json_lines files.read_lines rundir.RunDir.read_events
-        rundir.RunStorage.read_events schema.read_record telemetry.report.run_results.read_report_records
+        rundir.RunStorage.read_events telemetry.report.run_results.read_report_records
         records.log_tail.RecordTail.read_in_parts supervisor.buffered_storage.BufferedStorage.read_events
-        schema.read_records
+        record_types.read_record record_types.read_records
         runtime.worker._detect_ranks
         telemetry.report.run_results._read_sweep_ranking slurm.srun_step.SrunStep._read
         sweeps.search_space._parse
@@ -77,7 +77,7 @@ EXEMPT = {
     """,
     "unpickles files of the own user (tests/test_untrusted_data.py)": """
         checkpoint.convert.conversion._read jobs.executor.job._read_result
-        records.serialization.CallPayload.read
+        records.call_payload.CallPayload.read
         telemetry.loggers.dispatcher.LoggerConfig.read telemetry.loggers.dispatcher._read_ending
     """,
     "set by hpctrain itself for its own processes": """

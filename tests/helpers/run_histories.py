@@ -7,8 +7,8 @@ from typing import Any
 
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind, RestartPolicy
+from hpctrain.record_types import Event, StepRecord, to_record
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event, StepRecord, to_record
 from hpctrain.supervisor.policy.decide import CRASHES_PER_FAILURE
 
 START = 1_764_000_000.0

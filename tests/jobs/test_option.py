@@ -12,7 +12,7 @@ import yaml
 from hpctrain.cli import submit
 from hpctrain.jobs.options.option import OptionType
 from hpctrain.jobs.options.option_parser import option_names
-from hpctrain.jobs.options.table import SubmitOptions, all_options
+from hpctrain.jobs.options.option_table import SubmitOptions, all_options
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain import schema
+from hpctrain import record_types
 from hpctrain.jobspec.restart_policy import EndKind, RestartPolicy
 from hpctrain.records.lease import (
     EXPIRY_S,
@@ -169,10 +169,10 @@ class World(NamedTuple):
 
 @cache
 @cache
-def event_records(events: tuple[Event, ...]) -> list[schema.Event]:
+def event_records(events: tuple[Event, ...]) -> list[record_types.Event]:
     names = {"submitted": "after", "finished": "state"}
     return [
-        schema.Event(
+        record_types.Event(
             **{"time": 0.0, "attempt": 0, "kind": kind, "job_id": job, "backend": "slurm"}
             | ({names[kind]: more} if more is not None else {})
         )

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.record_types import RankMessage
 from hpctrain.runtime.rank_activity import RankActivity
 from hpctrain.runtime.stopping import agreed_stop as module
 from hpctrain.runtime.stopping.agreed_stop import AgreedStop, agreement_timeout_s
-from hpctrain.schema import RankMessage
 from hpctrain.supervisor.workers.rank_monitor import StopAgreement
 
 

@@ -13,7 +13,7 @@ from helpers.commands import environment
 
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
-from hpctrain.records.serialization import CallPayload, FunctionCall
+from hpctrain.records.call_payload import CallPayload, FunctionCall
 from hpctrain.rundir import RunDir
 from hpctrain.runtime import function_worker
 from hpctrain.runtime.distributed_context import DistributedContext

@@ -10,11 +10,11 @@ from helpers.commands import run_command
 from torch._C import _distributed_c10d as c10d
 
 from hpctrain.cluster import detect
+from hpctrain.record_types import RankPhase
 from hpctrain.rundir import RunDir
 from hpctrain.runtime import supervisor_connection
 from hpctrain.runtime.program import heartbeat
 from hpctrain.runtime.rank_activity import RankActivity
-from hpctrain.schema import RankPhase
 
 
 class FakeConnection:

@@ -13,10 +13,10 @@ from helpers.run_histories import most_attempts
 
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.jobspec.restart_policy import EndKind
+from hpctrain.record_types import LeaseHolder
 from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, encode_holder
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir, event_record
-from hpctrain.schema import LeaseHolder
 from hpctrain.slurm.job_end import prepare_job_end
 from hpctrain.supervisor import batch_main
 from simulation import simulated_system as system

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from hpctrain.record_types import StepRecord
 from hpctrain.rundir import RunDir
-from hpctrain.schema import StepRecord
 from hpctrain.supervisor.workers.attempt_runner import longest_step_s, required_lead_s
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from hpctrain.schema import RankSnapshot
+from hpctrain.record_types import RankSnapshot
 from hpctrain.supervisor.workers.hang_detection import HangDetector, HangInfo, PhaseLimits, blocking_ranks
 from hpctrain.supervisor.workers.rank_monitor import describe_hang
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from hpctrain import system
+from hpctrain.record_types import RankMessage
 from hpctrain.rundir import RunDir
-from hpctrain.schema import RankMessage
 from hpctrain.supervisor.launch.job_step import HangDetected
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.observed_groups import ObservedGroups

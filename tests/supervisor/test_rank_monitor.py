@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json_lines
+from hpctrain.record_types import RankMessage
 from hpctrain.rundir import RunDir
-from hpctrain.schema import RankMessage
 from hpctrain.supervisor.launch.job_step import LauncherStuck
 from hpctrain.supervisor.workers import rank_monitor as module
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits

@@ -4,8 +4,8 @@ import pytest
 
 from hpctrain import system
 from hpctrain.jobs.runs.run_log_reader import describe_event
+from hpctrain.record_types import PartDuration, RankMessage
 from hpctrain.rundir import RunDir
-from hpctrain.schema import PartDuration, RankMessage
 from hpctrain.supervisor.workers.worker_group import StartupRecord
 from hpctrain.telemetry.startup_parts import StartupPart, durations_s
 

@@ -7,7 +7,7 @@ import pytest
 from helpers.run_histories import step_record
 
 from hpctrain.errors import UserError
-from hpctrain.schema import TrialLine, to_record
+from hpctrain.record_types import TrialLine, to_record
 from hpctrain.sweeps.stopping_rules import StoppingRule, TrialCurve, TrialReport
 
 MEDIAN = StoppingRule("median", "loss", "min", 10)

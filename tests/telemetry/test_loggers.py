@@ -16,7 +16,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.errors import UserError
 from hpctrain.files import append_json_line, make_folder
-from hpctrain.records.serialization import dumps
+from hpctrain.records.call_payload import dumps
 from hpctrain.rundir import RunDir
 from hpctrain.telemetry.loggers import Csv, LoggedRun, Logger, Neptune, TensorBoard, find_loggers
 from hpctrain.telemetry.loggers.dispatcher import LoggerConfig, LoggerDispatcher

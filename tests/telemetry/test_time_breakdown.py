@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from hpctrain.record_types import Event, StepRecord
 from hpctrain.rundir import EventKind
-from hpctrain.schema import Event, StepRecord
 from hpctrain.telemetry.accounting.time_breakdown import (
     NO_STEPS_NOTE,
     Goodput,

@@ -6,7 +6,7 @@ from helpers.run_histories import START, STRAGGLER, RunHistory, started_run
 from rich.cells import cell_len
 
 from hpctrain.cli.top import format_overview
-from hpctrain.schema import NodeSample, StepRecord, to_record
+from hpctrain.record_types import NodeSample, StepRecord, to_record
 from hpctrain.telemetry.live.top_view import TopSnapshot, TopView, cut_line, format_view
 
 

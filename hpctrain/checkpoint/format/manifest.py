@@ -84,7 +84,7 @@ class Manifest:
     @classmethod
     def decode(cls, content: bytes, path: Path) -> Manifest:
         """Parse the output of `encode` from `path`; any changed byte raises CorruptCheckpoint."""
-        from hpctrain.schema import decode
+        from hpctrain.record_types import decode
 
         body, _, _ = content.rpartition(_SEAL)
         if not body or content != body + _tail(body):

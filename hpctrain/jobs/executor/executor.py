@@ -16,12 +16,12 @@ from submitit.local.debug import DebugJob
 from hpctrain.errors import SpecError, UserError
 from hpctrain.jobs.executor.job import Job
 from hpctrain.jobs.options.option_parser import option_names
+from hpctrain.jobs.options.option_table import SubmitOptions
 from hpctrain.jobs.options.spec_builder import new_run_id, node_shape
-from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobs.runs.run import find_run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
-from hpctrain.records.serialization import CallPayload, FunctionCall
+from hpctrain.records.call_payload import CallPayload, FunctionCall
 from hpctrain.slurm.duration import format_time_limit
 from hpctrain.text import suggest
 

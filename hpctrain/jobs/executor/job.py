@@ -20,8 +20,8 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, Unc
 from hpctrain.errors import HpctrainError, RunFailed, UserError
 from hpctrain.files import read_regular
 from hpctrain.jobs.runs.run import Run
+from hpctrain.records.call_payload import CallPayload
 from hpctrain.records.run_record import read_run_record
-from hpctrain.records.serialization import CallPayload
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import RunState
 from hpctrain.text import format_ranks
@@ -106,7 +106,7 @@ class JobFailed(RunFailed, FailedJobError):
 
     @classmethod
     def from_status(cls, status: RunStatus) -> JobFailed:
-        from hpctrain.schema import FailureRecord, read_record
+        from hpctrain.record_types import FailureRecord, read_record
 
         run = RunDir(Path(status.run_dir))
         failure = read_run_record(run).failure

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
+from hpctrain.jobs.options.option_table import SubmitOptions
 from hpctrain.jobs.options.spec_builder import build_spec
-from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm.batch_header import BatchHeader, parse_batch_header, shell_of
 from hpctrain.slurm.duration import parse_duration

@@ -6,7 +6,7 @@ import textwrap
 from itertools import groupby
 
 from hpctrain.jobs.options.option import Option
-from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.options.option_table import all_options
 
 _WIDTH = 100
 

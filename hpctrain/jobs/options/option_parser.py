@@ -7,7 +7,7 @@ from functools import cache
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import NO, YES, Option, OptionSource, OptionValue
-from hpctrain.jobs.options.table import all_options
+from hpctrain.jobs.options.option_table import all_options
 from hpctrain.slurm.sbatch_options import SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES, SBATCH_OPTIONS, SHORT_NAMES
 from hpctrain.text import suggest
 

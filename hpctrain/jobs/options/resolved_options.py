@@ -20,7 +20,7 @@ from hpctrain.jobs.options.option_parser import (
     option_names,
     parse_option,
 )
-from hpctrain.jobs.options.table import SubmitOptions, all_options
+from hpctrain.jobs.options.option_table import SubmitOptions, all_options
 from hpctrain.slurm.environment import SBATCH_VARIABLES, strip_job_env
 from hpctrain.slurm.sbatch_options import BATCH_KEYS, BATCH_OPTIONS, SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES
 from hpctrain.text import suggest

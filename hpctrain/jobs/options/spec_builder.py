@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.table import SubmitOptions, is_template_path
+from hpctrain.jobs.options.option_table import SubmitOptions, is_template_path
 from hpctrain.jobspec.container import (
     DEFAULT_PYTHON,
     Container,

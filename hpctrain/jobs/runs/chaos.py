@@ -16,8 +16,8 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.runs import run_control
 from hpctrain.jobs.runs.run import Run, require_running
 from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.record_types import Event
 from hpctrain.records.run_record import read_run_record
-from hpctrain.schema import Event
 from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_requests import requeue_job, run_on_host
 from hpctrain.slurm.states import RunState

@@ -7,10 +7,10 @@ from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
+from hpctrain.record_types import Event, FailureRecord, read_record
 from hpctrain.records.crash_output import fold, useful_lines
 from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event, FailureRecord, read_record
 from hpctrain.text import format_ranks
 
 #: Lines of the log to show if a rank exited without a traceback.

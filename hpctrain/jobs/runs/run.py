@@ -20,7 +20,7 @@ from hpctrain.text import format_ranks, pluralize, suggest
 # Submitting a run does not require the status modules, so they are imported on use.
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller, UnknownStateTracker
-    from hpctrain.schema import Event
+    from hpctrain.record_types import Event
 
 #: A supervisor exits shortly after it has recorded the end.
 _EXIT_TIMEOUT_S = 5.0

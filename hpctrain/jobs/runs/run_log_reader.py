@@ -14,9 +14,9 @@ from hpctrain.jobs.runs.error_report import details, report_failure
 from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller, UnknownStateTracker
 from hpctrain.jobspec.load_spec import load_spec
+from hpctrain.record_types import Event, LogLength
 from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event, LogLength
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.states import RunState
 from hpctrain.telemetry.startup_parts import describe_staging, describe_startup

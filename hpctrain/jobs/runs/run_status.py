@@ -18,12 +18,12 @@ from hpctrain.files import read_regular, warn_once
 from hpctrain.jobs.backends import open_backend
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.jobspec.load_spec import load_spec
+from hpctrain.record_types import Event, StepRecord
 from hpctrain.records.checkpoint_health import save_problem
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.records.run_record import RunRecord, read_run_record
 from hpctrain.records.successor import is_continued_by_other_job
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event, StepRecord
 from hpctrain.slurm.pending_reasons import DEPENDENCY_NEVER_SATISFIED
 from hpctrain.slurm.states import JobStateView, RunState, combine_states, count_states, describe_counts
 from hpctrain.telemetry.report.metric_curves import reports_steps

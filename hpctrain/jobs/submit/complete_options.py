@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hpctrain.errors import SpecError
+from hpctrain.jobs.options.option_table import SubmitOptions
 from hpctrain.jobs.options.spec_builder import RUNS_FOLDER, node_shape
-from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobspec.container import APPTAINER_PROGRAMS, ContainerRuntime, required_runtime
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.rundir import RunDir

@@ -14,8 +14,8 @@ from pathlib import Path
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.batch_options import OF_RANKS
 from hpctrain.jobs.options.option import DEFAULT_SOURCE
+from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobs.options.resolved_options import PREVIOUS_SOURCE, ResolvedOptions
-from hpctrain.jobs.options.table import all_options
 from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS

@@ -18,9 +18,9 @@ from hpctrain.jobs.backends import choose_backend
 from hpctrain.jobs.backends.backend import Backend, PreflightResult
 from hpctrain.jobs.options.batch_options import BatchScript, build_batch_spec
 from hpctrain.jobs.options.option import OptionSource, OptionValue
+from hpctrain.jobs.options.option_table import SubmitOptions
 from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec, is_plain_template, template_path
-from hpctrain.jobs.options.table import SubmitOptions
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import ProgramKind
 

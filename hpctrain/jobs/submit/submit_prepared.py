@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.files import is_locked, make_folder, replace_files, try_lock, write_atomic
 from hpctrain.jobs.backends.backend import SubmissionUnconfirmed
-from hpctrain.jobs.options.table import SubmitOptions
+from hpctrain.jobs.options.option_table import SubmitOptions
 from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.job_spec import JobSpec

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from hpctrain.checkpoint.listing import list_checkpoints
 from hpctrain.errors import SpecError
 from hpctrain.files import read_json_lines
+from hpctrain.record_types import Event, StepRecord, TrainedSamples, read_records
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Event, StepRecord, TrainedSamples, read_records
 from hpctrain.text import join_or
 
 _SAMPLES_FILE = re.compile(r"attempt-(\d+)-rank-(\d+)\.jsonl")

@@ -17,6 +17,7 @@ from typing import Any
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.visible_gpus import visible_devices
 from hpctrain.files import make_folder, own_file, write_atomic
+from hpctrain.record_types import RankPhase
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.program.script_monitor import find_rendezvous, outer_frames, waits_for_ranks
 from hpctrain.runtime.program.step_profiler import step_profiler
@@ -24,7 +25,6 @@ from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
 from hpctrain.runtime.stopping.stop_signals import handles_stop_signals, raise_stop_signal
 from hpctrain.runtime.supervisor_connection import Connection, Message
-from hpctrain.schema import RankPhase
 from hpctrain.telemetry.sampling.nvml import GpuReader
 from hpctrain.telemetry.startup_parts import startup_times
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from hpctrain.record_types import RankPhase
 from hpctrain.runtime.program.compile_cache import compile_cache
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.schema import RankPhase
 
 
 def install_step_hook(after_step: Callable[[], None] = lambda: None, *, is_restart: bool = False) -> None:

@@ -9,12 +9,12 @@ import threading
 import time
 from typing import NoReturn
 
+from hpctrain.record_types import StepRecord
 from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, event_record
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import has_started
-from hpctrain.schema import StepRecord
 
 #: Maximum wait for a write of another thread, which must not delay the exit of the rank.
 _WRITE_LIMIT_S = 1.0

@@ -25,6 +25,7 @@ from typing import NoReturn
 from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
+from hpctrain.record_types import RankPhase
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     CHECKPOINTS_VARIABLE,
@@ -42,7 +43,6 @@ from hpctrain.runtime.stopping.signal_recorder import (
     read_stop_grace,
 )
 from hpctrain.runtime.unfinished_training import has_started
-from hpctrain.schema import RankPhase
 from hpctrain.text import format_duration
 
 #: Time limit for the clean-up of a process that exits on a signal.

@@ -14,16 +14,16 @@ from hpctrain import system
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
+from hpctrain.record_types import Corruption, Event, StepRecord, UnfinishedCall, read_record
 from hpctrain.records.crash_output import describe_unfinished
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
-from hpctrain.schema import Corruption, Event, StepRecord, UnfinishedCall, read_record
 from hpctrain.slurm.srun_step import TaskResult
+from hpctrain.supervisor.failures.gpu_faults import gpu_faults
 from hpctrain.supervisor.failures.root_cause import (
     RankFailure,
     classify,
     collect_failures,
-    gpu_faults,
     is_deterministic,
     root_cause,
 )

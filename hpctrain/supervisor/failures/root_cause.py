@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain, islice
 from pathlib import Path
 
 from msgspec.structs import asdict, replace
@@ -18,6 +17,7 @@ from hpctrain.errors import DataWorkerKilled, DiskFull, RendezvousError
 from hpctrain.files import open_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
+from hpctrain.record_types import FailureRecord, read_record
 from hpctrain.records.crash_output import (
     UNFINISHED,
     UNFINISHED_ADVICE,
@@ -25,9 +25,7 @@ from hpctrain.records.crash_output import (
     find_crash_output,
     is_peer_lost,
 )
-from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
-from hpctrain.schema import FailureRecord, NodeSample, read_record
 from hpctrain.slurm.srun_step import TaskExit, TaskResult, parse_task_report
 from hpctrain.text import signal_name
 
@@ -50,11 +48,6 @@ _COLLECTIVE = re.compile(
     re.IGNORECASE,
 )
 
-#: Xids of the device, its memory or its links, not of a kernel: they require a reset of the GPU or an
-#: inspection of the node (NVIDIA, "XID Errors", the table of actions).
-HARDWARE_XIDS = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
-#: Number of newest lines of a node's file to search after an attempt.
-_LINES = 200
 
 #: Exception classes of failed communication.
 _COMMUNICATION = frozenset(
@@ -210,22 +203,3 @@ def classify(failure: RankFailure) -> EndKind:
 def is_deterministic(failure: RankFailure) -> bool:
     """Return true if the class of the exception suggests that the next attempt would fail in the same way."""
     return failure.kind == "exception" and not _MAY_PASS.intersection(failure.classes)
-
-
-def gpu_faults(run: RunDir, hosts: Iterable[str], since: float) -> dict[str, list[int]]:
-    """Return the Xids that the devices of each node reported since a time, in seconds since the epoch."""
-    names = {_short(host): host for host in hosts}
-    faults: dict[str, list[int]] = {}
-    for path in run.all_telemetry():
-        for sample in islice(read_last_records(path, NodeSample), _LINES):
-            host = names.get(_short(sample.host))
-            if host is None or sample.time < since:
-                break
-            if xids := HARDWARE_XIDS.intersection(chain.from_iterable(sample.gpu_xids)):
-                faults.setdefault(host, []).extend(xids)
-    return faults
-
-
-def _short(host: str) -> str:
-    """Return a host's name without its domain, which Slurm's node name may lack."""
-    return host.partition(".")[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from hpctrain.jobspec.restart_policy import EndKind
-from hpctrain.schema import Event
+from hpctrain.record_types import Event
 
 #: Longer attempts may have made progress: scripts may save without a record.
 SHORT_ATTEMPT_S = 300.0

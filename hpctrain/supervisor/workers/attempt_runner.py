@@ -16,6 +16,7 @@ from hpctrain.checkpoint.listing import ScriptCheckpointWatcher
 from hpctrain.cluster import compress_hostlist
 from hpctrain.files import file_size
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.record_types import Event, StepRecord
 from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
@@ -31,7 +32,6 @@ from hpctrain.rundir import (
     VERIFIED_STEP_VARIABLE,
     RunDir,
 )
-from hpctrain.schema import Event, StepRecord
 from hpctrain.supervisor.job_control import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
 from hpctrain.supervisor.launch.batch import BatchStep
 from hpctrain.supervisor.launch.job_step import Launcher, RendezvousStore, StepEvent

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.schema import RankPhase, RankSnapshot
+from hpctrain.record_types import RankPhase, RankSnapshot
 
 #: Limit of a phase, as a multiple of its longest duration in this run.
 _DURATION_FACTOR = 10.0

@@ -26,6 +26,7 @@ from hpctrain.errors import StagingError
 from hpctrain.files import REMOVE_COMMAND, read_json
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
+from hpctrain.record_types import Event, NodeCheck, read_record, to_record
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     RUN_DIR_VARIABLE,
@@ -35,7 +36,6 @@ from hpctrain.rundir import (
     RunDir,
     event_record,
 )
-from hpctrain.schema import Event, NodeCheck, read_record, to_record
 from hpctrain.slurm.srun_step import StepEnded
 from hpctrain.supervisor.launch.job_step import HangDetected, Launcher, RendezvousStore, StepEvent
 from hpctrain.supervisor.launch.task_command import module_command

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpctrain import system
-from hpctrain.schema import RankMessage, RankPhase
+from hpctrain.record_types import RankMessage, RankPhase
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
 #: Launchers and srun end within this time after their last rank.

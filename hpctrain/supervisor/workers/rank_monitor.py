@@ -13,8 +13,8 @@ from msgspec import UNSET
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError
+from hpctrain.record_types import RankMessage, RankSnapshot
 from hpctrain.rundir import RunDir
-from hpctrain.schema import RankMessage, RankSnapshot
 from hpctrain.supervisor.launch.job_step import EmitEvent, HangDetected, JobStep, LauncherStuck, RankSignalled
 from hpctrain.supervisor.workers.hang_detection import HangDetector, HangInfo, PhaseLimits, blocking_ranks
 from hpctrain.supervisor.workers.straggler_detection import LASTING_WINDOWS, StepTimes, StragglerDetector

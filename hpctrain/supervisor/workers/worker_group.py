@@ -18,8 +18,8 @@ from hpctrain.authentication import new_secret
 from hpctrain.errors import HpctrainError, Unauthenticated
 from hpctrain.files import read_json, write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.record_types import PartDuration, RankMessage, read_record
 from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
-from hpctrain.schema import PartDuration, RankMessage, read_record
 from hpctrain.supervisor.launch.batch import BatchStep
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import worker_command

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from hpctrain.schema import Event, StepRecord
+from hpctrain.record_types import Event, StepRecord
 from hpctrain.telemetry.accounting.timeline_events import (
     STATE_CHANGES,
     BlockedSpan,

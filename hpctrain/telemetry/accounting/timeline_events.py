@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
-from hpctrain.schema import Event, StepRecord
+from hpctrain.record_types import Event, StepRecord
 
 _Timed = TypeVar("_Timed", Event, StepRecord)
 

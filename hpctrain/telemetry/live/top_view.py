@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from hpctrain.schema import Event, NodeSample, StepRecord
+from hpctrain.record_types import Event, NodeSample, StepRecord
 from hpctrain.telemetry.report.attempts import describe_straggler
 from hpctrain.telemetry.report.metric_curves import describe_step, downsample
 from hpctrain.text import (

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO, cast, get_args
 from msgspec.structs import asdict
 
 from hpctrain.files import file_size, make_folder, read_new_lines, write_atomic
+from hpctrain.record_types import LoggerState, NodeSample, StepRecord, decode, read_record
 from hpctrain.rundir import RunDir
-from hpctrain.schema import LoggerState, NodeSample, StepRecord, decode, read_record
 from hpctrain.telemetry.loggers.logger import LoggedRun, Logger, MetricRecord, TrainingEnd
 from hpctrain.telemetry.report.metric_curves import metric_values
 

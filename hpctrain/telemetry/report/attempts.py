@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from hpctrain.schema import Event
+from hpctrain.record_types import Event
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.startup_parts import describe_staging

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from hpctrain.schema import NodeSample
+from hpctrain.record_types import NodeSample
 from hpctrain.telemetry.report.run_results import read_report_records
 from hpctrain.text import format_share, pluralize
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from hpctrain.record_types import StepRecord
 from hpctrain.rundir import RunDir
-from hpctrain.schema import StepRecord
 from hpctrain.text import format_count, format_number, is_finite
 
 #: Metrics that are not shown as curves. FLOPs are logged only for the model FLOPs utilization.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.jobspec.redaction import redact_environment, redact_spec
+from hpctrain.record_types import Event, StepRecord
 from hpctrain.rundir import STOPPED_EARLY, RunDir
-from hpctrain.schema import Event, StepRecord
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
 from hpctrain.telemetry.hparams import ignored_hparams, merge_hparams

@@ -14,8 +14,16 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from hpctrain.files import Record, parse_yaml, read_regular
+from hpctrain.record_types import (
+    CodeRecord,
+    Event,
+    StepRecord,
+    SweepRanking,
+    decode,
+    read_record,
+    read_records,
+)
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
-from hpctrain.schema import CodeRecord, Event, StepRecord, SweepRanking, decode, read_record, read_records
 from hpctrain.telemetry.hparams import HparamValue, merge_hparams
 from hpctrain.telemetry.report.metric_curves import MetricCurves
 from hpctrain.text import format_count, format_number

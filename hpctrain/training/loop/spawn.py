@@ -24,7 +24,7 @@ from hpctrain.cluster.processes import die_with_parent
 from hpctrain.cluster.visible_gpus import VISIBLE_VARIABLE, visible_devices
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
 from hpctrain.files import write_atomic
-from hpctrain.records.serialization import dumps
+from hpctrain.records.call_payload import dumps
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
 
 #: Time for the other ranks to detect a failed rank, in seconds.

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from hpctrain.errors import UserError
-from hpctrain.schema import RESERVED_FIELDS
+from hpctrain.record_types import RESERVED_FIELDS
 from hpctrain.text import format_ranks
 from hpctrain.training.base.metric_accumulator import (
     SKIPPED_FIELD,

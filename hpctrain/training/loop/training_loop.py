@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from torch.utils.data import DataLoader
 
 from hpctrain.errors import UserError
+from hpctrain.record_types import RankPhase
 from hpctrain.rundir import MICRO_BATCH_VARIABLE, VERIFY_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.schema import RankPhase
 from hpctrain.telemetry.hparams import collect_hparams
 from hpctrain.telemetry.loggers import find_loggers
 from hpctrain.text import pluralize

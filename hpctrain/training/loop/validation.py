@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UserError
+from hpctrain.record_types import RankPhase
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.schema import RankPhase
 from hpctrain.training.base.metric_accumulator import exact_sum
 from hpctrain.training.base.rng import derive_seed, preserve_state, seed_all, seeded_rng, snapshot_buffers
 from hpctrain.training.base.tensors import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from hpctrain.records.buffered_writer import ReportMessage
-from hpctrain.records.serialization import dumps
+from hpctrain.records.call_payload import dumps
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.sidecar import Sidecar
 from hpctrain.telemetry.hparams import applied_hparams

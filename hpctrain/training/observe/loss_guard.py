@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hpctrain.errors import BadLoss
+from hpctrain.record_types import Event
 from hpctrain.runtime.failure_file import mark_non_retryable
-from hpctrain.schema import Event
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD
 from hpctrain.training.trainer_config import TrainerConfig
 

@@ -16,11 +16,11 @@ import torch
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.files import make_folder
+from hpctrain.record_types import RESERVED_FIELDS, StepRecord
 from hpctrain.records.buffered_writer import BufferedLineWriter, ReportMessage
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.schema import RESERVED_FIELDS, StepRecord
 from hpctrain.text import format_number
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.observe.step_timers import TimingSample

@@ -11,9 +11,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
+from hpctrain.record_types import RankPhase
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
-from hpctrain.schema import RankPhase
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
 
 T = TypeVar("T")

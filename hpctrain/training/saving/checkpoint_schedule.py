@@ -20,11 +20,11 @@ from hpctrain.checkpoint.interval import (
     longest_save_s,
 )
 from hpctrain.errors import EXIT_CONTINUE, DiskFull
+from hpctrain.record_types import RankPhase
 from hpctrain.rundir import REQUEUE_GRACE_KEY, VERIFY_STEPS_VARIABLE, VERIFY_SYNC_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
-from hpctrain.schema import RankPhase
 from hpctrain.text import format_size
 from hpctrain.training.components import Components
 

@@ -23,11 +23,11 @@ from hpctrain.checkpoint.io.retention import KEEP_ALL, Retention
 from hpctrain.checkpoint.store import CheckpointStore, CommittedSave, LoadedCheckpoint
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, CheckpointError, UserError
+from hpctrain.record_types import RankPhase
 from hpctrain.rundir import RunDir, output_folder
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import pending_saves
-from hpctrain.schema import RankPhase
 from hpctrain.training.base import rng
 from hpctrain.training.observe.environment_info import collect_platform, hash_code
 from hpctrain.training.observe.run_writer import RunWriter

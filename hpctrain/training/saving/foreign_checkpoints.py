@@ -18,11 +18,11 @@ from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
 from hpctrain.files import fsync_path, make_folder, write_atomic
+from hpctrain.record_types import RankPhase
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import should_stop
-from hpctrain.schema import RankPhase
 from hpctrain.training.base import rng
 from hpctrain.training.base.tensors import local_part
 from hpctrain.training.observe.run_writer import RunWriter

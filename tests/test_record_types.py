@@ -13,7 +13,7 @@ from helpers.run_histories import EVENTS, event, step_record
 from msgspec import structs
 
 import hpctrain
-from hpctrain.schema import Event, NodeSample, StepRecord, decode, read_records
+from hpctrain.record_types import Event, NodeSample, StepRecord, decode, read_records
 
 STEP = {"step": 3, "epoch": 1, "time": 5.0, "attempt": 2, "spent": {"all": 0.5}, "last_step": 9}
 
