@@ -81,10 +81,11 @@ def write_text(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "model")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).save_pretrained(folder / "model")
-    (folder / "text").mkdir()
+    for name in ("text", "data"):
+        (folder / name).mkdir()
     chance = random.Random(0)
     texts = ["".join(chance.choices(letters, k=40)) for _ in range(512)]
-    (folder / "text/train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "data/train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for number in range(4):
         (folder / f"text/{number}.txt").write_text("".join(texts))
 
@@ -188,8 +189,8 @@ PROGRAMS = [
         result="out/model.safetensors",
         resumes=EXACTLY,
         script="latest=$(ls -d out/checkpoint-*/trainer_state.json 2>/dev/null | sort -V | tail -n 1)\n"
-        "python -m trl.scripts.sft --model_name_or_path=model --dataset_name=text --use_cpu --bf16=false "
-        "--gradient_checkpointing=false --output_dir=out --save_steps=10 --max_steps=60 --report_to=none "
+        "python -m trl.scripts.sft --model_name_or_path=model --dataset_name=data --use_cpu --bf16=false "
+        "--gradient_checkpointing=false --output_dir=out --save_steps=20 --max_steps=200 --report_to=none "
         "--per_device_train_batch_size=1 --max_length=32 --logging_steps=10 "
         "${latest:+--resume_from_checkpoint=${latest%/*}}\n",
     ),
@@ -235,7 +236,7 @@ PROGRAMS = [
         ),
         checkpoints="out/step-*/lit_model.pth",
         result="out/final/lit_model.pth",
-        resumes=OWN_CHECKPOINT,
+        resumes=EXACTLY,
     ),
 ]
 
