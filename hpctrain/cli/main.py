@@ -34,7 +34,6 @@ _MODULES = {
     **dict.fromkeys(("init", "completion"), "main"),
     **dict.fromkeys(("wait", "cancel", "requeue", "chaos"), "control"),
     **dict.fromkeys(("env", "exec", "profile"), "rank_commands"),
-    **dict.fromkeys(("setup", "pull"), "on_login_node"),
     "list": "status",
     "attach": "shell",
     "serve": "report",

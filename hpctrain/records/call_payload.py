@@ -23,13 +23,10 @@ from hpctrain.errors import UserError
 from hpctrain.files import write_atomic
 
 
-class FunctionCall:
-    """A call of a function. A plain class, so that earlier pickles of it remain readable."""
-
-    kwargs: Mapping[str, Any]
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
-        self.function, self.args, self.kwargs = function, args, kwargs or {}
+class FunctionCall(Struct, frozen=True):
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -69,7 +66,7 @@ class CallPayload(Struct, frozen=True):
 
     def deserialize(self) -> FunctionCall:
         """Unpickle the call. Imports the modules that it needs."""
-        call = pickle.loads(self.call)
+        call = _CallUnpickler(io.BytesIO(self.call)).load()
         assert isinstance(call, FunctionCall)
         return call
 
@@ -83,6 +80,15 @@ class CallPayload(Struct, frozen=True):
     def read(cls, path: Path) -> Self:
         """Read the payload at `path`; its call is not unpickled."""
         return cls(*pickle.loads(path.read_bytes()))
+
+
+class _CallUnpickler(pickle.Unpickler):
+    """Also reads calls that earlier versions wrote, which had the class in another module."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("hpctrain.records.serialization", "FunctionCall"):
+            return FunctionCall
+        return super().find_class(module, name)
 
 
 def dumps(value: Any, function_name: str, named_values: list[tuple[str, Any]]) -> bytes:

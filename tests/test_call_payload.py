@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 import sys
 import threading
 
@@ -68,3 +69,10 @@ def test_payload_is_read_without_deserializing_it(tmp_path):
     assert payload.retry_on_exception
     assert payload.sys_path == tuple(map(os.path.realpath, sys.path))
     assert payload.deserialize()() == 3
+
+
+def test_call_of_an_earlier_version_is_read():
+    data = pickle.dumps(FunctionCall(max, (1, 2)), protocol=0)
+    assert b"hpctrain.records.call_payload" in data
+    call = CallPayload(data.replace(b"records.call_payload", b"records.serialization"), ()).deserialize()
+    assert call() == 2
