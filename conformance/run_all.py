@@ -19,6 +19,8 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
@@ -82,17 +84,16 @@ def run(suite: dict[str, Any]) -> dict[str, Any]:
     paths = [FOLDER / "adapters", FOLDER.parent, *(source / name for name in suite.get("path", ()))]
     tests = [FOLDER / name if name.startswith("adapters/") else source / name for name in suite["tests"]]
     plugins = ["-p", suite["plugin"]] if "plugin" in suite else []
-    if "folder" in suite:
-        Path(suite["folder"]).mkdir(exist_ok=True)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hpctrain-conformance-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hpctrain-conformance-") as folder, make_folder(suite):
         report = Path(folder, "report.xml")
         command = [python, "-m", "pytest", "-q", "-c", "/dev/null", f"--rootdir={source}", "--tb=short"]
         command += ["-p", "no:cacheprovider", *plugins, f"--timeout={TEST_LIMIT_S}", f"--junitxml={report}"]
         command += [*tests, *suite.get("options", ())]
         variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
         variables |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-        subprocess.run(list(map(str, command)), cwd=folder, env=variables, timeout=SUITE_LIMIT_S, check=False)
+        with suppress(subprocess.TimeoutExpired):  # then there is no report
+            subprocess.run(list(map(str, command)), cwd=folder, env=variables, timeout=SUITE_LIMIT_S)
         outcomes = dict(read_outcomes(report))
     return {
         "version": version,
@@ -101,6 +102,18 @@ def run(suite: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begun),
         "machine": describe_machine(),
     }
+
+
+@contextmanager
+def make_folder(suite: dict[str, Any]) -> Iterator[None]:
+    """Make the folder that the tests of a suite expect, and remove it afterwards."""
+    if "folder" in suite:
+        Path(suite["folder"]).mkdir()
+    try:
+        yield
+    finally:
+        if "folder" in suite:
+            shutil.rmtree(suite["folder"])
 
 
 def find_source(source: dict[str, str]) -> tuple[Path, str]:

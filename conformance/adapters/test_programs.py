@@ -29,7 +29,7 @@ SAVE_LIMIT_S, END_LIMIT_S = 300, 500
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    box = sandbox.up("conformance-programs", nodes=2, gpus_per_node=0)
+    box = sandbox.up("strangers", nodes=2, gpus_per_node=0)
     sources = os.environ.get("CONFORMANCE_SOURCES")
     with tempfile.TemporaryDirectory(prefix="hpctrain-programs-") as folder:
         yield Driver(box, Path(folder), Path(sources) if sources else None)
