@@ -13,12 +13,15 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +29,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import yaml
+from adapters.programs import EXACTLY, NOT_ON_CPUS, OWN_CHECKPOINT, PROGRAMS, STARTS_OVER
 
 from hpctrain import sandbox
 
@@ -33,7 +37,7 @@ FOLDER = Path(__file__).resolve().parent
 DOCS = FOLDER.parent / "docs"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "hpctrain-conformance")
 #: Time limits in seconds: of a suite, and of a test.
-SUITE_LIMIT_S, TEST_LIMIT_S = 2400, 300
+SUITE_LIMIT_S, TEST_LIMIT_S = 7200, 300
 PACKAGES = ("torch", "lightning", "accelerate")
 
 
@@ -82,14 +86,15 @@ def run(suite: dict[str, Any]) -> dict[str, Any]:
     tests = [FOLDER / name if name.startswith("adapters/") else source / name for name in suite["tests"]]
     plugins = ["-p", suite["plugin"]] if "plugin" in suite else []
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hpctrain-conformance-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hpctrain-conformance-") as folder, make_folder(suite):
         report = Path(folder, "report.xml")
         command = [python, "-m", "pytest", "-q", "-c", "/dev/null", f"--rootdir={source}", "--tb=short"]
         command += ["-p", "no:cacheprovider", *plugins, f"--timeout={TEST_LIMIT_S}", f"--junitxml={report}"]
         command += [*tests, *suite.get("options", ())]
         variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
         variables |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-        subprocess.run(list(map(str, command)), cwd=folder, env=variables, timeout=SUITE_LIMIT_S, check=False)
+        with suppress(subprocess.TimeoutExpired):  # then there is no report
+            subprocess.run(list(map(str, command)), cwd=folder, env=variables, timeout=SUITE_LIMIT_S)
         outcomes = dict(read_outcomes(report))
     return {
         "version": version,
@@ -98,6 +103,18 @@ def run(suite: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begun),
         "machine": describe_machine(),
     }
+
+
+@contextmanager
+def make_folder(suite: dict[str, Any]) -> Iterator[None]:
+    """Make the folder that the tests of a suite expect, and remove it afterwards."""
+    if "folder" in suite:
+        Path(suite["folder"]).mkdir()
+    try:
+        yield
+    finally:
+        if "folder" in suite:
+            shutil.rmtree(suite["folder"])
 
 
 def find_source(source: dict[str, str]) -> tuple[Path, str]:
@@ -203,6 +220,11 @@ def write_page(suites: list[dict[str, Any]], record: dict[str, Any]) -> str:
         failed = "; ".join(f"{count} {reason or 'unexplained'}" for reason, count in reasons.items())
         cells = [suite["title"], found["version"], suite["part"], counts["passed"], counts["skipped"], failed]
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "A disturbed program continues:", ""]
+    for how in (EXACTLY, OWN_CHECKPOINT, STARTS_OVER):
+        names = [program.name for program in PROGRAMS if program.resumes == how]
+        lines.append(f"- {how}: {', '.join(names)}")
+    lines.append(f"- not run, because they need GPUs: {', '.join(NOT_ON_CPUS)}")
     return "\n".join(lines) + "\n"
 
 

@@ -19,7 +19,7 @@ def expand(text: str, allow_duplicates: bool = False, sort: bool = False) -> lis
 
 
 def collect(names) -> str:
-    unique = dict.fromkeys(names)
+    unique = dict.fromkeys(filter(None, names))
     try:
         return compress_hostlist(hostlist.numerically_sorted(unique))
     except UserError as error:

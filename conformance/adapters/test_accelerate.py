@@ -14,7 +14,7 @@ SCRIPTS = ("test_script", "test_sync", "test_ops", "test_distributed_data_loop")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_check_on_ranks(tmp_path, script, ranks):
     hpctrain = [sys.executable, "-m", "hpctrain"]
-    options = ["--backend=local", "--run-dir=run", "--follow", "--hang-timeout=30", "--max-failures=1"]
+    options = ["--backend=local", "--run-dir=run", "--follow", "--hang-timeout=60", "--max-failures=1"]
     shape = [f"--nodes={ranks // 2}", "--ntasks-per-node=2", "--env=ACCELERATE_USE_CPU=true"]
     program = ["-m", f"accelerate.test_utils.scripts.{script}"]
     try:

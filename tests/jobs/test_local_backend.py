@@ -15,7 +15,8 @@ from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
 from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.submit import submit_prepared as submit_module
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
-from hpctrain.slurm.states import RunState
+from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import JobRecord, RunState
 
 #: They start many processes or trainings, so `make test-fast` leaves them out.
 pytestmark = pytest.mark.slow
@@ -62,6 +63,19 @@ def test_active_run_refuses_another_submission_and_can_be_cancelled(prepared, tm
     assert run.cancel().state is RunState.CANCELLED
     with pytest.raises(SpecError, match="CANCELLED"):
         run.requeue()
+
+
+def test_array_task_that_starts_during_a_query_has_not_failed(tmp_path, monkeypatch):
+    task = RunDir(tmp_path).task(0)
+    queried = []
+
+    def is_locked(path):
+        queried.append(path)
+        return path == task.array.lock or queried.count(path) > 1
+
+    monkeypatch.setattr(local, "is_locked", is_locked)
+    (view,) = local.LocalBackend({}).query([JobRecord("1_0", task)])
+    assert view.state is RunState.PENDING
 
 
 @pytest.mark.ranks

@@ -136,8 +136,8 @@ class LocalBackend:
             return JobStateView(RunState.RUNNING)
         if run.cancel_request.exists():
             return JobStateView(RunState.CANCELLED)  # before the supervisor could record the end
-        if _waits_in_array(run):
-            return JobStateView(RunState.PENDING)
+        if run.array is not None and is_locked(run.array.lock):
+            return JobStateView(RunState.PENDING)  # or just started
         return JobStateView(
             RunState.FAILED,
             f"the supervisor exited without reporting a result (log: {shlex.quote(str(run.slurm_log))})",
