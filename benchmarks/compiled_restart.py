@@ -18,7 +18,7 @@ from results import Results
 from hpctrain.files import read_json_lines
 
 SCRIPT = """
-import os, shutil, signal, sys, tempfile
+import os, shutil, signal, sys, tempfile, time
 from pathlib import Path
 local = Path(__file__).parent / "local"
 local.mkdir(exist_ok=True)
@@ -44,8 +44,10 @@ class Model(hpctrain.Module):
 
 class Kill(hpctrain.Callback):
     def on_step_end(self, trainer, module, metrics):
-        if trainer.step == 3 and os.environ["HPCTRAIN_ATTEMPT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.step == 3:
+            time.sleep(3)  # until the heartbeat has reported the start
+            if os.environ["HPCTRAIN_ATTEMPT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
 
 settings = {"max_steps": 6, "checkpoint_every": 2, "global_batch_size": 64}
 trainer = hpctrain.Trainer(**settings, compile=sys.argv[1] == "compiled", callbacks=[Kill()])
