@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
 from torch.distributed._composable_state import _module_state_mapping as fsdp_states
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.parallel import DistributedDataParallel
