@@ -15,7 +15,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
 
-.PHONY: help demo test-fast test test-long test-slurm-versions bench conformance simulate check format docs clean
+.PHONY: help demo test-fast test test-long test-slurm-versions test-torch-versions bench conformance simulate check format \
+    docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,6 +50,7 @@ test-long: .venv/installed  ## the extended tests, those that take minutes, and 
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "long or extended" --durations=15
 	@$(MAKE) --no-print-directory test-slurm-versions SLURM_VERSIONS="24.11 26.05"
+	@$(MAKE) --no-print-directory test-torch-versions
 
 # The versions are downloaded, not installed. The tests share one cluster, so they run one after another.
 SLURM_VERSIONS ?= installed 24.11 26.05
@@ -63,6 +65,19 @@ test-slurm-versions: .venv/installed  ## tests on Slurm with each version: half 
 	    echo "Slurm $$version"; \
 	    $(BIN)/pytest -q --long -m slurm --slurm-version $$version $(SLURM_TESTS) || failed="$$failed $$version"; \
 	done; [ -z "$$failed" ] || { echo "Tests failed with Slurm$$failed" >&2; exit 1; }
+
+# An environment takes up to 6 GB. All other packages are those of .venv.
+TORCH_VERSIONS ?= 2.6.0 2.8.0 2.13.0 newest
+TORCH_TESTS ?= tests/checkpoint tests/runtime tests/training tests/test_torch_compat.py \
+    tests/e2e/test_programs.py tests/e2e/test_compiled_restart.py
+
+test-torch-versions: .venv/installed  ## tests of the ranks with each version of torch
+	@failed=; for version in $(TORCH_VERSIONS); do \
+	    echo "torch $$version"; \
+	    python=$$(scripts/make_torch_venv.sh $$version) && \
+	        CI=true $$python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not slurm and not long" $(TORCH_TESTS) || \
+	        failed="$$failed $$version"; \
+	done; [ -z "$$failed" ] || { echo "Tests failed with torch$$failed" >&2; exit 1; }
 
 bench: .venv/installed  ## all benchmarks, into docs/benchmarks.md: 25 minutes on two idle cores
 	@scripts/install_for_tests.sh

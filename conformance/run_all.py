@@ -29,6 +29,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import yaml
+from adapters.programs import EXACTLY, NOT_ON_CPUS, OWN_CHECKPOINT, PROGRAMS, STARTS_OVER
 
 from hpctrain import sandbox
 
@@ -36,7 +37,7 @@ FOLDER = Path(__file__).resolve().parent
 DOCS = FOLDER.parent / "docs"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "hpctrain-conformance")
 #: Time limits in seconds: of a suite, and of a test.
-SUITE_LIMIT_S, TEST_LIMIT_S = 2400, 300
+SUITE_LIMIT_S, TEST_LIMIT_S = 7200, 300
 PACKAGES = ("torch", "lightning", "accelerate")
 
 
@@ -219,6 +220,11 @@ def write_page(suites: list[dict[str, Any]], record: dict[str, Any]) -> str:
         failed = "; ".join(f"{count} {reason or 'unexplained'}" for reason, count in reasons.items())
         cells = [suite["title"], found["version"], suite["part"], counts["passed"], counts["skipped"], failed]
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "A disturbed program continues:", ""]
+    for how in (EXACTLY, OWN_CHECKPOINT, STARTS_OVER):
+        names = [program.name for program in PROGRAMS if program.resumes == how]
+        lines.append(f"- {how}: {', '.join(names)}")
+    lines.append(f"- not run, because they need GPUs: {', '.join(NOT_ON_CPUS)}")
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
 from torch.distributed._composable_state import _module_state_mapping as fsdp_states
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +35,7 @@ __all__ = [
     "buffer_broadcast_kwargs",
     "dataloader_worker",
     "fsdp_states",
+    "load_tensors",
     "pytree",
     "register_first_post_hook",
 ]
@@ -53,6 +56,11 @@ _SHARES_BUFFERS = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in inspect.signature(DistributedDataParallel).parameters
 )
+
+
+def load_tensors(tensors: dict[str, Any], reader: StorageReader) -> None:
+    """Load tensors in place, on this process alone; `dcp.load` has no argument for this before torch 2.7."""
+    _load_state_dict(tensors, reader, no_dist=True)
 
 
 def register_first_post_hook(optimizer: Any, hook: Callable[..., None]) -> None:

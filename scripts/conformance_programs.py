@@ -385,8 +385,9 @@ class Driver:
         tensors, reference = (load(pattern, path) for path in (folder, folder.parent / "undisturbed"))
         if tensors is None or reference is None or tensors.shape != reference.shape:
             return "none" if tensors is None else "not comparable"
-        difference = (tensors - reference).abs().max().item()
-        return "identical" if difference == 0 else f"differs by {difference:.2g}"
+        if tensors.allclose(reference, rtol=0, atol=0, equal_nan=True):
+            return "identical"
+        return f"differs by {(tensors - reference).abs().nan_to_num().max().item():.2g}"
 
 
 def has_resumed(folder: Path) -> bool:

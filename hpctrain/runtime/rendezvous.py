@@ -84,6 +84,7 @@ def _connect(address: str, ranks: Ranks, listener: int | None, limit_s: float) -
                 timeout=timedelta(seconds=limit_s),
                 wait_for_workers=False,
                 master_listen_fd=listener,
+                use_libuv=not torch.__version__.startswith("2.6."),  # which would not accept the socket
             )
             connected.set_result(store)
         except (RuntimeError, OSError) as error:
@@ -176,7 +177,9 @@ def assign_device(
 
 def _answer(answer: Mapping[str, Any], store: Store) -> None:
     """Answer all ranks; an earlier answer, which is an error, is kept."""
-    store.compare_set(_ANSWER_KEY, "", json.dumps(answer))
+    kept = store.compare_set(_ANSWER_KEY, "", json.dumps(answer))
+    # The store of torch 2.6 wakes the ranks that wait only for this call.
+    store.set(_ANSWER_KEY, kept)
 
 
 def _parse_entry(key: str, text: bytes) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Code that `torch.compile` generated is loaded from the run folder after a restart."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

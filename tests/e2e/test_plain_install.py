@@ -4,6 +4,7 @@ Nothing is downloaded: the dependencies are links to packages in the environment
 """
 
 import functools
+import json
 import re
 import shutil
 import subprocess
@@ -102,10 +103,15 @@ def _link_requirements(package: Distribution, site: Path, linked: set[str]) -> N
 
 
 @pytest.fixture(scope="module")
-def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
-    index = tmp_path_factory.mktemp("index")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(index / "hpctrain")]
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("index")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "hpctrain")]
     subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installation(index: Path) -> Iterator[Installation]:
     # The listing of a folder of wheels is the page of a project in a package index.
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(index))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, UnprivilegedUser() as user:
@@ -125,6 +131,20 @@ def test_only_declared_packages_are_installed(installation):
         "from importlib.util import find_spec; print(*map(find_spec, ('pytest', 'hypothesis', 'lightning')))"
     )
     assert installation.run(installation.python, "-c", spec).stdout.split() == ["None"] * 3
+
+
+def test_older_torch_that_is_installed_is_kept(index, tmp_path):
+    (wheel,) = index.glob("hpctrain/*.whl")
+    run_command([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"])
+    (site,) = tmp_path.glob("venv/lib/*/site-packages")
+    (package,) = distributions(name="hpctrain", path=[str(wheel)])
+    _link_requirements(package, site, {"torch"})
+    torch = site / "torch-2.6.0.dist-info"
+    torch.mkdir()
+    (torch / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(tmp_path / "venv/bin/python"), "install"]
+    result = run_command([*pip, "--dry-run", "--quiet", "--no-index", "--report=-", wheel], timeout=120)
+    assert [item["metadata"]["name"] for item in json.loads(result.stdout)["install"]] == ["hpctrain"]
 
 
 def test_missing_packages_are_named(installation):

@@ -12,12 +12,11 @@ from helpers import SCRIPTS
 from helpers.processes import assert_no_process_left
 from helpers.saved_states import equal
 from helpers.training_runs import Run, assert_every_sample_once, assert_undisturbed, train_on_forked_ranks
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
-from hpctrain.checkpoint.io.loading import suppress_single_process_warning
 from hpctrain.files import read_json_lines
 from hpctrain.sandbox import Sandbox
+from hpctrain.torch_compat import load_tensors
 
 LAST_STEP, STEPS_PER_EPOCH = 52, 13
 #: Steps that a failure may repeat.
@@ -152,6 +151,5 @@ def final_state(run: Run) -> dict[str, torch.Tensor]:
     """Return the tensors of the last checkpoint, except for the random states."""
     reader = TensorReader(run.dir.checkpoints / f"step-{LAST_STEP:08d}")
     tensors = {key: reader.empty(key) for key in reader.keys(["state/"])}
-    with suppress_single_process_warning():
-        dcp_load(tensors, storage_reader=reader, no_dist=True)
+    load_tensors(tensors, reader)
     return tensors

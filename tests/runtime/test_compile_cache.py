@@ -1,7 +1,5 @@
 """Files of compiled code: written once, bounded, and never an error of the program."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

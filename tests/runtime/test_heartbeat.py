@@ -2,9 +2,11 @@
 
 import json
 import signal
+import sys
 import threading
 
 import pytest
+from helpers.commands import run_command
 from torch._C import _distributed_c10d as c10d
 
 from hpctrain.cluster import detect
@@ -80,6 +82,23 @@ def test_pause_is_distinguished_from_native_code_and_from_a_sleeping_machine(mon
     assert pause(21.0, 21.0, 20.0) is None
     assert pause(1.0, 1.0, 0.0) is None
     assert pause(-3600.0, 1.0, 0.0) is None
+
+
+#: Libraries whose import changes the environment in the same way in each process.
+IMPORTS = """
+import importlib, os, sys
+before = dict(os.environ)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+from hpctrain.runtime.program.heartbeat import changed_variables
+print(changed_variables(before, os.environ))
+"""
+
+
+@pytest.mark.slow
+def test_imports_of_libraries_do_not_prevent_standby_workers():
+    command = [sys.executable, "-c", IMPORTS, "lightning.pytorch", "accelerate", "transformers"]
+    assert run_command(command, timeout=200).stdout == "[]\n"
 
 
 def test_rank_gets_the_stop_signal_that_its_script_handles(tmp_path):

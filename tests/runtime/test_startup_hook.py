@@ -76,6 +76,27 @@ def test_process_of_another_job_is_not_observed(tmp_path, variables):
     assert result.stdout.endswith(f"{signal.SIG_DFL} 1\n")
 
 
+def test_only_the_first_helper_that_trains_is_observed(monkeypatch):
+    """A launcher may import torch before it starts the training, and torch may spawn several ranks."""
+    launch = [monkeypatch.delenv(name, raising=False) for name in process_observer._LAUNCH_VARIABLES]
+    hooks, steps = [], []
+    monkeypatch.setattr(process_observer, "install_step_hook", lambda hook, is_restart: hooks.append(hook))
+    monkeypatch.setenv(CHILD_VARIABLE, json.dumps({"launch": launch, "pid": os.getppid()}))
+    monkeypatch.setenv(ATTEMPT_VARIABLE, "0")
+    for name in ("first", "second"):
+        monkeypatch.setattr(process_observer, "_claims", {})  # as in another process
+        monkeypatch.setattr(process_observer, "_observe", lambda *_, name=name: lambda: steps.append(name))
+        process_observer.observe_process()
+        claims = process_observer._claims
+        assert not claims, "a helper that does not train is not observed"
+        hooks[-1]()
+        hooks[-1]()
+        if name == "first":
+            (claim,) = claims.values()
+    assert steps == ["first", "first"]
+    claim.close()
+
+
 def test_job_that_a_batch_script_submits_does_not_inherit_the_run(tmp_path, variables):
     names = ["HPCTRAIN_COMMAND", "HPCTRAIN_RUN_DIR", "HPCTRAIN_SUPERVISOR_ADDRESS"]
     command = json.dumps({"job": "7", "variables": names})

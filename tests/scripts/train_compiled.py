@@ -4,8 +4,6 @@ Each attempt starts without the graphs in Inductor's folder, as on another node.
 remains there, because building it takes long; on a GPU, the graphs contain their code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -117,8 +117,13 @@ WAITS = RankSnapshot("step", 7, "backward (train.py:20)", waits=True)
         ({0: WAITS, 1: WAITS, 2: WAITS}, [], []),
         ({0: BUSY, 1: RankSnapshot("step", 7, "other (train.py:3)", waits=False)}, [], []),
         ({}, [0, 1], []),
+        ({}, [0], [0]),
+        ({0: BUSY}, [], [0]),
     ],
-    ids=["busy", "silent", "behind", "elsewhere", "all wait", "two, each elsewhere", "nobody answers"],
+    ids=[
+        *("busy", "silent", "behind", "elsewhere", "all wait", "two, each elsewhere", "nobody answers"),
+        *("only rank does not answer", "only rank"),
+    ],
 )
 def test_rank_outside_the_collective_is_found(snapshots, silent, ranks):
     assert blocking_ranks(snapshots, silent) == ranks

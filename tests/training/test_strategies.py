@@ -25,7 +25,7 @@ from hpctrain.errors import UserError
 from hpctrain.files import read_json_lines
 from hpctrain.training.algorithms import Algorithm
 from hpctrain.training.base.device_selection import choose_devices, find_devices
-from hpctrain.training.strategies import STRATEGIES, Strategy, find_strategy, register_strategy
+from hpctrain.training.strategies import STRATEGIES, Strategy, find_strategy, register_strategy, sharded
 from hpctrain.training.strategies.ddp import DDP
 
 SCRIPT = SCRIPTS / "train_with_strategies.py"
@@ -414,6 +414,17 @@ def test_strategy_without_synchronization_is_refused():
         UserError, match=r"\(Alone\) overrides none of .*each of the 2 ranks would train alone"
     ):
         Alone(Blocks(), context, SimpleNamespace(strategy="mine"))
+
+
+def test_torch_that_cannot_shard_modules_is_refused_with_both_versions(monkeypatch):
+    def fully_shard(module, *, mesh=None, reshard_after_forward=True):
+        raise AssertionError
+
+    monkeypatch.setattr(sharded, "fully_shard", fully_shard)
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    context = SimpleNamespace(is_distributed=True, ranks=SimpleNamespace(world_size=2))
+    with pytest.raises(UserError, match=r"zero3' needs torch 2\.8 or newer, but torch 2\.6\.0 is"):
+        sharded.ZeRO3(Blocks(), context, SimpleNamespace(strategy="zero3")).place()
 
 
 def test_built_in_and_registered_strategies_are_found(monkeypatch):

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
 from hpctrain.checkpoint.format.manifest import STATE_NAME, TENSORS_NAME, Manifest
 from hpctrain.checkpoint.format.state_tree import STATE_KEY
-from hpctrain.checkpoint.io.loading import suppress_single_process_warning
 from hpctrain.errors import CorruptCheckpoint
 from hpctrain.files import read_regular
+from hpctrain.torch_compat import load_tensors
 
 #: Groups of the state, in the order of the comparison; other groups follow.
 _GROUPS = ("module", "optimizers", "schedulers")
@@ -89,8 +88,7 @@ class _StoredState:
     def load(self, key: str) -> torch.Tensor:
         tensors = {key: self.reader.empty(key)}
         try:
-            with suppress_single_process_warning():
-                dcp_load(tensors, storage_reader=self.reader, no_dist=True)
+            load_tensors(tensors, self.reader)
         # torch's exception is no subclass of `Exception`.
         except (Exception, CheckpointException) as error:
             raise CorruptCheckpoint(f"{_name(key)} in {self.reader.path} cannot be read: {error}") from error

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
 from hpctrain.checkpoint.format.dcp_format import TensorReader
@@ -23,7 +20,7 @@ from hpctrain.checkpoint.io.commit import CommitTarget, shared_manifest
 from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
 from hpctrain.rundir import checkpoint_folder_name, list_checkpoint_steps
-from hpctrain.torch_compat import ShardedTensor
+from hpctrain.torch_compat import ShardedTensor, load_tensors
 
 T = TypeVar("T")
 
@@ -140,8 +137,7 @@ def _load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any)
         key: _empty_like(distributed, key, reader.empty(key))
         for key in reader.keys([STATE_KEY, *([prefix] if same_ranks else [])])
     }
-    with suppress_single_process_warning():
-        dcp_load(tensors, storage_reader=reader, no_dist=True)
+    load_tensors(tensors, reader)
     rank_state = {
         key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)
     }
@@ -166,10 +162,3 @@ def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, tensor: torch
         if similar is not None and similar.size() == tensor.size():
             return torch.empty_like(similar, dtype=tensor.dtype)
     return tensor
-
-
-@contextlib.contextmanager
-def suppress_single_process_warning() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -34,10 +34,10 @@ _SLOW_MODULES = (
     *("torch.distributed.checkpoint", "hpctrain.training.trainer"),
     *("lightning.pytorch", "pytorch_lightning", "accelerate", "transformers", "torchvision"),
 )
-#: Variables that PyTorch and hpctrain set themselves.
+#: Variables that PyTorch, Lightning and hpctrain set themselves.
 _SET_BY_IMPORTS = frozenset(
     {"GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_MODULE_LOADING"}
-    | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+    | {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 )
 #: Modules whose frames between the user's code and a wait are skipped in the reported position.
 _LIBRARIES = ("torch.", "hpctrain.", "lightning.", "pytorch_lightning.", "accelerate.")

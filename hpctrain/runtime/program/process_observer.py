@@ -22,6 +22,7 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from hpctrain.cluster import Ranks, detect
 from hpctrain.cluster.detection import detect_local
@@ -127,10 +128,10 @@ _sidecars: list[Sidecar | None] = []
 
 
 def observe_process() -> None:
-    """Observe this process from now on, unless an observed process started it as a helper.
+    """Observe this process from now on; a process that an observed process started, only if it trains.
 
     Helpers, such as data workers, do not train. Launchers do not train either, but the processes that they
-    start do.
+    start do, and some launchers import torch.
     """
     if CHILD_VARIABLE not in os.environ or os.path.basename(sys.argv[0]) in RANK_LAUNCHERS:
         return
@@ -138,8 +139,47 @@ def observe_process() -> None:
         return
     command = json.loads(os.environ[CHILD_VARIABLE])
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
+    is_restart = int(os.environ[ATTEMPT_VARIABLE]) > 0
     if command.get("launch") == launch and command["pid"] != os.getpid():
-        return
+        install_step_hook(_LateObserver(command, launch), is_restart=is_restart)
+    elif (after_step := _observe(command, launch)) is not None:
+        install_step_hook(after_step, is_restart=is_restart)
+
+
+class _LateObserver:
+    """Observes a process from its first optimizer step on, if no other process of its parent has trained."""
+
+    def __init__(self, command: Mapping[str, Any], launch: list[str | None]) -> None:
+        self._command, self._launch = command, launch
+        self._after_step: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        if self._after_step is None:
+            is_first = _claim_training(self._command["pid"])
+            self._after_step = (_observe(self._command, self._launch) if is_first else None) or (lambda: None)
+        self._after_step()
+
+
+#: Names bound by this process, or None if another process has bound it, by parent.
+_claims: dict[int, socket.socket | None] = {}
+
+
+def _claim_training(parent: int) -> bool:
+    """Return true if this is the first process to train of `parent` and the processes that it started."""
+    if parent not in _claims:
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0hpctrain-trains-{parent}")
+        except OSError:
+            claim.close()
+            _claims[parent] = None
+        else:
+            _claims[parent] = claim
+    return _claims[parent] is not None
+
+
+def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[], None] | None:
+    """Observe this process, and return the function to call after each step; None if it cannot report."""
     run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
     address = os.environ.get(SUPERVISOR_ADDRESS_VARIABLE)
     connect: Callable[[], Connection]
@@ -152,7 +192,7 @@ def observe_process() -> None:
     try:
         connect().close()
     except OSError:  # Another job has inherited the variables.
-        return
+        return None
     os.environ[CHILD_VARIABLE] = json.dumps({**command, "launch": launch, "pid": os.getpid()})
     is_rank = address is not None or launch[1:3] == [str(ranks.rank), str(ranks.world_size)]
     if is_rank and threading.current_thread() is threading.main_thread():
@@ -169,9 +209,9 @@ def observe_process() -> None:
         environ = {**ranks.torch_variables(), **os.environ, INDEPENDENT_RANKS_VARIABLE: "1"}
     is_main = ranks.is_main if address is not None else launch[1] == "0"
     observer = ProcessObserver(run, attempt, ranks, environ, records_steps=is_main)
-    install_step_hook(partial(_after_step, observer), is_restart=attempt > 0)
     compile_cache.install(run, ranks, os.environ)
     observer.start(connect)
+    return partial(_after_step, observer)
 
 
 def _own_ranks() -> Ranks:
@@ -206,6 +246,7 @@ def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks) -> None:
 
 def _after_step(observer: ProcessObserver) -> None:
     """Check the process after an optimizer step. An error of the user becomes the failure of the rank."""
+    _claim_training(os.getpid())
     try:
         observer.after_step()
     except UserError as error:

@@ -114,6 +114,7 @@ class RendezvousStore:
         """Serve the store until the block ends, if this process hosts it."""
         if not self._hosted:
             return
+        import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._store = TCPStore(
@@ -122,6 +123,7 @@ class RendezvousStore:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=self._socket.detach(),
+            use_libuv=not torch.__version__.startswith("2.6."),  # which would not accept the socket
         )
 
     def __enter__(self) -> Self:

@@ -152,10 +152,12 @@ class HangDetector:
 
 
 def blocking_ranks(snapshots: Mapping[int, RankSnapshot], silent: list[int]) -> list[int]:
-    """Return the ranks that the others wait for; empty if unknown.
+    """Return the ranks that the others wait for, or the only rank; empty if unknown.
 
     They do not respond, are steps behind, do not wait while others wait, or are elsewhere than most.
     """
+    if len(ranks := [*snapshots, *silent]) == 1:
+        return ranks
     if silent and snapshots:
         return sorted(silent)
     newest = max((snapshot.step for snapshot in snapshots.values()), default=0)

@@ -7,6 +7,7 @@ of the passes (1F1B) follows Narayanan et al., "PipeDream: Generalized Pipeline 
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,6 +90,8 @@ class Pipeline(Strategy):
         super().__init__(module, context, settings)
         self._is_pending = False
         if context.is_distributed:
+            if "scale_grads" not in inspect.signature(ScheduleGPipe).parameters:
+                raise self.torch_is_too_old()
             self._split_module()
             self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
             # A loaded checkpoint contains the state of all ranks.

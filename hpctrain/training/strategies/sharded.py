@@ -6,6 +6,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
@@ -86,6 +87,8 @@ class FullyShardedBase(Strategy):
         if not self.context.is_distributed:
             self.module.to(self.context.device)
             return
+        if inspect.signature(fully_shard).parameters["reshard_after_forward"].default is not None:
+            raise self.torch_is_too_old()
         mesh = init_device_mesh(self.context.device.type, (self.context.ranks.world_size,))
         self._shards = _ParameterShards(mesh)
         for scalar in self._scalars:

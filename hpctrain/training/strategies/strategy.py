@@ -84,6 +84,13 @@ class Strategy:
     def check(cls, settings: TrainerConfig) -> None:
         """Raise a `UserError` if the settings are not compatible with this strategy."""
 
+    def torch_is_too_old(self) -> UserError:
+        """Return the error of a strategy that some versions of torch do not support."""
+        return UserError(
+            f"strategy={self.settings.strategy!r} needs torch 2.8 or newer, but torch {torch.__version__} is "
+            "installed. Install a newer torch, or use strategy='zero1'."
+        )
+
     @classmethod
     def data_rank(cls, ranks: Ranks) -> DataRank:
         """Return this rank's part of the samples, and the number of parts."""
