@@ -220,7 +220,7 @@ def write_page(suites: list[dict[str, Any]], record: dict[str, Any]) -> str:
         failed = "; ".join(f"{count} {reason or 'unexplained'}" for reason, count in reasons.items())
         cells = [suite["title"], found["version"], suite["part"], counts["passed"], counts["skipped"], failed]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "A disturbed program continues:", ""]
+    lines += ["", "A disturbed program is expected to continue:", ""]
     for how in (EXACTLY, OWN_CHECKPOINT, STARTS_OVER):
         names = [program.name for program in PROGRAMS if program.resumes == how]
         lines.append(f"- {how}: {', '.join(names)}")

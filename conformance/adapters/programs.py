@@ -220,7 +220,7 @@ PROGRAMS = [
         ),
         checkpoints="logs/run/checkpoints/*.pt",
         result="logs/run/checkpoints/epoch_8.pt",
-        resumes=OWN_CHECKPOINT,
+        resumes=EXACTLY,
     ),
     Program(
         name="litgpt",

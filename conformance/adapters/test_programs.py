@@ -64,7 +64,7 @@ class Driver:
         """Run a program to its end, and compare its final state with that of the undisturbed run."""
         folder = self.work / program.name / scenario
         self.copy(program, folder)
-        options = ("--run-dir=run", "--hang-timeout=10", f"--checkpoints={program.checkpoints}")
+        options = ("--run-dir=run", "--hang-timeout=30", f"--checkpoints={program.checkpoints}")
         self.hpctrain(folder, "submit", *options, *program.submit)
         if scenario != "undisturbed":
             self.disturb(program, scenario, folder)

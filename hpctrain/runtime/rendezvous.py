@@ -179,7 +179,7 @@ def _answer(answer: Mapping[str, Any], store: Store) -> None:
     """Answer all ranks; an earlier answer, which is an error, is kept."""
     kept = store.compare_set(_ANSWER_KEY, "", json.dumps(answer))
     # The store of torch 2.6 wakes the ranks that wait only for this call.
-    store.set(_ANSWER_KEY, kept)  # type: ignore[arg-type]
+    store.set(_ANSWER_KEY, kept.decode())
 
 
 def _parse_entry(key: str, text: bytes) -> dict[str, Any]:
