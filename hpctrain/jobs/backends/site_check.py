@@ -326,19 +326,16 @@ def preflight_slurm(
         return run_slurm(command, outer)
 
     notes, partitions = check_request(request, site, ask)
-    notes = [
-        *(f"{gap}. Checks that require this information are skipped." for gap in gaps),
-        *notes,
-        *path_notes(spec, ask),
-    ]
+    notes = [*(f"{gap}. Checks that require this information are skipped." for gap in gaps), *notes]
     # Only Slurm can tell the size of a batch script's job.
     cost = () if spec.program == "batch" else (estimate_cost(request, partitions, site),)
     # Slurm 22.05 also predicts starts in partitions that are down.
     if partitions and all(partition.state == "DOWN" for partition in partitions):
         names = join_or(partition.name for partition in partitions)
         notes.append(f"Partition {names} is down. The job will wait until the partition is up again.")
-        return PreflightResult(tuple(notes), lambda: cost)
+        return PreflightResult((*notes, *path_notes(spec, ask)), lambda: cost)
     test = JobTest(script, request.variables)
+    notes += path_notes(spec, ask)  # while Slurm tests the job
 
     def refusal() -> str:
         if "node configuration" in (error := test.refusal) and waits_for_nodes(request, partitions):
