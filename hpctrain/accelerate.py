@@ -18,7 +18,7 @@ from hpctrain.runtime.program.step_hook import restored_steps
 from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_values
-from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
@@ -53,7 +53,7 @@ class AcceleratorCheckpointer:
                 "ranks. If the nodes have no GPUs, use Accelerator(cpu=True)."
             )
         self._accelerator = accelerator
-        self._checkpoints = ForeignCheckpoints(
+        self._checkpoints = LibraryCheckpoints(
             "accelerate",
             keep_last=keep_last,
             every_n_steps=every_n_steps,

@@ -11,7 +11,7 @@ from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
-from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
@@ -45,7 +45,7 @@ def prepare(trainer: T) -> T:
             f"The Trainer uses only {trainer.args.world_size} of the job's {ranks.world_size} ranks. "
             "If the nodes have no GPUs, use TrainingArguments(use_cpu=True)."
         )
-    checkpoints = ForeignCheckpoints("checkpoint", marker=_MARKER)
+    checkpoints = LibraryCheckpoints("checkpoint", marker=_MARKER)
     if checkpoints.run is None:
         return trainer
     if trainer.args.save_only_model:
@@ -88,7 +88,7 @@ class RunCallback(transformers.TrainerCallback):
     """Requests checkpoints, marks complete ones, and stops all ranks after the same step."""
 
     def __init__(
-        self, trainer: transformers.Trainer, checkpoints: ForeignCheckpoints, keep: int | None
+        self, trainer: transformers.Trainer, checkpoints: LibraryCheckpoints, keep: int | None
     ) -> None:
         self._trainer, self._checkpoints, self._keep = trainer, checkpoints, keep
         self._is_stopping = self._is_save_due = False

@@ -28,7 +28,7 @@ from hpctrain.training.optim.resumed_values import (
     configured_values,
     ignored_values,
 )
-from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
@@ -83,7 +83,7 @@ class RunCheckpoint(lightning.Callback):
             every_n_train_steps: optimizer steps between two checkpoints. None saves every ten minutes.
             keep_last: number of newest checkpoints to keep.
         """
-        self.checkpoints = ForeignCheckpoints(
+        self.checkpoints = LibraryCheckpoints(
             "lightning", keep_last=keep_last, every_n_steps=every_n_train_steps
         )
         self._loader: _ResumableLoader | _StatefulLoader | None = None

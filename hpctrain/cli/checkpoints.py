@@ -115,7 +115,7 @@ def export(
     folder = _folder_of(run, runs_dir)
     checkpoints, _ = _ranked_checkpoints(folder)
     chosen = _select(folder, checkpoints, step, best=best)
-    from hpctrain.checkpoint.convert.conversion import export_checkpoint
+    from hpctrain.checkpoint.convert.import_export import export_checkpoint
 
     while True:
         try:
@@ -159,7 +159,7 @@ def import_(
     executed. --allow names classes in FILE that you trust.
     """
     folder = _importable_folder(run, runs_dir)
-    from hpctrain.checkpoint.convert.conversion import import_checkpoint
+    from hpctrain.checkpoint.convert.import_export import import_checkpoint
 
     for sentence in import_checkpoint(file, folder, step=step, weights_only=weights_only, allow=allow):
         click.echo(sentence)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hpctrain
-from hpctrain.checkpoint.convert.conversion import load_on_cpu
+from hpctrain.checkpoint.convert.import_export import load_on_cpu
 from hpctrain.cli.main import cli
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir, list_checkpoint_steps

@@ -76,7 +76,7 @@ EXEMPT = {
         checkpoint.format.dcp_format.TensorReader.read_metadata checkpoint.format.manifest.read_verified
     """,
     "unpickles files of the own user (tests/test_untrusted_data.py)": """
-        checkpoint.convert.conversion._read jobs.executor.job._read_result
+        checkpoint.convert.import_export._read jobs.executor.job._read_result
         records.call_payload.CallPayload.read
         telemetry.loggers.dispatcher.LoggerConfig.read telemetry.loggers.dispatcher._read_ending
     """,

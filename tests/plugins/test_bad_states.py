@@ -5,7 +5,7 @@ import torch
 from helpers.ranks import run_on_ranks
 
 from hpctrain.rundir import RUN_DIR_VARIABLE
-from hpctrain.training.saving.foreign_checkpoints import ForeignCheckpoints
+from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints
 
 pytestmark = pytest.mark.ranks
 
@@ -69,7 +69,7 @@ def test_states_that_are_no_longer_finite_are_not_saved(part, tmp_path, monkeypa
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(2)).sum().backward()
     optimizer.step()
-    checkpoints = ForeignCheckpoints("step", keep_last=1)
+    checkpoints = LibraryCheckpoints("step", keep_last=1)
     checkpoints.watch(net, optimizer)
     checkpoints.save(2, lambda path: path.touch())
     spoiled = net.bias if part == "parameter" else optimizer.state[net.bias]["exp_avg"]

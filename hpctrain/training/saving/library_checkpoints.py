@@ -34,10 +34,10 @@ EVERY_S = 600.0
 
 
 #: The object that trains, by run folder.
-_training_of: dict[str, ForeignCheckpoints] = {}
+_training_of: dict[str, LibraryCheckpoints] = {}
 
 
-class ForeignCheckpoints:
+class LibraryCheckpoints:
     """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of a library; collective."""
 
     def __init__(
