@@ -1,7 +1,7 @@
 """List all submission options with type and help text.
 
 The command line, `SubmitOptions` in Python, the keys of `hpctrain.yaml`, the output of `hpctrain init` and
-the tables of the documentation are generated from this table. Defaults of the job are in `jobspec/job_spec.py`.
+the tables of the documentation are generated from this table. The defaults are in `jobspec/job_spec.py`.
 """
 
 # No `from __future__ import annotations`: evaluating string annotations would dominate the import time.
