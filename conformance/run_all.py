@@ -68,7 +68,7 @@ def main() -> None:
         record = json.loads(path.read_text()) if path.exists() else {}
         record[suite["name"]] = found
         path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text()) if path.exists() else {}
     run_before = [suite for suite in suites if suite["name"] in record]
     (DOCS / "conformance.md").write_text(write_page(run_before, record))
     checked = [suite for suite in run_before if not options.names or suite["name"] in options.names]
@@ -109,7 +109,7 @@ def run(suite: dict[str, Any]) -> dict[str, Any]:
 def make_folder(suite: dict[str, Any]) -> Iterator[None]:
     """Make the folder that the tests of a suite expect, and remove it afterwards."""
     if "folder" in suite:
-        Path(suite["folder"]).mkdir()
+        Path(suite["folder"]).mkdir(exist_ok=True)
     try:
         yield
     finally:
@@ -174,7 +174,8 @@ def read_outcomes(report: Path) -> Any:
         elif problem.tag == "skipped":
             yield name, "skipped"
         else:
-            yield name, f"failed: {(problem.get('message') or '').splitlines()[0][:200]}"
+            lines = (problem.get("message") or "no message").splitlines()
+            yield name, f"failed: {lines[0][:200]}"
 
 
 def describe_machine() -> str:

@@ -30,7 +30,7 @@ _MOUNT = re.compile("([^:]+):([^:]+)(?::(?:ro|rw)?)?", re.DOTALL)
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-class Container(Struct, frozen=True, kw_only=True):
+class Container(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A container for the ranks. Supervisor and batch script run outside, where Slurm's commands are."""
 
     image: str

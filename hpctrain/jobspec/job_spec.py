@@ -76,7 +76,7 @@ def default_stop_before_limit_s(time_limit_s: float | None) -> int:
     return min(DEFAULT_STOP_BEFORE_LIMIT_S, max(1, int(time_limit_s / 3)))
 
 
-class CodeRef(Struct, frozen=True, kw_only=True):
+class CodeRef(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A copy of the code that a run executes."""
 
     source: str

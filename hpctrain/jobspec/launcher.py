@@ -29,7 +29,7 @@ RendezvousBackend = Literal["c10d", "etcd", "etcd-v2"]
 _ENDPOINT = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9A-Fa-f:]+\]:\d{1,5}")
 
 
-class TorchrunConfig(Struct, frozen=True, kw_only=True):
+class TorchrunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rdzv_backend: RendezvousBackend = "c10d"
     rdzv_endpoint: str | None = None
     """Address and port of an etcd server. With c10d, the endpoint is the supervisor."""

@@ -21,7 +21,7 @@ DEFAULT_STALL_S = 900
 _NO_COMMAND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*|[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+/\S*")
 
 
-class NotifyConfig(Struct, frozen=True):
+class NotifyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     targets: tuple[str, ...] = ()
     """URLs that receive a POST, and shell commands to run."""
     on: tuple[str, ...] = NOTIFICATION_KINDS

@@ -16,7 +16,7 @@ from hpctrain.errors import SpecError
 _CONDA_LIMIT_S = 30.0
 
 
-class ShellSetup(Struct, frozen=True, kw_only=True):
+class ShellSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The setup steps of a batch script, in order of execution."""
 
     modules: tuple[str, ...] = ()

@@ -23,10 +23,16 @@ from hpctrain.errors import UserError
 from hpctrain.files import write_atomic
 
 
-class FunctionCall(Struct, frozen=True):
-    function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}
+class FunctionCall:
+    """A call of a function. A plain class, whose pickles remain readable if its fields stay."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs or {}
 
     @property
     def name(self) -> str:

@@ -50,7 +50,8 @@ _RECORD = re.compile(
 _FIELDS = {
     "state": re.compile(r"^ +JobState=(\S+)", re.MULTILINE),
     "requeue": re.compile(r"^ +Requeue=(\d)", re.MULTILINE),
-    "preempted": re.compile(r"^ +PreemptEligibleTime=\S+ PreemptTime=(\d)", re.MULTILINE),
+    "preempted": re.compile(r"^ +PreemptEligibleTime=\S+ PreemptTime=(\d\S*)", re.MULTILINE),
+    "suspended": re.compile(r"^ +SuspendTime=(\d\S*)", re.MULTILINE),
     "expedited": re.compile(r"^ +ExpeditedRequeue=(Yes)", re.MULTILINE),
     "reason": re.compile(r"^ +JobState=\S+ Reason=(.*) Dependency=", re.MULTILINE),
     "restarts": re.compile(r"^ +Requeue=\d+ Restarts=(\d+)", re.MULTILINE),
@@ -246,7 +247,8 @@ def _controller_rows(record: str) -> Iterable[JobRow]:
             values["submitted_at"],
             values["requeue"] != "0",
             bool(values["expedited"]),
-            bool(values["preempted"]),
+            # A job that is suspended for another has both times, also after it is resumed.
+            values["suspended"] < values["preempted"],
         )
 
 

@@ -79,7 +79,7 @@ def of_run(function: Callable[..., object], path: Path, example: str, call: Any 
 
 
 def read_failures() -> object:
-    found = list(root_cause._read(RUN, 0))
+    found = list(root_cause.read_failures(RUN, 0))
     if found:
         first = root_cause.root_cause({failure.rank: failure for failure in found}.values())
         return str(first), root_cause.classify(first), root_cause.is_deterministic(first)
@@ -172,7 +172,7 @@ PARSERS = [
         lease.encode_holder(record_types.LeaseHolder("17", 0, "n1", 5)).decode(),
     ),
     Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
-    of_run(root_cause._read, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
+    of_run(root_cause.read_failures, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
     of_run(
         error_report.details,
         RUN.failure(0, 0),

@@ -1,6 +1,8 @@
 """Files of compiled code: written once, bounded, and never an error of the program."""
 
+import getpass
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,3 +149,12 @@ def test_folder_of_the_user_is_left_to_torch(tmp_path):
     watchers = list(sys.meta_path)
     CompileCache().install(RunDir(tmp_path), ranks(), {"TORCHINDUCTOR_CACHE_DIR": "/shared"})
     assert sys.meta_path == watchers
+
+
+def test_folder_that_torch_sets_itself_is_not_the_users(tmp_path, monkeypatch):
+    watchers = list(sys.meta_path)
+    monkeypatch.setattr(sys, "meta_path", watchers)
+    monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
+    environ = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"}
+    CompileCache().install(RunDir(tmp_path), ranks(), environ)
+    assert type(watchers[0]).__name__ == "_CompilerWatcher"

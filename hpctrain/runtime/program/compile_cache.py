@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,6 +28,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.telemetry.sampling.nvml import read_driver_facts
 from hpctrain.text import format_size
 
+#: Inductor sets its variable to this folder, followed by the name of the user.
+_DEFAULT_FOLDER = Path(tempfile.gettempdir(), "torchinductor_")
 #: Imported at the first compilation.
 _COMPILER = "torch._inductor.compile_fx"
 #: Maximum size of the files of a local rank for a device and version.
@@ -49,13 +52,14 @@ class CompileCache:
 
         A folder that the user has chosen for Inductor is assumed to outlast the attempt.
         """
-        if "TORCHINDUCTOR_CACHE_DIR" in environ:
+        folder = Path(environ.get("TORCHINDUCTOR_CACHE_DIR", _DEFAULT_FOLDER))
+        if not folder.name.startswith(_DEFAULT_FOLDER.name) or folder.parent != _DEFAULT_FOLDER.parent:
             return
         self._run, self._ranks = run, ranks
         if _COMPILER in sys.modules:
             self._load()
         else:
-            sys.meta_path.insert(0, _ImportWatcher(self._load))
+            sys.meta_path.insert(0, _CompilerWatcher(self._load))
 
     def _load(self) -> None:
         import torch
@@ -75,7 +79,12 @@ class CompileCache:
         import torch
 
         try:
-            data = read_regular(path)
+            try:
+                data = read_regular(path)
+            except FileNotFoundError:
+                return None  # A rank on another node has replaced it.
+            except OSError as error:
+                return _report("load", error)
             if hashlib.sha256(data[_CHECKSUM_BYTES:]).digest() != data[:_CHECKSUM_BYTES]:
                 raise ValueError(f"{path} is damaged")
             if (info := torch.compiler.load_cache_artifacts(data[_CHECKSUM_BYTES:])) is None:
@@ -132,7 +141,7 @@ class CompileCache:
         return {path: status.st_size for status, path in files}
 
 
-class _ImportWatcher:
+class _CompilerWatcher:
     """Calls a function after the import of the compiler."""
 
     def __init__(self, on_import: Callable[[], None]) -> None:
@@ -141,7 +150,8 @@ class _ImportWatcher:
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
         if name != _COMPILER:
             return None
-        sys.meta_path.remove(self)
+        # In place, a concurrent import in another thread would skip a finder.
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
         spec = importlib.util.find_spec(name)
         loader: Any = spec and spec.loader
         if loader is not None:

@@ -23,11 +23,12 @@ def release_devices() -> None:
     """
     if (torch := sys.modules.get("torch")) is None:
         return
-    with suppress(Exception):  # The communicators of a faulty device are not idle.
+    with suppress(Exception):
         if torch.cuda.is_initialized():
             for device in range(torch.cuda.device_count()):
                 # Another device would get a context, and need memory for it.
                 if torch._C._cuda_hasPrimaryContext(device):
                     torch.cuda.synchronize(device)
+    with suppress(Exception):
         if "torch.distributed" in sys.modules:
             shut_down_process_group()

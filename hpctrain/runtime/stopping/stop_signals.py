@@ -126,6 +126,8 @@ def capture_stop_signals(*, repeats_late: bool = False) -> Iterator[StopFlag]:
 def exit_on_stop_signal() -> None:
     """Exit with code 75 on a stop signal, until other code captures signals."""
     _install_fork_hooks()
+    # The functions that are registered first are called last: after the clean-up of the script.
+    atexit.register(_release_after_stop)
     for number in STOP_SIGNALS:
         signal.signal(number, _exit_for_signal)
 
@@ -163,8 +165,6 @@ def _exit(number: signal.Signals, step: int | None = None) -> NoReturn:
         _exit_signal = number
         # First, because the file system of the run folder may hang.
         threading.Thread(target=_force_exit_after_timeout, name="hpctrain-leaving", daemon=True).start()
-        # After the clean-up of the script. The thread limits the time.
-        atexit.register(release_devices)
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             # print is not used, because the signal may have interrupted it.
             with contextlib.suppress(OSError):
@@ -175,6 +175,11 @@ def _exit(number: signal.Signals, step: int | None = None) -> NoReturn:
     raise StoppedBeforeTraining(EXIT_CONTINUE)
 
 
+def _release_after_stop() -> None:
+    if _exit_signal is not None:
+        release_devices()
+
+
 def exit_after_step() -> None:
     """Exit and request a continuation if all ranks stop after the step that this rank has completed."""
     if agreed_stop.after_step():
@@ -183,8 +188,8 @@ def exit_after_step() -> None:
 
 def raise_stop_signal(number: signal.Signals) -> None:
     """Send a stop signal that the script handles to the main thread, unless Slurm has sent one already."""
-    ours = (signal.SIG_DFL, _exit_for_signal)
-    handled = [stop for stop in STOP_SIGNALS if signal.getsignal(stop) not in ours]
+    not_handled = (signal.SIG_DFL, signal.SIG_IGN, _exit_for_signal)
+    handled = [stop for stop in STOP_SIGNALS if signal.getsignal(stop) not in not_handled]
     if pending_stop_signal() is None:
         number = number if number in handled or not handled else handled[0]
         signal.pthread_kill(threading.main_thread().ident or 0, number)

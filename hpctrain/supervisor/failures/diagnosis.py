@@ -25,6 +25,8 @@ from hpctrain.supervisor.failures.root_cause import (
     classify,
     collect_failures,
     is_deterministic,
+    killed_tasks,
+    read_failures,
     root_cause,
 )
 from hpctrain.supervisor.job_control import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
@@ -59,7 +61,7 @@ class FailureAnalyzer:
             # Only the script has ended ranks, such as a server, or a launcher the peers of a failed rank.
             result.monitor.is_stopping = False
             if result.outcome is AttemptOutcome.DONE:
-                return AttemptEnd(EndKind.DONE, self._describe_hidden_failures(result, hosts))
+                return AttemptEnd(EndKind.DONE, self._describe_hidden_failures(result))
             if result.outcome is AttemptOutcome.STOPPED:
                 return self._analyze_failure(result, hosts, {})
         early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
@@ -91,7 +93,10 @@ class FailureAnalyzer:
             return False
         if monitor.was_signalled or self.run.is_asked_to_requeue(attempt) or self._is_job_ending():
             return True
-        if result.outcome is not AttemptOutcome.STOPPED or self.run.failure_files(attempt):
+        failures = read_failures(self.run, attempt)
+        if result.outcome is not AttemptOutcome.STOPPED or any(
+            failure.time >= result.survived_until for failure in failures
+        ):
             return False
         return any(
             event.kind == "checkpoint" and event.attempt == attempt for event in self.run.read_events()
@@ -106,10 +111,12 @@ class FailureAnalyzer:
             is_preempted = True
         return is_preempted or self._is_near_limit()
 
-    def _describe_hidden_failures(self, result: AttemptResult, hosts: list[str]) -> str | None:
+    def _describe_hidden_failures(self, result: AttemptResult) -> str | None:
         """Return a remark on failures of ranks that a batch script has not reported by its exit code."""
-        attempt, offset = result.attempt, result.job_log_offset
-        failures = collect_failures(self.run, self.spec, attempt, (), hosts, offset)
+        log_path = str(self.run.rank_log(result.attempt, 0))
+        failures = [*read_failures(self.run, result.attempt)]
+        if all(failure.is_peer_lost for failure in failures):
+            failures += killed_tasks(self.run.slurm_log, result.job_log_offset, log_path)
         if not failures:
             return None
         count = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""

@@ -83,7 +83,9 @@ def collect_failures(
 
     Failures before `survived_until`, in seconds since the epoch, did not end the batch script.
     """
-    failures = {failure.rank: failure for failure in _read(run, attempt) if failure.time >= survived_until}
+    failures = {
+        failure.rank: failure for failure in read_failures(run, attempt) if failure.time >= survived_until
+    }
     time_s = system.time()
     for rank, location in (early_exits or {}).items():
         if rank not in failures:
@@ -91,7 +93,7 @@ def collect_failures(
             failure = RankFailure(rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, time_s)
             failures[rank] = _write(run, attempt, failure)
     if spec.program == "batch" and all(failure.is_peer_lost for failure in failures.values()):
-        for failure in _killed_tasks(run.slurm_log, since, str(run.rank_log(attempt, 0))):
+        for failure in killed_tasks(run.slurm_log, since, str(run.rank_log(attempt, 0))):
             failures[failure.rank] = _write(run, attempt, failure)
     if (spec.torchrun is not None or spec.program == "batch") and failures:
         # An agent or a batch script fails because its ranks fail.
@@ -110,11 +112,12 @@ def collect_failures(
     return list(failures.values())
 
 
-def _killed_tasks(job_log: Path, since: int, log_path: str) -> Iterator[RankFailure]:
+def killed_tasks(job_log: Path, since: int, log_path: str) -> Iterator[RankFailure]:
     """Yield the first task of a batch script's steps that was killed, as srun reports it in the job's log."""
     with suppress(OSError), open_regular(job_log) as file:
         file.seek(since)
-        for line in file.read().decode(errors="replace").splitlines():
+        for raw in file:
+            line = raw.decode(errors="replace").rstrip("\n")
             for task in parse_task_report(line):
                 if task.signal not in (None, signal.SIGTERM):
                     host = line.split(": ")[2]
@@ -145,7 +148,7 @@ def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     return min(failures, key=precedence)
 
 
-def _read(run: RunDir, attempt: int) -> Iterable[RankFailure]:
+def read_failures(run: RunDir, attempt: int) -> Iterable[RankFailure]:
     for path in run.failure_files(attempt):
         try:
             failure = read_record(path, RankFailure)

@@ -257,7 +257,6 @@ class TrainingLoop:
 
     def _save_and_exit(self) -> NoReturn:
         self._log_step()
-        activity.set_phase(RankPhase.SAVE)
         self._checkpoints.save_and_exit()
 
     def _log_step(self) -> None:

@@ -24,8 +24,10 @@ from hpctrain.checkpoint.store import (
     not_finite_problem,
 )
 from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, SilentCorruption, UserError
+from hpctrain.record_types import RankPhase
 from hpctrain.rundir import NODE_MTBF_VARIABLE, VERIFIED_STEP_VARIABLE, checkpoint_folder_name
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.signal_recorder import read_stop_grace
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
@@ -217,6 +219,7 @@ class TrainingCheckpoints:
 
     def save_and_exit(self) -> NoReturn:
         """Save as much as the deadline allows, and exit after a stop signal."""
+        activity.set_phase(RankPhase.SAVE)
         # Slurm decides which ranks receive a signal; this rank may not receive it.
         gathered = self._context.all_gather(self._parts.stop.signal_name)
         step, signal_name = self._state.step, next(filter(None, gathered), None)
