@@ -140,13 +140,15 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
     Others may have write access to a run folder: a FIFO would block its reader, and a device may be endless.
     """
     no_follow = 0 if follow_links else os.O_NOFOLLOW
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | no_follow)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | no_follow
+    # The file owns the descriptor from the start, because Ctrl-C may interrupt any line.
+    file = open(path, "rb", opener=lambda name, _: os.open(name, flags))
     try:
-        _check_regular(fd, path)
-        return open(fd, "rb")
+        _check_regular(file.fileno(), path)
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
+    return file
 
 
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:

@@ -9,7 +9,7 @@ from helpers.commands import run_command
 # Each takes longer to import than the rest of a dry run together, or shows that something does.
 HEAVY = {"torch", "numpy", "rich", "submitit", "importlib.metadata", "asyncio"}
 #: Modules that a dry run does not need.
-UNNEEDED_IN_DRY_RUN = {"socket", "msgspec", "hpctrain.jobs.runs.run_status"}
+UNNEEDED_IN_DRY_RUN = {"socket", "hpctrain.record_types", "hpctrain.jobs.runs.run_status"}
 
 
 @pytest.mark.slow

@@ -140,6 +140,7 @@ def test_some_tasks_of_an_array_are_resubmitted(prepared):
     ],
 )
 def test_array_and_single_run_cannot_continue_as_each_other(prepared, first, second, message):
-    submit_prepared(prepared(run_dir="r", **first)).wait(timeout=120)
+    run, _ = submit_prepared(prepared(run_dir="r", **first))
+    run.wait(timeout=120)
     with pytest.raises(SpecError, match=message):
         prepared(**{"run_dir": "r", **second})

@@ -1,3 +1,4 @@
+import importlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -102,7 +103,11 @@ def test_commands_of_a_cluster_need_one():
         ("exec prog -f", {}),
     ],
 )
-def test_options_before_a_script(line: str, options: dict[str, object]):
+def test_options_before_a_script(monkeypatch, line: str, options: dict[str, object]):
+    for name in ("submit", "resume"):
+        # click keeps the help option of the first call of a command, which may be that of another test.
+        command = importlib.import_module(f"hpctrain.cli.{name}").command
+        monkeypatch.setattr(command, "_help_option", None)
     values = on_login_node._parse_options(line.split())
     names = ("backend", "follow", "help", "show_config")
     assert {name: value for name, value in values.items() if name in names and value} == options

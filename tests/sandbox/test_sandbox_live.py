@@ -13,7 +13,7 @@ from helpers.waiting import wait_for
 from hpctrain import sandbox
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.sandbox import layout, slurm_sandbox
+from hpctrain.sandbox import slurm_conf, slurm_sandbox
 from hpctrain.sandbox.layout import HOSTS, ROOT, folder_of
 
 pytestmark = pytest.mark.slurm
@@ -124,8 +124,8 @@ def test_down_removes_the_remains_of_a_crash(name: str, remains: str) -> None:
 
 def test_daemon_that_does_not_start_is_reported_with_its_log(name, monkeypatch):
     before = _host_lines(name)
-    broken = layout._SLURM_CONF.replace("StateSaveLocation={folder}/state", "StateSaveLocation=/dev/null")
-    monkeypatch.setattr(layout, "_SLURM_CONF", broken)
+    broken = slurm_conf._SLURM_CONF.replace("StateSaveLocation={folder}/state", "StateSaveLocation=/dev/null")
+    monkeypatch.setattr(slurm_conf, "_SLURM_CONF", broken)
     with pytest.raises(
         SchedulerError, match=r"slurmctld exited; last lines of .*slurmctld\.log:\n.*fatal: .*/dev/null"
     ):
