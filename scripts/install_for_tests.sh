@@ -30,6 +30,7 @@ if missing slurmdbd mariadbd my_print_defaults; then
 fi
 if missing mpirun.openmpi mpiexec.mpich; then provide MPI openmpi-bin mpich; fi
 if missing sshd rsync; then provide "sshd, to which the tests log in," openssh-server rsync; fi
+if missing g++; then provide "the compiler that torch.compile uses on CPUs" g++; fi
 if missing strace; then provide "strace, which kills at system calls," strace; fi
 if missing etcd; then provide "etcd, at which agents of torchrun meet," etcd-server; fi
 if missing chromium-headless-shell && missing chromium && missing google-chrome; then
