@@ -17,7 +17,7 @@ from hpctrain.slurm import command, job_requests
 from hpctrain.slurm.command import is_answer_lost, list_rank_steps
 from hpctrain.slurm.job_requests import submit_job
 from hpctrain.slurm.srun_step import parse_task_report
-from hpctrain.supervisor.failures.root_cause import _read
+from hpctrain.supervisor.failures.root_cause import read_failures
 
 #: json rejects such texts with a RecursionError.
 NESTED = "[" * 100_000
@@ -74,7 +74,7 @@ def test_damaged_failure_file_is_skipped(damage, caplog):
     whole = {"rank": 0, "host": "n1", "kind": "exit", "error": "e", "message": "m", "log": "l"}
     whole |= {"order": 1, "time": 1.0}
     write(RUN.failure(0, 0), json.dumps(whole))
-    assert [failure.rank for failure in _read(RUN, 0)] == [0]
+    assert [failure.rank for failure in read_failures(RUN, 0)] == [0]
     write(RUN.failure(0, 0), json.dumps(whole | damage))
-    assert list(_read(RUN, 0)) == []
+    assert list(read_failures(RUN, 0)) == []
     assert f"cannot read {RUN.failure(0, 0)}" in caplog.text
