@@ -36,7 +36,9 @@ def result(run: Run) -> object:
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_restarted_program_compiles_nothing_again_and_ends_bit_for_bit_the_same(tmp_path, monkeypatch, program):
+def test_restarted_program_compiles_nothing_again_and_ends_bit_for_bit_the_same(
+    tmp_path, monkeypatch, program
+):
     # Inductor, imported by another test of this process, sets this to a folder that earlier runs have filled.
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     run = train(tmp_path / "killed", program, KILL="1")
