@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "hpctrain
 #: Time limits in seconds: of a suite, and of a test.
 SUITE_LIMIT_S, TEST_LIMIT_S = 7200, 300
 PACKAGES = ("torch", "lightning", "accelerate")
+#: An absolute path, which says nothing on another machine.
+_PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+){2,}")
 
 
 class MissingSource(Exception):
@@ -107,14 +110,16 @@ def run(suite: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def make_folder(suite: dict[str, Any]) -> Iterator[None]:
-    """Make the folder that the tests of a suite expect, and remove it afterwards."""
-    if "folder" in suite:
-        Path(suite["folder"]).mkdir(exist_ok=True)
+    """Make the folder that the tests of a suite expect, and remove it afterwards. An existing one stays."""
+    folder = Path(suite.get("folder", "/"))
+    if folder.exists():
+        yield
+        return
+    folder.mkdir()
     try:
         yield
     finally:
-        if "folder" in suite:
-            shutil.rmtree(suite["folder"])
+        shutil.rmtree(folder)
 
 
 def find_source(source: dict[str, str]) -> tuple[Path, str]:
@@ -162,7 +167,7 @@ def make_environment(suite: dict[str, Any]) -> Path:
 
 
 def read_outcomes(report: Path) -> Any:
-    """Yield the name and the outcome of each test; a failure has the last line of its message."""
+    """Yield the name and the outcome of each test; a failure has the first line of its message."""
     if not report.exists():
         yield "pytest", "failed: no report"
         return
@@ -175,7 +180,7 @@ def read_outcomes(report: Path) -> Any:
             yield name, "skipped"
         else:
             lines = (problem.get("message") or "no message").splitlines()
-            yield name, f"failed: {lines[0][:200]}"
+            yield name, f"failed: {_PATH.sub('PATH', lines[0])[:200]}"
 
 
 def describe_machine() -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-#: How a program continues after a disturbance.
+#: Ways in which a program continues after a disturbance.
 EXACTLY, OWN_CHECKPOINT, STARTS_OVER = "exactly", "from its own checkpoint", "from the beginning"
 ONE_RANK = ("--nodes=1", "--ntasks-per-node=1")
 FOUR_RANKS = ("--nodes=2", "--ntasks-per-node=2")

@@ -79,12 +79,12 @@ class CompileCache:
         import torch
 
         try:
-            try:
-                data = read_regular(path)
-            except FileNotFoundError:
-                return None  # A rank on another node has replaced it.
-            except OSError as error:
-                return _report("load", error)
+            data = read_regular(path)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):  # A rank on another node may have replaced it.
+                _report("load", error)
+            return
+        try:
             if hashlib.sha256(data[_CHECKSUM_BYTES:]).digest() != data[:_CHECKSUM_BYTES]:
                 raise ValueError(f"{path} is damaged")
             if (info := torch.compiler.load_cache_artifacts(data[_CHECKSUM_BYTES:])) is None:
