@@ -33,6 +33,8 @@ if loads.startswith("loads weights"):
     layer.load_state_dict(layer.state_dict())
 if loads == "loads":
     optimizer.load_state_dict(trained.state_dict())
+if loads == "loads an empty state":
+    optimizer.load_state_dict(optimizer.state_dict())
 optimizer.step()
 print(activity.restored_steps, activity.optimizer_steps)
 """
@@ -44,7 +46,8 @@ print(activity.restored_steps, activity.optimizer_steps)
     [
         (("Adam", "0", "loads"), "3"),
         (("Adam", "0", "starts over"), "0"),
-        (("SGD", "0", "loads"), "None"),
+        (("Adam", "0", "loads an empty state"), "0"),
+        (("SGD", "0.9", "loads"), "None"),
         (("SGD", "0", "starts over"), "0"),
         (("SGD", "0", "loads weights"), "0"),
         (("SGD", "0", "loads weights after a restart"), "None"),

@@ -58,16 +58,21 @@ class _StepHook:
         self._restored: dict[int, int | None] = {}
         """Restored steps of each optimizer that has begun its first step, by id."""
         self._loaded: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Optimizers that have loaded a state, which has no number of steps for SGD."""
+        """Optimizers that have loaded a state, which has no number of steps for SGD with momentum."""
         self._has_loaded_weights = False
 
     def register(self, module: ModuleType) -> None:
         self._first_step_handle = module.register_optimizer_step_pre_hook(self._before_first_step)
         module.register_optimizer_step_post_hook(self)
-        _observe_loads(module.Optimizer, self._loaded.add)
+        _observe_loads(module.Optimizer, self._on_state_loaded)
         # Plain SGD has no state to load, so the load of weights counts.
         if self._is_restart and (modules := sys.modules.get("torch.nn.modules.module")) is not None:
             _observe_loads(modules.Module, self._on_weights_loaded)
+
+    def _on_state_loaded(self, optimizer: Any) -> None:
+        # Accelerate moves the state of each new optimizer to the device, by a load of the empty state.
+        if optimizer.state:
+            self._loaded.add(optimizer)
 
     def _on_weights_loaded(self, _module: object) -> None:
         self._has_loaded_weights = True
