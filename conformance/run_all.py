@@ -170,13 +170,13 @@ def make_environment(suite: dict[str, Any]) -> Path:
         return Path(sys.executable)
     folder = CACHE / "environments" / suite["name"]
     python = folder / "bin" / "python"
-    if python.exists():
-        return python
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    is_new = not python.exists()
+    if is_new:
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     ours = [path for path in sys.path if path.endswith("site-packages")]
     (site,) = folder.glob("lib/*/site-packages")
     (site / "ours.pth").write_text("\n".join(ours))
-    if subprocess.run([python, "-m", "pip", "install", "--quiet", *needs], check=False).returncode:
+    if is_new and subprocess.run([python, "-m", "pip", "install", "--quiet", *needs], check=False).returncode:
         shutil.rmtree(folder)
         raise MissingSource(f"pip cannot install {', '.join(needs)}")
     return python
@@ -188,6 +188,8 @@ def read_outcomes(report: Path) -> Any:
         yield "pytest", "failed: no report"
         return
     for case in ElementTree.parse(report).iter("testcase"):
+        if "name" not in case.attrib:  # of an interrupted pytest
+            continue
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         problem = next((item for item in case if item.tag in ("failure", "error", "skipped")), None)
         if problem is None:
@@ -205,9 +207,9 @@ def read_programs(report: Path) -> dict[str, dict[str, str]]:
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         properties = {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
         if "version" in properties:
-            scenario, _, name = case.get("name", "").rpartition("[")[2].removesuffix("]").partition("-")
+            name, _, scenario = case.get("name", "").rpartition("[")[2].removesuffix("]").rpartition("-")
             program = programs.setdefault(name, {"version": properties["version"]})
-            program[scenario] = properties.get("result", "failed")
+            program[scenario] = properties.get("result", "not to the end")
     return programs
 
 
@@ -262,8 +264,7 @@ def write_page(suites: list[dict[str, Any]], record: dict[str, Any]) -> str:
     lines = [
         "# Suites and programs of other projects",
         "",
-        "`make conformance` runs tests of other projects against parts of hpctrain, and writes this page and",
-        "`docs/conformance.json`. `CONFORMANCE_SOURCES` names a folder with checkouts of repositories.",
+        "`make conformance` runs these against hpctrain, and writes this page and `conformance.json`.",
         "",
         f"{'; '.join(machines)}; {', '.join(dates)}.",
         "",
