@@ -83,12 +83,3 @@ class Count:
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
         assert steps.tolist() == [self.step, -self.step]
         return submitit.helpers.DelayedSubmission(self, last)
-
-
-def sleep(seconds: float) -> None:
-    own_file("asleep").touch()
-    time.sleep(seconds)
-
-
-def unpicklable(rank: int) -> object:
-    return {"model": [dist.group.WORLD]} if dist.get_rank() == rank else None
