@@ -281,6 +281,11 @@ class RunDir:
         """Reserve the number of a new profile by creating its folder."""
         return self._reserve(len(self.storage.names(self.path / "profiles")), self.profile)
 
+    def request_requeue(self, attempt: int) -> None:
+        """Announce a requeue: preemptions send the same signal, after which the ranks expect to be killed."""
+        with suppress(OSError):
+            write_atomic(self.requeue_request, f"{attempt}\n", durable=False)
+
     def is_asked_to_requeue(self, attempt: int) -> bool:
         """True if the user requested a requeue of this attempt, so the end of the job is not imminent."""
         try:

@@ -108,7 +108,7 @@ class NodeDrainMonitor(PeriodicCheck):
         if leaving.keys().isdisjoint(hosts) or len(usable) < self.spec.min_nodes:
             return False
         if not self._ended.is_set():
-            _announce_requeue(self.run, self.attempt)
+            self.run.request_requeue(self.attempt)
             self.events.put(StopRequested(describe_nodes(leaving), leaving))
         return True
 
@@ -149,19 +149,13 @@ class ScaleUpMonitor(PeriodicCheck):
         log.info("requeueing to scale up from %s to %d", pluralize(self.num_nodes, "node"), num_nodes)
         # Record the reason before the ranks record the stop.
         self.run.log_event("grow", self.attempt, nodes_before=self.num_nodes, nodes=num_nodes)
-        _announce_requeue(self.run, self.attempt)
+        self.run.request_requeue(self.attempt)
         try:
             nodes.stop_ranks()
         except SchedulerError:
             self.run.requeue_request.unlink(missing_ok=True)
             raise
         return True
-
-
-def _announce_requeue(run: RunDir, attempt: int) -> None:
-    # Preemptions send the same signal: without this file, the ranks expect to be killed soon.
-    with suppress(OSError):
-        write_atomic(run.requeue_request, f"{attempt}\n", durable=False)
 
 
 @dataclass

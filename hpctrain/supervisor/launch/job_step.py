@@ -82,10 +82,8 @@ class Launcher(Protocol):
     address: str
     """Address of the supervisor's host for the tasks."""
 
-    def start(
-        self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
-    ) -> JobStep:
-        """Start one task per rank; `beside` is true if the step shares the nodes with a running step."""
+    def start(self, command: list[str], variables: Mapping[str, str], emit: EmitEvent) -> JobStep:
+        """Start one task per rank."""
 
 
 class RendezvousStore:

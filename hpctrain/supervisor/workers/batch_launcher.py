@@ -89,18 +89,10 @@ class BatchLauncher:
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self.hosts = _hosts(spec, environ)
         self.spares: list[str] = []
-        in_slurm = spec.backend == "slurm"
-        self.address = address_of_this_host(self.hosts) if in_slurm else "127.0.0.1"
+        self.address = address_of_this_host(self.hosts)
         self._spec, self._environ = spec, environ
 
-    def start(
-        self,
-        command: list[str],
-        variables: Mapping[str, str],
-        emit: EmitEvent,
-        *,
-        beside: bool = False,  # noqa: ARG002
-    ) -> BatchStep:
+    def start(self, command: list[str], variables: Mapping[str, str], emit: EmitEvent) -> BatchStep:
         spec, attempt = self._spec, int(variables[ATTEMPT_VARIABLE])
         link_rank_log(RunDir(Path(spec.run_dir)), attempt)
         run_variables = {name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")}

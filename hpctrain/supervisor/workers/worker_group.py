@@ -96,10 +96,9 @@ class WorkerGroup:
 
         if isinstance(self._launcher, BatchLauncher):
             groups = self._launcher.groups = ObservedGroups(send, new_monitor)
-        step = self._start_from_standby(attempt, hosts, environ, emit)
-        if step is None:
-            command = worker_command(spec, len(hosts))
-            step = self._launcher.start(command, {**environ, **self._server.variables, **new_secret()}, emit)
+        step = self._start_from_standby(attempt, hosts, environ, emit) or self._launcher.start(
+            worker_command(spec, len(hosts)), {**environ, **self._server.variables, **new_secret()}, emit
+        )
         with self._lock:
             self._attempt, self._monitor = attempt, groups or new_monitor(send, host_of, world_size)
             self._startup = startup if groups is None else None
@@ -144,10 +143,9 @@ class WorkerGroup:
     def on_tick(self) -> None:
         with self._lock:
             monitor = self._monitor
-        if isinstance(monitor, ObservedGroups):
+        if monitor is not None:
             monitor.on_tick()
-        elif monitor is not None:
-            monitor.on_tick()
+        if isinstance(monitor, RankMonitor):
             self._start_standby_when_due(monitor)
 
     def _send_requests(self) -> None:
@@ -243,7 +241,7 @@ class StandbyWorkers:
         self._ready: set[int] = set()
         self._is_broken = False
         environ = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
-        self._step = launcher.start(command, environ, self._on_event, beside=True)
+        self._step = launcher.start(command, environ, self._on_event)
 
     def on_message(self, rank: int, message: RankMessage) -> None:
         if message.ready:
