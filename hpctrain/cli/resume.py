@@ -198,10 +198,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def repeated_options(spec: Mapping[str, Any], *, started: bool = True) -> dict[str, Any]:
-    """Return the options of a submission whose values differ from the defaults, by name.
-
-    For a run that has started, options that delay the start are omitted.
-    """
+    """Return the options that differ from the defaults; if started, without those that delay the start."""
     values = {}
     for name, value in _values(spec, started=started).items():
         option = all_options()[name]

@@ -78,10 +78,7 @@ class DistributedContext:
 def init_distributed(
     ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bool = True
 ) -> DistributedContext:
-    """Collective. Form the process group with NCCL if there are GPUs, otherwise with gloo.
-
-    A process group already created by the script is used unchanged.
-    """
+    """Collective. Form the process group, with NCCL on GPUs, unless the script has formed one."""
     startup_times.end(StartupPart.IMPORTS)
     if ranks.world_size == 1:
         return DistributedContext(ranks, choose_device(ranks, environ, use_gpus=use_gpus), None)

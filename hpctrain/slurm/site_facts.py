@@ -159,10 +159,7 @@ _ACCOUNTING_LIMIT_S = 10.0
 
 
 def query_grace_s(partition: str, qos: str, environ: Mapping[str, str]) -> float | None:
-    """Return the seconds from SIGTERM to SIGKILL: the GraceTime of the partition or QOS, else KillWait.
-
-    None if unknown.
-    """
+    """Return the GraceTime of the partition or QOS, else KillWait, in seconds; None if unknown."""
     config = query_config(environ)
     if config.preempt_type == "qos":
         # Only accounting can report it.

@@ -135,10 +135,7 @@ def build_batch_spec(
     cwd: Path,
     **shape: Any,
 ) -> tuple[JobSpec, dict[str, str]]:
-    """Return the specification of a batch script, and the origins of its directives.
-
-    `options` are the values without their sources, after changes of the submission.
-    """
+    """Return the specification of a batch script, and the origins of its directives."""
     directives, origins = _directives(values)
     if "dependency" in directives:  # resolved
         directives |= {"dependency": options.get("sbatch", {})["dependency"]}
