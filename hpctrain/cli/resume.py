@@ -22,7 +22,7 @@ from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.slurm.sbatch_options import BATCH_KEYS, SBATCH_FLAGS, SBATCH_OPTIONS
 from hpctrain.text import is_finite
 

@@ -13,7 +13,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_all, run_slurm
 from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_config, query_site
-from hpctrain.slurm.duration import format_time_limit, parse_duration
+from hpctrain.slurm.parsing import format_time_limit, parse_duration
 from hpctrain.text import pluralize
 
 #: Runs a Slurm command and returns its output, or raises SchedulerError.

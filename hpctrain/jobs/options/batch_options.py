@@ -19,7 +19,7 @@ from hpctrain.jobs.options.option_table import SubmitOptions
 from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm.batch_header import BatchHeader, parse_batch_header, shell_of
-from hpctrain.slurm.duration import parse_duration
+from hpctrain.slurm.parsing import parse_duration
 from hpctrain.slurm.sbatch_options import BATCH_KEYS
 
 #: Options of the command sbatch, not of the job.
