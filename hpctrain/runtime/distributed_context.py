@@ -18,7 +18,7 @@ from hpctrain.checkpoint.io import messages
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.addresses import gloo_variables, own_address
 from hpctrain.errors import RendezvousError
-from hpctrain.runtime.gloo_shutdown import shut_down_process_group
+from hpctrain.runtime.release_devices import shut_down_process_group
 from hpctrain.runtime.rendezvous import assign_device, choose_device, connect_store
 from hpctrain.slurm.environment import apply_env_defaults
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
