@@ -141,7 +141,7 @@ def init_command(file: Path) -> None:
 
     An existing file is never overwritten.
     """
-    from hpctrain.jobs.options.config_template import config_template
+    from hpctrain.jobs.options.config_files import config_template
 
     try:
         with open(file, "x", encoding="utf-8") as new:

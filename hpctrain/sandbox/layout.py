@@ -77,11 +77,7 @@ class SandboxSize:
 
 @dataclass(frozen=True)
 class SandboxLayout:
-    """Layout of one sandbox. Only `save` and `load` access files.
-
-    The controller listens on `port`. Node k, counted from 1, has the name `NAME-k` and the address
-    `127.26.<block>.k`; its slurmd listens on `port` + k.
-    """
+    """Layout of a sandbox. Node k has the address `127.26.<block>.k`; its slurmd listens on `port` + k."""
 
     folder: Path
     shape: SandboxSize

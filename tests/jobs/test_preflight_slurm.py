@@ -20,7 +20,7 @@ from hpctrain.jobs.backends.site_check import check_request, explain_refusal
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
-from hpctrain.slurm.job_test import describe_start
+from hpctrain.slurm.job_requests import describe_start
 from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site, parse_partition
 
 STRICT = [

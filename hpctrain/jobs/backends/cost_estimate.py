@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpctrain.jobs.backends.job_request import JobRequest
-from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.job_array import JobArray
+from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.slurm.site_facts import Partition, Site
 from hpctrain.text import join_or, pluralize
 

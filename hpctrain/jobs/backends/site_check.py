@@ -18,9 +18,9 @@ from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
-from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.job_test import JobTest, describe_start
+from hpctrain.slurm.job_requests import JobTest, describe_start
+from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.slurm.pending_reasons import REMEDIES, suggest_remedy
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
 from hpctrain.text import join_or, pluralize, suggest

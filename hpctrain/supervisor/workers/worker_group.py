@@ -96,10 +96,9 @@ class WorkerGroup:
 
         if isinstance(self._launcher, BatchLauncher):
             groups = self._launcher.groups = ObservedGroups(send, new_monitor)
-        step = self._start_from_standby(attempt, hosts, environ, emit)
-        if step is None:
-            command = worker_command(spec, len(hosts))
-            step = self._launcher.start(command, {**environ, **self._server.variables, **new_secret()}, emit)
+        step: JobStep = self._start_from_standby(attempt, hosts, environ, emit) or self._launcher.start(
+            worker_command(spec, len(hosts)), {**environ, **self._server.variables, **new_secret()}, emit
+        )
         with self._lock:
             self._attempt, self._monitor = attempt, groups or new_monitor(send, host_of, world_size)
             self._startup = startup if groups is None else None
