@@ -245,10 +245,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_lines(
     path: Path, decode: Callable[[bytes], Record], *, follow_links: bool = True
 ) -> Iterator[Record]:
-    """Yield the records of a file with one record per line. Damaged lines are skipped with a warning.
-
-    A missing file yields no records.
-    """
+    """Yield the records of a file, none if it is missing; damaged lines are skipped with a warning."""
     try:
         file = open_regular(path, follow_links=follow_links)
     except FileNotFoundError:
@@ -278,10 +275,7 @@ def read_new_lines(path: Path, offset: int) -> tuple[bytes, int]:
 def decode_line(
     line: bytes, path: Path, decode: Callable[[bytes], Record], *, ended: bool | None = None
 ) -> Record | None:
-    """Return the record in a line; None if the line is damaged, with one warning per file.
-
-    A last line without a line end may still be incomplete, so it causes no warning.
-    """
+    """Return the record in a line; None if it is damaged, with one warning per file, or incomplete."""
     try:
         return decode(line)
     except ValueError:

@@ -397,10 +397,7 @@ def list_checkpoint_steps(folder: Path) -> list[int]:
 
 
 def rank_steps(scores: Mapping[int, float | None], mode: str) -> list[int]:
-    """Return the steps with a score, best first. None and NaN never count.
-
-    Of equal scores, the newer one is better, because it was trained longer.
-    """
+    """Return the steps with a score, best first, newer ones first if equal. None and NaN never count."""
     valid = {step: score for step, score in scores.items() if score is not None and not math.isnan(score)}
     sign = -1 if mode == "max" else 1
     return sorted(valid, key=lambda step: (sign * valid[step], -step))

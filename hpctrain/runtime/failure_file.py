@@ -102,10 +102,7 @@ def _describe_earlier_output(error: BaseException, environ: Mapping[str, str]) -
 
 
 def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:
-    """Print the traceback of `error`, and write the failure file at `path`. Never raises an exception.
-
-    A rank that only lost its connection to another rank prints one line with the cause instead.
-    """
+    """Print the traceback, or only the cause if a peer was lost, and write the failure file. Never raises."""
     with no_death_handler():
         error = name_killed_worker(error)
         record = _record(error, environ)

@@ -113,10 +113,7 @@ def ignored_hparams(environment: Mapping[str, Any]) -> list[tuple[str, Any, Any]
 def applied_hparams(
     hparams: Mapping[str, HparamValue], ignored: Iterable[Sequence[Any]]
 ) -> dict[str, HparamValue]:
-    """Return the hyper-parameters with the values that a resumed training uses.
-
-    `ignored` contains names, with the value in the checkpoint, which applies, and the value in the script.
-    """
+    """Return the hyper-parameters with the values that a resumed training uses instead of the script's."""
     result = dict(hparams)
     for name, applied, script_value in ignored:
         aliases = (name.lower(), "learning_rate") if name == "lr" else (name.lower(),)

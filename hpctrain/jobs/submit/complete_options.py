@@ -82,10 +82,7 @@ def _resolve_runs(options: SubmitOptions, cwd: Path, environ: Mapping[str, str])
 def resolve_dependency(
     text: str, cwd: Path, environ: Mapping[str, str], runs_dir: str
 ) -> tuple[str, list[str]]:
-    """Return the dependency with runs replaced by jobs, and notes for the user.
-
-    A run that has ended as required is omitted, because Slurm forgets ended jobs; the result may be empty.
-    """
+    """Return the dependency with runs replaced by jobs, without those that have ended; and notes."""
     separator = "?" if "?" in text else ","
     conditions: list[str] = []
     notes: list[str] = []

@@ -81,10 +81,7 @@ _record: _SignalRecord | None = None
 
 
 def start_signal_recorder(leave_in_time: Callable[[signal.Signals, float], None]) -> None:
-    """Start to record stop signals, and to end this process if a script's handler is stuck.
-
-    After a signal, a thread repeatedly calls `leave_in_time` with the signal and the seconds since then.
-    """
+    """Record stop signals; after one, a thread repeatedly calls `leave_in_time` with signal and seconds."""
     global _record
     _record = _SignalRecord()
     arguments = (_record, leave_in_time)

@@ -33,8 +33,8 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.release_devices import release_devices, release_devices_within
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
-from hpctrain.runtime.stopping.release_devices import release_devices, release_devices_within
 from hpctrain.runtime.stopping.signal_recorder import (
     STOP_SIGNALS,
     clear_stop_signals,

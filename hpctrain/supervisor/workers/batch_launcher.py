@@ -9,7 +9,6 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from signal import Signals
 
 import msgspec
 from msgspec.structs import replace
@@ -29,18 +28,17 @@ from hpctrain.rundir import (
 from hpctrain.slurm.command import list_steps
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_queries import query_job
-from hpctrain.slurm.job_requests import signal_steps
+from hpctrain.slurm.job_requests import kill_steps, signal_steps
 from hpctrain.supervisor.launch.job_step import EmitEvent, SignalReceived
 from hpctrain.supervisor.launch.step_launchers import LocalStep, address_of_this_host, local_array_variables
 from hpctrain.supervisor.workers.observed_groups import ObservedGroups
 
 #: The folders with hpctrain and its dependencies, for Python environments without them.
 _PACKAGES = [str(Path(__file__).parents[3]), str(Path(msgspec.__file__).parents[1])]
-#: Seconds between two checks for ranks that are stopping, or requests of an unresponsive controller.
+#: Seconds between two checks for ranks that are stopping.
 _POLL_S = 0.1
-#: Seconds for the list of job steps, and for requests to end them: together with a last try, less than the
-#: supervisor waits for the end of a killed step.
-_STEPS_LISTED_S, _KILL_LIMIT_S = 10.0, 25.0
+#: Seconds to end the job steps: with a last try, less than the supervisor waits for the end of a killed step.
+_KILL_LIMIT_S = 25.0
 #: Seconds between two queries for a preemption, each an RPC to the controller.
 _PREEMPTION_INTERVAL_S = 10.0
 #: A signal that only the batch script receives (sbatch(1), --signal).
@@ -143,7 +141,8 @@ class BatchStep(LocalStep):
         if number == signal.SIGKILL:
             super().signal(number)  # The job steps follow in `_end`.
         elif number == signal.SIGQUIT:
-            self._signal_steps(number)
+            if self._job_id is not None and (steps := list_steps(self._job_id, self._outer)):
+                signal_steps(steps, number, self._outer)
         elif number == self._batch_signal:
             with suppress(ProcessLookupError):
                 os.kill(self._processes[0].pid, number)
@@ -161,10 +160,6 @@ class BatchStep(LocalStep):
                     emit(SignalReceived(signal.SIGTERM))
                     return
 
-    def _signal_steps(self, number: Signals) -> None:
-        if self._job_id is not None and (steps := list_steps(self._job_id, self._outer, _STEPS_LISTED_S)):
-            signal_steps(steps, number, self._outer)
-
     def _wait_for(self, rank: int) -> None:
         is_stopped = False
         if hasattr(os, "waitid"):
@@ -176,26 +171,14 @@ class BatchStep(LocalStep):
         super()._wait_for(rank)
 
     def _end(self) -> None:
-        """End the steps in the background, as Slurm does at the end of a batch script."""
+        """End the steps in the background, as Slurm does at the end of a batch script; others may follow."""
         for waiter in self._waiters:
             waiter.join()
         self._ended.set()
         self.survived_until = self._groups.survived_until()
-        self._kill_steps()
+        if self._job_id is not None:
+            kill_steps(self._job_id, self._outer, _KILL_LIMIT_S)
         super()._end()
-
-    def _kill_steps(self) -> None:
-        deadline = system.monotonic() + _KILL_LIMIT_S
-        while True:
-            try:
-                return self._signal_steps(signal.SIGKILL)
-            except SchedulerError as error:
-                if "Invalid job id" in str(error):
-                    return None  # They have ended in the meantime.
-                if system.monotonic() >= deadline:
-                    print(f"hpctrain: cannot end the job steps of the batch script: {error}", flush=True)
-                    return None
-            system.sleep(_POLL_S)
 
 
 def _hosts(spec: JobSpec, environ: Mapping[str, str]) -> list[str]:

@@ -96,7 +96,7 @@ class WorkerGroup:
 
         if isinstance(self._launcher, BatchLauncher):
             groups = self._launcher.groups = ObservedGroups(send, new_monitor)
-        step = self._start_from_standby(attempt, hosts, environ, emit) or self._launcher.start(
+        step: JobStep = self._start_from_standby(attempt, hosts, environ, emit) or self._launcher.start(
             worker_command(spec, len(hosts)), {**environ, **self._server.variables, **new_secret()}, emit
         )
         with self._lock:

@@ -181,10 +181,7 @@ class TopView:
 
 
 def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[str, str]]:
-    """Return lines of at most `width` columns, each with a kind that selects its color.
-
-    The lines that remain of `height` show events and the log.
-    """
+    """Return lines for a terminal of this size, each with a kind that selects its color."""
     width = max(_NARROWEST, width)
     lines = [("title", _title(snapshot))]
     if snapshot.words:

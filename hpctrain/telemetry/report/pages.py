@@ -365,10 +365,7 @@ def build_timeline(run_data: RunData) -> dict[str, list[dict[str, Any]]]:
 
 
 def render_comparison(runs: Sequence[RunData], *, live: LiveParts | None = None) -> str:
-    """Return a page that compares several runs: figures, overlaid curves and time breakdowns.
-
-    See `render_page`.
-    """
+    """Return a page that compares several runs: figures, overlaid curves and time breakdowns."""
     varying = varying_hparams([run.hparams for run in runs])
     ordered = _best_first(runs) if varying else list(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.curves.names))

@@ -130,10 +130,7 @@ def list_gpu_uuids() -> list[str]:
 
 
 def list_bus_ids(environ: Mapping[str, str]) -> list[str]:
-    """Return PCI addresses of the visible GPUs of NVIDIA or AMD, in the order of `cuda:N`.
-
-    An address is a name in /sys/bus/pci/devices, such as `0000:3b:00.0`.
-    """
+    """Return the PCI addresses of the visible GPUs, such as `0000:3b:00.0`, in the order of `cuda:N`."""
     with GpuReader() as reader:
         installed = [(index, uuids, _bus_id(gpu)) for index, uuids, gpu in reader.places]
     if not installed:

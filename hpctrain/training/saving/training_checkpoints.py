@@ -59,10 +59,7 @@ class _InFlight(NamedTuple):
 
 
 class TrainingCheckpoints:
-    """Checkpoints of a training run, one save at a time to limit memory; all methods are collective.
-
-    Exit completes a save in flight; an error aborts it. Without a run folder, nothing is saved.
-    """
+    """Checkpoints of a training run, one save at a time to limit memory; all methods are collective."""
 
     def __init__(self, components: Components, environ: Mapping[str, str]) -> None:
         run, history = components.log.run, None
