@@ -226,11 +226,7 @@ def _combine(name: str, values: Sequence[Any], earlier: Any) -> Any:
 
 
 def format_prometheus(run_id: str, line: Mapping[str, Any]) -> str:
-    """Return a gauge for each number in a line of a node, and one per GPU for each list of numbers.
-
-    The format is that of the Prometheus documentation, "Exposition formats", version 0.0.4, for the textfile
-    collector of node_exporter.
-    """
+    """Return gauges of all numbers in a line, for node_exporter ("Exposition formats", version 0.0.4)."""
     common = {"run": run_id, "host": str(line["host"])}
     samples: list[str] = []
     for name, value in line.items():
