@@ -34,6 +34,8 @@ ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
 STOP_GRACE_VARIABLE = "HPCTRAIN_STOP_GRACE"
 #: Key in that variable for a requeue requested by the user, with any signal.
 REQUEUE_GRACE_KEY = "requeue"
+#: Key for a cancellation by the user.
+CANCEL_GRACE_KEY = "cancel"
 #: Mean time between two interruptions of a node, in seconds, as estimated by the site.
 NODE_MTBF_VARIABLE = "HPCTRAIN_NODE_MTBF_S"
 #: Pattern of the files that a script without the `Trainer` saves as checkpoints.
@@ -285,6 +287,13 @@ class RunDir:
             return read_regular(self.requeue_request) == f"{attempt}\n".encode()
         except OSError:
             return False
+
+    def grace_key(self, attempt: int) -> str | None:
+        """Return the key of the grace time after the user's request to stop; None without a request."""
+        if self.is_asked_to_requeue(attempt):
+            return REQUEUE_GRACE_KEY
+        is_cancelled = self.cancel_request.exists() and self.early_stop_reason() is None
+        return CANCEL_GRACE_KEY if is_cancelled else None
 
     def leases(self) -> list[int]:
         return _numbered(self.path / "lease", _LEASE)

@@ -36,7 +36,6 @@ _MODULES = {
     **dict.fromkeys(("env", "exec", "profile"), "rank_commands"),
     "list": "status",
     "attach": "shell",
-    "serve": "report",
 }
 
 #: Commands that run on this machine, and use the cluster themselves.

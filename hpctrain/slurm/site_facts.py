@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_all, run_slurm
-from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_config, query_site
+from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_site
 from hpctrain.slurm.parsing import format_time_limit, parse_duration
 from hpctrain.text import pluralize
 
@@ -158,9 +158,8 @@ def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[
 _ACCOUNTING_LIMIT_S = 10.0
 
 
-def query_grace_s(partition: str, qos: str, environ: Mapping[str, str]) -> float | None:
+def query_grace_s(partition: str, qos: str, config: SlurmConfig, environ: Mapping[str, str]) -> float | None:
     """Return the GraceTime of the partition or QOS, else KillWait, in seconds; None if unknown."""
-    config = query_config(environ)
     if config.preempt_type == "qos":
         # Only accounting can report it.
         command = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", qos, "format=GraceTime"]

@@ -26,8 +26,8 @@ EXEMPT = {
         checkpoint.interval.InterruptionHistory.from_events jobs.executor.job.Job.from_run
         jobs.options.option.OptionType.from_hint
         jobs.options.resolved_options._from_caller jobs.options.resolved_options._from_files
-        jobs.runs.run_log_reader.LogPosition.from_json jobs.backends.site_check.JobRequest.from_spec
-        supervisor.monitors.EarlyStoppingMonitor._read_rule
+        jobs.runs.run_log_reader.LogPosition.from_json jobs.backends.job_request.JobRequest.from_spec
+        supervisor.monitors.early_stopping_monitor.EarlyStoppingMonitor._read_rule
         telemetry.accounting.time_breakdown.TimeBreakdown.from_records
         telemetry.accounting.timeline_events.read_timeline_events telemetry.report.attempts.read_attempts
         telemetry.report.metric_curves.MetricCurves.from_records telemetry.report.run_results.read_checkpoints
@@ -54,7 +54,7 @@ EXEMPT = {
     """,
     "part of functions in the tables, or composed of them": """
         jobs.options.batch_options.BatchScript.read slurm.batch_header._parse_words
-        cli.report.read_runs cli.report._read_logs cluster.detection._detect_as
+        cli.report.read_runs cli.serve._read_logs cluster.detection._detect_as
         cluster.hostlist._expand jobs.executor.job.JobFailed.from_status
         jobs.options.config_files._read_habits jobs.options.config_files._read_option
         jobs.options.config_files._read_yaml jobs.options.option.OptionType._parse_text

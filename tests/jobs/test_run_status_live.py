@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.accounting_slurm import AccountingSandbox
 from helpers.commands import environment, run_command
-from helpers.waiting import deadline_in, wait_for
+from helpers.waiting import deadline_in, scaled, wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
@@ -133,7 +133,7 @@ class Scenario:
     #: Slurm's final state, and a part of the words or the cause.
     word: str | None
     says: str = ""
-    script: str = "sleep 60"
+    script: str = "sleep 250"
     options: tuple[str, ...] = ()
 
 
@@ -216,9 +216,9 @@ def node_dies_and_the_job_with_it(slurm: SlurmJobs, run: Run) -> Steps:
 
 
 START = "echo start ${SLURM_RESTART_COUNT:-0}\n"
-SECOND_ENDS = START + '[ -n "${SLURM_RESTART_COUNT:-}" ] || sleep 60\nfinish COMPLETED'
-#: Not before it was polled.
-ENDS = "sleep 1\nfinish COMPLETED"
+SECOND_ENDS = START + '[ -n "${SLURM_RESTART_COUNT:-}" ] || sleep 250\nfinish COMPLETED'
+#: Not before a status was checked.
+ENDS = "until [ -e checked ]; do sleep 0.1; done\nfinish COMPLETED"
 ON_NODE_4 = ("--nodelist={node4}",)
 
 QUICK = {
@@ -266,16 +266,19 @@ def run_scenarios(slurm: SlurmJobs, scenarios: dict[str, Scenario], folder: Path
         runs[name] = slurm.submit(folder / name, scenario.script, "--ntasks=1", "--time=5", *options)
         waiting[name] = scenario.steps(slurm, runs[name])
         awaited[name] = next(waiting[name])
-    deadline = deadline_in(limit_s)
+    begun = time.monotonic()
     last: dict[str, RunStatus] = {}
     checked: Counter[str] = Counter()
     states = JobStates(slurm.environ)
     while waiting or not all(checked[name] for name in scenarios):
-        assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}; checked {checked}"
+        is_late = time.monotonic() - begun > scaled(limit_s)
+        assert not is_late, f"still waiting for {awaited}; seen {seen}; checked {checked}"
         before, last = states, dict(zip(runs, query_statuses(list(runs.values())), strict=True))
         states = JobStates(slurm.environ)
         for name, status in last.items():
             checked[name] += check_status(status, before, states, runs[name])
+            if checked[name]:
+                (folder / name / "checked").touch()
             if seen[name][-1:] != [status.state]:
                 seen[name].append(status.state)
             assert_on_path(seen[name], scenarios[name].path, f"{name}: {status}")

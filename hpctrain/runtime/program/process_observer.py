@@ -210,7 +210,7 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
     is_main = ranks.is_main if address is not None else launch[1] == "0"
     observer = ProcessObserver(run, attempt, ranks, environ, records_steps=is_main)
     compile_cache.install(run, ranks, os.environ)
-    observer.start(connect)
+    observer.start(connect if address is not None else partial(reconnect_or_die, connect))
     return partial(_after_step, observer)
 
 
@@ -265,6 +265,15 @@ def connect_to_worker(name: str) -> Connection:
         connected.close()
         raise PermissionError(f"the socket {name} belongs to another user")
     return Connection(connected)
+
+
+def reconnect_or_die(connect: Callable[[], Connection]) -> Connection:
+    """Connect to the worker, or end this process, because a killed worker cannot end it."""
+    try:
+        return connect()
+    except ConnectionRefusedError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
 
 
 def _is_own_process(connected: socket.socket) -> bool:

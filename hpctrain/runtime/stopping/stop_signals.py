@@ -29,7 +29,6 @@ from hpctrain.record_types import RankPhase
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     CHECKPOINTS_VARIABLE,
-    REQUEUE_GRACE_KEY,
     RUN_DIR_VARIABLE,
     RunDir,
 )
@@ -227,7 +226,7 @@ def _grace_s(number: signal.Signals) -> float:
     with contextlib.suppress(UserError):
         grace = read_stop_grace(os.environ)
         run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
-        return grace.get(REQUEUE_GRACE_KEY if run.is_asked_to_requeue(attempt) else number.name, math.inf)
+        return grace.get(run.grace_key(attempt) or number.name, math.inf)
     return math.inf
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from hpctrain.cluster.ports import bind_socket
+from hpctrain.cluster.ports import bind_socket, store_options
 from hpctrain.slurm.srun_step import StepEnded, TaskExit
 
 
@@ -117,14 +117,8 @@ class RendezvousStore:
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        self._store = TCPStore(
-            "127.0.0.1",
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=self._socket.detach(),
-            use_libuv=not torch.__version__.startswith("2.6."),  # which would not accept the socket
-        )
+        options = store_options(self._socket.detach(), torch.__version__)
+        self._store = TCPStore("127.0.0.1", self._port, **options)
 
     def __enter__(self) -> Self:
         return self

@@ -21,13 +21,9 @@ from hpctrain.rundir import ATTEMPT_VARIABLE, CPU_BINDING_VARIABLE, LIFELINE_VAR
 from hpctrain.slurm.command import job_step_name
 from hpctrain.slurm.environment import apply_env_defaults, own_job_id
 from hpctrain.slurm.srun_step import JOB_SHAPE_VARIABLES, SrunStep, StepEnded, TaskExit
+from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent
-from hpctrain.supervisor.launch.task_command import (
-    containerize,
-    job_variables,
-    prefixed,
-    restore_names_command,
-)
+from hpctrain.supervisor.launch.task_command import job_variables, prefixed, restore_names_command
 from hpctrain.telemetry.sampling.nvml import count_gpus
 
 #: Maximum number of nodes to try for a route: with a hanging resolver, each try takes seconds.
