@@ -373,10 +373,7 @@ class RunDir:
 
 
 def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> str | None:
-    """Return the folder for the output of training: the script's choice, otherwise the run folder.
-
-    A verification must not write to the folder that the script chose: it belongs to the verified run.
-    """
+    """Return the folder that the script chose, unless the run is verified in another, or the run folder."""
     run_folder = environ.get(RUN_DIR_VARIABLE)
     return run_folder if VERIFY_STEPS_VARIABLE in environ or not run_dir else os.fspath(run_dir)
 

@@ -119,10 +119,7 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
 def write_failure(
     path: Path, failure: Mapping[str, Any], log: Path, environ: Mapping[str, str]
 ) -> str | None:
-    """Write a failure file, and return the cause of the attempt's failures, if known. Never raises an error.
-
-    The rank is still connected to its peers, so it is ordered before its peers can detect the loss.
-    """
+    """Write a failure file before peers can detect the loss, and return the cause, if known. Never raises."""
     order, cause = _next_failure_index(failure, environ)
     record = {
         "time": time.time(),

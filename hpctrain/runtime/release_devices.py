@@ -71,10 +71,7 @@ def release_devices_within(limit_s: float) -> None:
 
 
 def release_devices() -> None:
-    """Complete the work on the devices, then destroy the idle communicators.
-
-    A process that ends inside a collective may leave the links between GPUs in a faulty state.
-    """
+    """Complete the work on the devices, then destroy communicators: a cut collective may harm GPU links."""
     if (torch := sys.modules.get("torch")) is None:
         return
     with suppress(Exception):

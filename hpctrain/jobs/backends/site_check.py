@@ -160,10 +160,7 @@ def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> I
 
 
 def _lifting_qos(site: Site, ask: RunQuery) -> Mapping[str | None, Sequence[str]]:
-    """Return the names of the QOS with each flag that lifts a limit of partitions.
-
-    Flags of a QOS have no effect unless QOS are enforced (seen with Slurm 22.05).
-    """
+    """Return the names of the QOS with each flag that lifts a limit, if QOS are enforced (Slurm 22.05)."""
     if site.slurm is None or "qos" not in site.slurm.enforced or site.slurm.enforces_limits != "NO":
         return {}
     lifting: dict[str | None, list[str]] = {}
@@ -178,10 +175,7 @@ def _lifting_qos(site: Site, ask: RunQuery) -> Mapping[str | None, Sequence[str]
 
 
 def waits_for_nodes(request: JobRequest, partitions: Sequence[Partition]) -> bool:
-    """Return true if a partition has enough large nodes, but some are out of service.
-
-    `sbatch --test-only` then rejects a job that sbatch accepts (seen with Slurm 22.05).
-    """
+    """Return true if fitting nodes are out of service, and `--test-only` thus rejects what sbatch accepts."""
     for partition in partitions:
         fitting = [group for group in partition.groups if _fits(request, group)]
         has_enough = sum(group.num for group in fitting) >= request.spec.least_granted

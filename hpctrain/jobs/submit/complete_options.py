@@ -152,10 +152,7 @@ def _apply_srun_variables(options: SubmitOptions, environ: Mapping[str, str]) ->
 
 
 def _choose_cpus(options: SubmitOptions, site: Site) -> Iterator[str]:
-    """Give each rank its share of the CPUs of the nodes, unless the user requests CPUs.
-
-    A job that uses half of the GPUs of a node gets half of its CPUs, so that other jobs can use the rest.
-    """
+    """Give each rank its GPUs' share of the CPUs of a node, unless the user requests CPUs."""
     gpu_type, gpus, ntasks = node_shape(options)
     if not gpus or "cpus_per_task" in options:
         return

@@ -200,10 +200,7 @@ def release_limit_s() -> float:
 
 
 def leave_in_time(number: signal.Signals, passed_s: float) -> None:
-    """Exit shortly before this rank would be killed, unless it saves, or the script decides when to exit.
-
-    Another thread calls this repeatedly after a signal, because the main thread may be in native code.
-    """
+    """Exit shortly before this rank would be killed, unless it saves; another thread calls this again."""
     handler = signal.getsignal(number)
     flag = getattr(handler, "__self__", None)
     may_leave = flag.may_leave if isinstance(flag, StopFlag) else handler is _exit_for_signal

@@ -103,10 +103,7 @@ def render_page(
     live: LiveParts | None = None,
     **context: Any,
 ) -> str:
-    """Render a template; all content of the run is escaped, or part of a JSON block.
-
-    The script of the page draws the charts. `live` is set for pages of `hpctrain serve`.
-    """
+    """Render a template; all content of the run is escaped, or part of a JSON block for the charts."""
     import jinja2
     from markupsafe import Markup
 

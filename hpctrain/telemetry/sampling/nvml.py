@@ -108,10 +108,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int:
-    """Return the number of devices in `listed` before the first nonexistent device.
-
-    `installed` contains the UUIDs of GPUs. MIG devices are assumed to exist. None lists all.
-    """
+    """Return the number of devices in `listed` before the first that is not installed; None lists all."""
 
     def exists(entry: str) -> bool:
         if is_count(entry):
