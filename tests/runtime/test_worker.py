@@ -377,7 +377,9 @@ for method in ("fork", "spawn"):
     assert log(run).count("[1, 2]") == 2
 
 
-@pytest.mark.parametrize(("ends", "printed"), [("after all", 99), ("early", 1)])
+@pytest.mark.parametrize(
+    ("ends", "printed"), [("after all", 99), pytest.param("early", 1, marks=pytest.mark.extended)]
+)
 def test_loader_workers_ignore_signals_of_the_job_and_end_with_their_rank(run, ends, printed):
     source = f"""
 import os, signal, time

@@ -110,7 +110,13 @@ def test_found_bug_is_fixed(bug):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "seeds", [range(2_000), pytest.param(range(1_000_000, 1_020_000), marks=pytest.mark.long)], ids=len
+    "seeds",
+    [
+        range(250),
+        pytest.param(range(250, 2_000), marks=pytest.mark.extended),
+        pytest.param(range(1_000_000, 1_020_000), marks=pytest.mark.long),
+    ],
+    ids=len,
 )
 def test_no_seed_violates_an_invariant(seeds):
     failure = first_failure(seeds)
@@ -118,7 +124,14 @@ def test_no_seed_violates_an_invariant(seeds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(ForeignProgram.COUNT))
+@pytest.mark.parametrize(
+    "number",
+    [
+        # The bits of a number are independent.
+        pytest.param(number, marks=[pytest.mark.extended] * (number % 7 > 0))
+        for number in range(ForeignProgram.COUNT)
+    ],
+)
 def test_foreign_program_that_always_fails_ends(number):
     result = run_seed(number % 5, [Fault("start-over", 0.0, number)])
     assert result.violation is None, command_of(result)

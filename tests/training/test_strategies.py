@@ -97,7 +97,11 @@ def test_one_and_fifty_steps_are_those_of_one_process(tmp_path, strategy, ranks)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", [{}, {"lightning": True}], ids=["Module", "LightningModule"])
+@pytest.mark.parametrize(
+    "kind",
+    [{}, pytest.param({"lightning": True}, marks=pytest.mark.extended)],
+    ids=["Module", "LightningModule"],
+)
 def test_twelve_steps_of_both_kinds_of_modules_are_those_of_one_process(tmp_path, kind):
     if kind and find_spec("lightning") is None:
         pytest.skip("Lightning is not installed")
@@ -590,7 +594,7 @@ def thaw(strategy: str) -> None:
         trainer.fit(Thawing(), torch.ones(32, 2))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.extended)])
 @pytest.mark.ranks
 def test_parameters_that_are_trained_only_later_are_refused(strategy):
     run_on_ranks(thaw, strategy, group=False)
