@@ -4,7 +4,7 @@
 
 NAME selects suites, whose results replace their earlier ones. --page only writes the page. Downloads are kept
 in ~/.cache/hpctrain-conformance. CONFORMANCE_SOURCES is a folder with checkouts of the repositories that the
-package index does not have.
+package index does not have. Two suites run at once. Ctrl-C in a suite's pytest keeps the results so far.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from importlib import metadata
@@ -30,7 +31,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import yaml
-from adapters.programs import EXACTLY, NOT_ON_CPUS, OWN_CHECKPOINT, PROGRAMS, STARTS_OVER
+from adapters.programs import NOT_RUN
 
 from hpctrain import sandbox
 
@@ -39,6 +40,7 @@ DOCS = FOLDER.parent / "docs"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "hpctrain-conformance")
 #: Time limits in seconds: of a suite, and of a test.
 SUITE_LIMIT_S, TEST_LIMIT_S = 7200, 300
+DISTURBANCES = ("preempted", "killed", "hung")
 PACKAGES = ("torch", "lightning", "accelerate")
 #: An absolute path, which says nothing on another machine.
 _PATH = re.compile(r"(?<![\w.])(?:/[\w.+-]+){2,}")
@@ -59,22 +61,23 @@ def main() -> None:
     if unknown := {*options.names} - {suite["name"] for suite in suites}:
         parser.error(f"There is no suite {min(unknown)!r} in suites.yaml.")
     path = DOCS / "conformance.json"
-    for suite in () if options.page else suites:
-        if options.names and suite["name"] not in options.names:
-            continue
-        print(f"\n{suite['title']}", flush=True)
-        try:
-            found = run(suite)
-        except MissingSource as error:
-            print(f"skipped: {error}")
-            continue
-        record = json.loads(path.read_text()) if path.exists() else {}
-        record[suite["name"]] = found
-        path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    chosen = [suite for suite in suites if not options.names or suite["name"] in options.names]
+    with ThreadPoolExecutor(2) as executor:
+        runs = {executor.submit(run, suite): suite for suite in chosen if not options.page}
+        for future in as_completed(runs):
+            suite = runs[future]
+            try:
+                found = future.result()
+            except MissingSource as error:
+                print(f"\n{suite['title']}: skipped: {error}", flush=True)
+                continue
+            record = json.loads(path.read_text()) if path.exists() else {}
+            record[suite["name"]] = found
+            path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     record = json.loads(path.read_text()) if path.exists() else {}
     run_before = [suite for suite in suites if suite["name"] in record]
     (DOCS / "conformance.md").write_text(write_page(run_before, record))
-    checked = [suite for suite in run_before if not options.names or suite["name"] in options.names]
+    checked = [suite for suite in run_before if suite in chosen]
     if unexplained := [
         line for suite in checked for line in unexplained_failures(suite, record[suite["name"]])
     ]:
@@ -85,6 +88,10 @@ def run(suite: dict[str, Any]) -> dict[str, Any]:
     """Run a suite, and return the outcome of each test."""
     source, version = find_source(suite["source"])
     python = make_environment(suite)
+    if name := suite["source"].get("installed"):
+        show = f"from importlib.metadata import version; print(version('{name}'))"
+        shown = subprocess.run([python, "-c", show], capture_output=True, text=True, check=True)
+        version = shown.stdout.strip()
     paths = [FOLDER / "adapters", FOLDER.parent, *(source / name for name in suite.get("path", ()))]
     tests = [FOLDER / name if name.startswith("adapters/") else source / name for name in suite["tests"]]
     plugins = ["-p", suite["plugin"]] if "plugin" in suite else []
@@ -96,12 +103,18 @@ def run(suite: dict[str, Any]) -> dict[str, Any]:
         command += [*tests, *suite.get("options", ())]
         variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
         variables |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-        with suppress(subprocess.TimeoutExpired):  # then there is no report
-            subprocess.run(list(map(str, command)), cwd=folder, env=variables, timeout=SUITE_LIMIT_S)
-        outcomes = dict(read_outcomes(report))
+        log = Path(folder, "log")
+        with log.open("w") as output, suppress(subprocess.TimeoutExpired):  # then there is no report
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            subprocess.run(
+                list(map(str, command)), cwd=folder, env=variables, timeout=SUITE_LIMIT_S, **streams
+            )
+        print(f"\n{suite['title']}\n{log.read_text(errors='replace')}", flush=True)
+        outcomes, programs = dict(read_outcomes(report)), read_programs(report)
     return {
         "version": version,
         "outcomes": outcomes,
+        **({"programs": programs} if programs else {}),
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(time.monotonic() - begun),
         "machine": describe_machine(),
@@ -155,13 +168,14 @@ def make_environment(suite: dict[str, Any]) -> Path:
         return Path(sys.executable)
     folder = CACHE / "environments" / suite["name"]
     python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        ours = [path for path in sys.path if path.endswith("site-packages")]
-        (site,) = folder.glob("lib/*/site-packages")
-        (site / "ours.pth").write_text("\n".join(ours))
-    pip = subprocess.run([python, "-m", "pip", "install", "--quiet", *needs], check=False)
-    if pip.returncode:
+    if python.exists():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    (site,) = folder.glob("lib/*/site-packages")
+    (site / "ours.pth").write_text("\n".join(ours))
+    if subprocess.run([python, "-m", "pip", "install", "--quiet", *needs], check=False).returncode:
+        shutil.rmtree(folder)
         raise MissingSource(f"pip cannot install {', '.join(needs)}")
     return python
 
@@ -181,6 +195,18 @@ def read_outcomes(report: Path) -> Any:
         else:
             lines = (problem.get("message") or "no message").splitlines()
             yield name, f"failed: {_PATH.sub('PATH', lines[0])[:200]}"
+
+
+def read_programs(report: Path) -> dict[str, dict[str, str]]:
+    """Return the version of each program, and its result in each scenario."""
+    programs: dict[str, dict[str, str]] = {}
+    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+        properties = {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
+        if "version" in properties:
+            scenario, _, name = case.get("name", "").rpartition("[")[2].removesuffix("]").partition("-")
+            program = programs.setdefault(name, {"version": properties["version"]})
+            program[scenario] = properties.get("result", "failed")
+    return programs
 
 
 def describe_machine() -> str:
@@ -204,33 +230,54 @@ def unexplained_failures(suite: dict[str, Any], found: dict[str, Any]) -> list[s
     return [f"{suite['name']}: {test}: {text}" for test, text in failed if explain(suite, test) is None]
 
 
+def write_failures(suite: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return the reasons of the failures, with their numbers, by who has to act."""
+    groups: dict[str, list[str]] = {}
+    reasons = Counter(explain(suite, test) or "ours: unexplained" for test in failed_tests(found))
+    for reason, count in reasons.items():
+        who, _, why = reason.partition(": ")
+        groups.setdefault(who, []).append(f"{why} ({count})" if count > 1 else why)
+    return ". ".join(f"{who}: {'; '.join(whys)}" for who, whys in groups.items())
+
+
+def group_programs(programs: dict[str, dict[str, str]]) -> dict[str, list[str]]:
+    """Return the programs that continued in each way, with the disturbances if not after all of them."""
+    groups: dict[str, list[str]] = {}
+    for name, results in programs.items():
+        ways: dict[str, list[str]] = {}
+        for disturbance in DISTURBANCES:
+            ways.setdefault(results.get(disturbance, "not run"), []).append(disturbance)
+        for way, disturbances in ways.items():
+            after = f" ({', '.join(disturbances)})" if len(ways) > 1 else ""
+            groups.setdefault(way, []).append(f"{name} {results['version']}{after}")
+    return groups
+
+
 def write_page(suites: list[dict[str, Any]], record: dict[str, Any]) -> str:
     """Return the page in Markdown."""
     machines = sorted({record[suite["name"]]["machine"] for suite in suites})
     dates = sorted({record[suite["name"]]["date"] for suite in suites})
     lines = [
-        "# Suites of other projects",
+        "# Suites and programs of other projects",
         "",
         "`make conformance` runs tests of other projects against parts of hpctrain, and writes this page and",
         "`docs/conformance.json`. `CONFORMANCE_SOURCES` names a folder with checkouts of repositories.",
         "",
         f"{'; '.join(machines)}; {', '.join(dates)}.",
         "",
-        "| suite | version | tests | passed | skipped | failed |",
-        "|---|---|---|---|---|---|",
+        "| suite | tests | passed | failed |",
+        "|---|---|---|---|",
     ]
     for suite in suites:
         found = record[suite["name"]]
         counts = Counter(text.partition(":")[0] for text in found["outcomes"].values())
-        reasons = Counter(explain(suite, test) for test in failed_tests(found))
-        failed = "; ".join(f"{count} {reason or 'unexplained'}" for reason, count in reasons.items())
-        cells = [suite["title"], found["version"], suite["part"], counts["passed"], counts["skipped"], failed]
+        passed = f"{counts['passed']}, {counts['skipped']} skipped" if counts["skipped"] else counts["passed"]
+        cells = [f"{suite['title']} {found['version']}", suite["part"], passed, write_failures(suite, found)]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "A disturbed program is expected to continue:", ""]
-    for how in (EXACTLY, OWN_CHECKPOINT, STARTS_OVER):
-        names = [program.name for program in PROGRAMS if program.resumes == how]
-        lines.append(f"- {how}: {', '.join(names)}")
-    lines.append(f"- not run, because they need GPUs: {', '.join(NOT_ON_CPUS)}")
+    groups = group_programs(record.get("programs", {}).get("programs", {}))
+    lines += ["", "A disturbed program continued:", ""]
+    lines += [f"- {how}: {', '.join(names)}" for how, names in groups.items()]
+    lines.append(f"- not run: {'; '.join(f'{name}, which {reason}' for name, reason in NOT_RUN.items())}")
     return "\n".join(lines) + "\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from hpctrain.cluster import Ranks, detect, expand_hostlist
 
@@ -42,3 +42,17 @@ for owner, environment in ((SLURMEnvironment, "slurm"), (TorchElasticEnvironment
     owner.main_address = property(lambda _: _ranks().master_addr)
     owner.main_port = property(lambda _: _ranks().master_port)
     owner.detect = staticmethod(lambda environment=environment: _detect(environment))
+
+
+def _mpi_ranks() -> Ranks:
+    """Detect the ranks of a process whose variables agree with the communicator of mpi4py."""
+    from mpi4py import MPI
+
+    rank, size = (str(int(value())) for value in (MPI.COMM_WORLD.Get_rank, MPI.COMM_WORLD.Get_size))
+    variables = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    return detect({f"OMPI_COMM_WORLD_{name}": value for name, value in variables.items()})
+
+
+# The other values are those of MPI itself.
+MPIEnvironment.world_size = lambda _: _mpi_ranks().world_size
+MPIEnvironment.global_rank = lambda _: _mpi_ranks().rank

@@ -10,7 +10,6 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 #: Ways in which a program continues after a disturbance.
@@ -23,26 +22,18 @@ BATCH_SCRIPT = "job.sbatch"
 @dataclass(frozen=True)
 class Program:
     name: str
-    distribution: str
+    #: The package with the program, or the folder of CONFORMANCE_SOURCES with it.
+    source: str
     #: Arguments of `submit`.
     submit: tuple[str, ...]
     #: Files that the program saves as checkpoints, and the file with its final state.
     checkpoints: str
     result: str
     resumes: str
-    #: Folder of CONFORMANCE_SOURCES, if the package does not contain the program.
-    source: str = ""
     #: Writes data and models, because nothing is downloaded.
     prepare: Callable[[Path], None] = lambda _: None
     #: Lines of the shell script that the last argument of `submit` names.
     script: str = ""
-
-    @property
-    def version(self) -> str:
-        try:
-            return version(self.distribution)
-        except PackageNotFoundError:
-            return ""
 
 
 def write_tokens(folder: Path) -> None:
@@ -63,7 +54,7 @@ def write_images(folder: Path) -> None:
 
     noise = np.random.default_rng(0)
     for index in range(160):
-        path = folder / f"images/{'train' if index < 128 else 'val'}/class{index % 2}/{index}.png"
+        path = folder / f"images/{'train' if index < 128 else 'val'}/class{index % 5}/{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(noise.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
 
@@ -140,7 +131,6 @@ class Glue(evaluate.Metric):
 PROGRAMS = [
     Program(
         name="nanoGPT",
-        distribution="nanoGPT",
         source="nanoGPT",
         prepare=write_tokens,
         submit=(BATCH_SCRIPT,),
@@ -150,11 +140,10 @@ PROGRAMS = [
         script="[ -e out/ckpt.pt ] && init_from=resume || init_from=scratch\n"
         "python train.py --init_from=$init_from --dataset=noise --device=cpu --compile=False --dtype=float32 "
         "--n_layer=2 --n_head=2 --n_embd=32 --block_size=32 --batch_size=4 --gradient_accumulation_steps=4 "
-        "--max_iters=300 --lr_decay_iters=300 --eval_interval=30 --eval_iters=4 --log_interval=50\n",
+        "--max_iters=120 --lr_decay_iters=120 --eval_interval=20 --eval_iters=2 --log_interval=20\n",
     ),
     Program(
         name="Lightning CLI",
-        distribution="lightning",
         source="pytorch-lightning/tests/tests_pytorch/strategies/scripts",
         submit=(
             *(*FOUR_RANKS, "cli_script.py", "fit", "--trainer.accelerator=cpu", "--trainer.num_nodes=2"),
@@ -169,7 +158,6 @@ PROGRAMS = [
     ),
     Program(
         name="Accelerate",
-        distribution="accelerate",
         source="accelerate/examples",
         prepare=write_glue,
         submit=(
@@ -182,7 +170,7 @@ PROGRAMS = [
     ),
     Program(
         name="TRL",
-        distribution="trl",
+        source="trl",
         prepare=write_text,
         submit=(*FOUR_RANKS, "--", "bash", "train.sh"),
         checkpoints="out/checkpoint-*/trainer_state.json",
@@ -195,8 +183,36 @@ PROGRAMS = [
         "${latest:+--resume_from_checkpoint=${latest%/*}}\n",
     ),
     Program(
+        name="run_clm",
+        source="transformers/examples/pytorch/language-modeling",
+        prepare=write_text,
+        submit=(*FOUR_RANKS, "--", "bash", "train.sh"),
+        checkpoints="out/checkpoint-*/trainer_state.json",
+        result="out/model.safetensors",
+        resumes=EXACTLY,
+        script="latest=$(ls -d out/checkpoint-*/trainer_state.json 2>/dev/null | sort -V | tail -n 1)\n"
+        "python run_clm.py --config_name=model --tokenizer_name=model --train_file=text/0.txt --do_train "
+        "--validation_file=text/1.txt --use_cpu --output_dir=out --save_steps=20 --max_steps=80 "
+        "--report_to=none --block_size=64 --per_device_train_batch_size=1 "
+        "${latest:+--resume_from_checkpoint=${latest%/*}}\n",
+    ),
+    Program(
+        name="torchvision classification",
+        source="vision/references/classification",
+        prepare=write_images,
+        submit=(BATCH_SCRIPT,),
+        checkpoints="out/checkpoint.pth",
+        result="out/checkpoint.pth",
+        resumes=OWN_CHECKPOINT,
+        # With the variable, it expects a GPU. Without it, it trains in one process.
+        script="unset SLURM_PROCID\n"
+        "export TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1\n"
+        "[ -e out/checkpoint.pth ] && resume='--resume=out/checkpoint.pth'\n"
+        "python train.py --data-path=images --device=cpu --model=squeezenet1_1 --batch-size=16 --workers=1 "
+        "--epochs=4 --val-resize-size=64 --val-crop-size=64 --train-crop-size=64 --output-dir=out $resume\n",
+    ),
+    Program(
         name="timm",
-        distribution="timm",
         source="pytorch-image-models",
         prepare=write_images,
         submit=(BATCH_SCRIPT,),
@@ -204,12 +220,11 @@ PROGRAMS = [
         result="out/run/last.pth.tar",
         resumes=OWN_CHECKPOINT,
         script="[ -e out/run/last.pth.tar ] && resume='--resume out/run/last.pth.tar'\n"
-        "python train.py --data-dir=images --device=cpu --model=resnet10t --num-classes=2 --img-size=32 -b=8 "
+        "python train.py --data-dir=images --device=cpu --model=resnet10t --num-classes=5 --img-size=32 -b=8 "
         "--epochs=4 --workers=1 --output=out --experiment=run --checkpoint-hist=2 --log-interval=8 $resume\n",
     ),
     Program(
         name="open_clip",
-        distribution="open_clip_torch",
         source="open_clip",
         prepare=write_clip,
         submit=(
@@ -224,7 +239,7 @@ PROGRAMS = [
     ),
     Program(
         name="litgpt",
-        distribution="litgpt",
+        source="litgpt",
         prepare=write_text,
         submit=(
             *(*ONE_RANK, "--env=TORCHDYNAMO_DISABLE=1", "--", "litgpt", "pretrain", "pythia-14m"),
@@ -240,11 +255,11 @@ PROGRAMS = [
     ),
 ]
 
-#: Programs that do not run on several ranks without GPUs, with the reason.
-NOT_ON_CPUS = {
-    "torchvision's classification reference": "calls torch.cuda.set_device if RANK or SLURM_PROCID is set",
-    "torchtitan": "uses CUDA unless torch has another accelerator",
-    "minGPT-ddp": "prints that it requires two GPUs, and exits with code 0",
-    "pytorch/examples imagenet": "does not wrap the model in DistributedDataParallel",
-    "PyTorch Geometric multi_gpu": "calls init_process_group('nccl')",
+#: Programs that do not run on several ranks without GPUs or a network, with the reason.
+NOT_RUN = {
+    "torchtitan 0.3.0": "calls `torch.cuda.set_device`",
+    "minGPT-ddp": "requires two GPUs",
+    "pytorch/examples imagenet": "trains without DistributedDataParallel on CPUs",
+    "PyTorch Geometric multi_gpu": "calls `init_process_group('nccl')`, and has no example on CPUs any more",
+    "DeepSpeed's CIFAR-10 example": "downloads its data",
 }

@@ -11,11 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import BATCH_SCRIPT, EXACTLY, PROGRAMS, STARTS_OVER, Program
+from programs import BATCH_SCRIPT, EXACTLY, OWN_CHECKPOINT, PROGRAMS, STARTS_OVER, Program
 
 from hpctrain import sandbox
 from hpctrain.cluster.processes import ProcessInfo, processes
@@ -29,42 +31,51 @@ SAVE_LIMIT_S, END_LIMIT_S = 300, 500
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    box = sandbox.up("strangers", nodes=2, gpus_per_node=0)
-    sources = os.environ.get("CONFORMANCE_SOURCES")
+    box = sandbox.up(f"programs-{os.getpid()}", nodes=2, gpus_per_node=0)
+    sources = Path(os.environ.get("CONFORMANCE_SOURCES", "/nonexistent"))
     with tempfile.TemporaryDirectory(prefix="hpctrain-programs-") as folder:
-        yield Driver(box, Path(folder), Path(sources) if sources else None)
+        yield Driver(box, Path(folder), sources)
     box.down()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_program(driver: Driver, program: Program, scenario: str) -> None:
-    if reason := driver.reason_to_skip(program):
-        pytest.skip(reason)
-    result = driver.run(program, scenario)
+def test_program(driver: Driver, program: Program, scenario: str, record_property) -> None:
+    if (source := driver.find_source(program)) is None:
+        pytest.skip(f"neither installed nor in CONFORMANCE_SOURCES: {program.source}")
+    record_property("version", source[0])
+    result = driver.run(program, source[1], scenario)
     if scenario != "undisturbed":
-        assert driver.has_resumed is (program.resumes != STARTS_OVER)
-        assert program.resumes != EXACTLY or result == "identical"
+        exactly_or_not = EXACTLY if result == "identical" else OWN_CHECKPOINT
+        resumes = exactly_or_not if driver.has_resumed else STARTS_OVER
+        record_property("result", resumes)
+        assert resumes == program.resumes, f"the final state: {result}"
 
 
 class Driver:
     """Runs programs in copies of their folders."""
 
-    def __init__(self, box: sandbox.Sandbox, work: Path, sources: Path | None) -> None:
+    def __init__(self, box: sandbox.Sandbox, work: Path, sources: Path) -> None:
         self.work, self.sources, self.has_resumed = work, sources, False
         path = f"{Path(sys.executable).parent}:{box.env.get('PATH', os.environ['PATH'])}"
         self.env = {**os.environ, **box.env, "PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
-    def reason_to_skip(self, program: Program) -> str | None:
-        if program.source and (self.sources is None or not (self.sources / program.source).is_dir()):
-            return f"CONFORMANCE_SOURCES contains no {program.source}"
-        return None if program.version or program.source else f"{program.distribution} is not installed"
+    def find_source(self, program: Program) -> tuple[str, Path | None] | None:
+        """Return the version of the program, and its folder unless it is a package."""
+        with suppress(PackageNotFoundError):
+            return version(program.source), None
+        folder = self.sources / program.source
+        if not folder.is_dir():
+            return None
+        log = ["git", "-C", str(folder), "log", "-1", "--format=%h"]
+        return subprocess.run(log, capture_output=True, text=True, check=True).stdout.strip(), folder
 
-    def run(self, program: Program, scenario: str) -> str:
+    def run(self, program: Program, source: Path | None, scenario: str) -> str:
         """Run a program to its end, and compare its final state with that of the undisturbed run."""
         folder = self.work / program.name / scenario
-        self.copy(program, folder)
-        options = ("--run-dir=run", "--hang-timeout=30", f"--checkpoints={program.checkpoints}")
+        self.copy(program, source, folder)
+        options = ["--run-dir=run", "--hang-timeout=30", "--standby-workers=never"]
+        options.append(f"--checkpoints={program.checkpoints}")
         self.hpctrain(folder, "submit", *options, *program.submit)
         if scenario != "undisturbed":
             self.disturb(program, scenario, folder)
@@ -74,13 +85,12 @@ class Driver:
         assert not run_processes(folder / "run")
         return self.compare(program.result, folder)
 
-    def copy(self, program: Program, folder: Path) -> None:
+    def copy(self, program: Program, source: Path | None, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         prepared = folder.parent / "prepared"
         if not prepared.exists():
-            if program.source and self.sources is not None:
-                ignore = shutil.ignore_patterns(".git")
-                shutil.copytree(self.sources / program.source, prepared, ignore=ignore)
+            if source is not None:
+                shutil.copytree(source, prepared, ignore=shutil.ignore_patterns(".git"))
             prepared.mkdir(parents=True, exist_ok=True)
             program.prepare(prepared)
         shutil.copytree(prepared, folder)

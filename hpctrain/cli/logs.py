@@ -145,11 +145,7 @@ def _show_job_log(status: RunStatus, *, err: bool = False) -> None:
 
 
 def stream_run(run: Run, shown: LogFilter = _RANK_0, *, whole: bool, text_to_stderr: bool = False) -> None:
-    """Stream the log to stdout and events to stderr, then print the result of the run.
-
-    Exits with the code of the run's result. For another machine (`--on`), the output consists of records
-    (see `LogStream`), and continues at the position that stdin names.
-    """
+    """Stream the log to stdout and events to stderr, and exit with the code of the run's result."""
     status, explained = None, False
     handle = run_reference(str(run.dir.path))
     detached = (

@@ -22,7 +22,7 @@ from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.slurm.sbatch_options import BATCH_KEYS, SBATCH_FLAGS, SBATCH_OPTIONS
 from hpctrain.text import is_finite
 
@@ -198,10 +198,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def repeated_options(spec: Mapping[str, Any], *, started: bool = True) -> dict[str, Any]:
-    """Return the options of a submission whose values differ from the defaults, by name.
-
-    For a run that has started, options that delay the start are omitted.
-    """
+    """Return the options that differ from the defaults; if started, without those that delay the start."""
     values = {}
     for name, value in _values(spec, started=started).items():
         option = all_options()[name]

@@ -19,7 +19,9 @@ from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.failures.diagnosis import FailureAnalyzer
 from hpctrain.supervisor.job_control import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
-from hpctrain.supervisor.monitors import EarlyStoppingMonitor, NodeDrainMonitor, ScaleUpMonitor
+from hpctrain.supervisor.monitors.early_stopping_monitor import EarlyStoppingMonitor
+from hpctrain.supervisor.monitors.node_drain_monitor import NodeDrainMonitor
+from hpctrain.supervisor.monitors.scale_up_monitor import ScaleUpMonitor
 from hpctrain.supervisor.policy.decide import (
     Action,
     Allocation,

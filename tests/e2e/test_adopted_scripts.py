@@ -116,6 +116,7 @@ def test_adopted_script(slurm, tmp_path, name, disturbance):
         assert events(run, "requeue"), run.describe()
     if disturbance == "hung":
         assert "hang" in failures
+        assert all(os.path.exists(event["log"]) for event in events(run, "failure"))
     if disturbance == "killed":
         # A launcher may only report that its rank has failed.
         assert failures & {"killed", "communication", "python"}

@@ -227,7 +227,7 @@ def test_script_under_srun_and_exec(slurm, tmp_path):
     script = [sys.executable, REPOSITORY / "examples" / "plain_ddp.py", "--save-every=100", "--max-steps=200"]
     env = {**slurm.env, "OMP_NUM_THREADS": "1"}
     result = run_command([*step, *script], env, cwd=tmp_path, timeout=200, check=False)
-    # exec has become the script, and torch may abort it at interpreter exit (see runtime/gloo_shutdown.py).
+    # exec has become the script, and torch may abort it at interpreter exit (see runtime/release_devices.py).
     aborted = "terminate called without an active exception" in result.stderr
     assert result.returncode == (134 if aborted else 0), result.stderr
     assert result.stdout.count("step 200: loss") == 1

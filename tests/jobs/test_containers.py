@@ -18,7 +18,7 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobspec.container import Container
 from hpctrain.slurm.site_facts import SiteConventions
-from hpctrain.supervisor.launch.task_command import containerize
+from hpctrain.supervisor.launch.container_command import containerize
 
 pytestmark = pytest.mark.ranks
 

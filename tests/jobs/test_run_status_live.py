@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.accounting_slurm import AccountingSandbox
 from helpers.commands import environment, run_command
-from helpers.waiting import deadline_in, wait_for
+from helpers.waiting import deadline_in, scaled, wait_for
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.backends.slurm import SlurmBackend
@@ -133,7 +133,7 @@ class Scenario:
     #: Slurm's final state, and a part of the words or the cause.
     word: str | None
     says: str = ""
-    script: str = "sleep 60"
+    script: str = "sleep 250"
     options: tuple[str, ...] = ()
 
 
@@ -195,9 +195,9 @@ def waits_in_vain(slurm: SlurmJobs, run: Run) -> Steps:
 
 
 START = "echo start ${SLURM_RESTART_COUNT:-0}\n"
-SECOND_ENDS = START + '[ -n "${SLURM_RESTART_COUNT:-}" ] || sleep 60\nfinish COMPLETED'
-#: Not before it was polled.
-ENDS = "sleep 1\nfinish COMPLETED"
+SECOND_ENDS = START + '[ -n "${SLURM_RESTART_COUNT:-}" ] || sleep 250\nfinish COMPLETED'
+#: Not before a status was checked.
+ENDS = "until [ -e checked ]; do sleep 0.1; done\nfinish COMPLETED"
 
 SCENARIOS = {
     "completed": Scenario(completed, "PENDING RUNNING COMPLETED", None, script=ENDS),
@@ -238,16 +238,19 @@ def test_every_state_is_correct_at_every_moment(cluster, tmp_path):
         runs[name] = cluster.submit(tmp_path / name, scenario.script, *options)
         waiting[name] = scenario.steps(cluster, runs[name])
         awaited[name] = next(waiting[name])
-    deadline = deadline_in(60)
+    begun = time.monotonic()
     last: dict[str, RunStatus] = {}
     checked: Counter[str] = Counter()
     states = JobStates(cluster.environ)
     while waiting or not all(checked[name] for name in SCENARIOS):
-        assert time.monotonic() < deadline, f"still waiting for {awaited}; seen {seen}; checked {checked}"
+        is_late = time.monotonic() - begun > scaled(60)
+        assert not is_late, f"still waiting for {awaited}; seen {seen}; checked {checked}"
         before, last = states, dict(zip(runs, query_statuses(list(runs.values())), strict=True))
         states = JobStates(cluster.environ)
         for name, status in last.items():
             checked[name] += check_status(status, before, states, runs[name])
+            if checked[name]:
+                (tmp_path / name / "checked").touch()
             if seen[name][-1:] != [status.state]:
                 seen[name].append(status.state)
             assert_on_path(seen[name], SCENARIOS[name].path, f"{name}: {status}")

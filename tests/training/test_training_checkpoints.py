@@ -314,14 +314,22 @@ def test_final_save_must_fit_into_the_grace_period(left_s, write_s, in_flight_s,
     assert plan_final_save(left_s, write_s, in_flight_s) is plan
 
 
-def test_remaining_grace_counts_from_the_signal():
-    flag = StopFlag()
+def test_remaining_grace_counts_from_the_signal(tmp_path):
+    flag, run = StopFlag(), RunDir(tmp_path)
     grace = read_stop_grace({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120,requeue=300"})
-    assert seconds_until_kill(flag, grace) == math.inf
+    assert seconds_until_kill(flag, grace, None) == math.inf
     flag.record(15, None)
-    assert 29 < seconds_until_kill(flag, grace) <= 30
-    assert 299 < seconds_until_kill(flag, grace, for_requeue=True) <= 300
-    assert seconds_until_kill(flag, read_stop_grace({})) == math.inf
+    assert 29 < seconds_until_kill(flag, grace, None) <= 30
+    assert 299 < seconds_until_kill(flag, grace, "requeue") <= 300
+    assert seconds_until_kill(flag, read_stop_grace({}), None) == math.inf
+    # Slurm ends a cancelled job after KillWait. Early stopping leaves its own reason.
+    for reason, key in ((None, None), ("", "cancel"), ("worse than the others", None)):
+        if reason is not None:
+            run.cancel_request.write_text(reason)
+        assert run.grace_key(0) == key
+    for text, left_s in (("SIGTERM=30", 30), ("SIGTERM=30,cancel=5", 5)):
+        grace = read_stop_grace({"HPCTRAIN_STOP_GRACE": text})
+        assert left_s - 1 < seconds_until_kill(flag, grace, "cancel") <= left_s
     with pytest.raises(UserError, match="HPCTRAIN_STOP_GRACE is 'soon'"):
         read_stop_grace({"HPCTRAIN_STOP_GRACE": "soon"})
 

@@ -21,8 +21,8 @@ from hpctrain.jobspec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import loaded_modules
+from hpctrain.slurm.parsing import format_time_limit
 
 _SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
 #: Seconds: ranks may take a minute to start; with less time they may not reach a first checkpoint.

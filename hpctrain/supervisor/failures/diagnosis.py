@@ -329,7 +329,7 @@ class FailureAnalyzer:
     ) -> AttemptEnd:
         """Record a failure; by default, with the log of the rank."""
         if log_path is None and rank >= 0:
-            log_path = str(self.run.rank_log(attempt, rank))
+            log_path = str(self.run.rank_log(attempt, 0 if self.spec.program == "batch" else rank))
         facts = {"rank": rank, "host": host, "cause": cause, "log": log_path, **fields, "class": kind}
         self.run.log_event("failure", attempt, **facts)
         hint = f" (log: {log_path})" if log_path else ""

@@ -39,7 +39,8 @@ class ObservedGroups:
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[int, _Group] = {}
         self._num_members = 0
-        self._has_ranks_outside_steps = False
+        #: True if no srun has started some ranks.
+        self.has_ranks_outside_steps = False
         #: Times of the newest launch of a group, and of the end of the last rank, in seconds since the epoch.
         self._launched_at = self._left_at = 0.0
         self._stop_signal: signal.Signals | None = None
@@ -48,7 +49,7 @@ class ObservedGroups:
     def join(self, introduction: Mapping[str, Any]) -> int:
         """Add a process to its group, and return its key."""
         name, rank, host = str(introduction["group"]), int(introduction["rank"]), str(introduction["host"])
-        self._has_ranks_outside_steps |= not introduction["in_step"]
+        self.has_ranks_outside_steps |= not introduction["in_step"]
         group = self._groups.get(name)
         if group is None or (not group.ranks and rank in group.hosts):
             hosts: dict[int, str] = {}
@@ -95,10 +96,6 @@ class ObservedGroups:
 
     def has_ranks(self) -> bool:
         return bool(self._group_of)
-
-    def has_ranks_outside_steps(self) -> bool:
-        """Return true if no srun has started some ranks."""
-        return self._has_ranks_outside_steps
 
     def survived_until(self) -> float:
         """Return the time until which the script survived failures of ranks, in seconds since the epoch.
