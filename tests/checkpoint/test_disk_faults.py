@@ -98,23 +98,7 @@ def test_disk_that_hangs_fails_saves_and_recovers(tmp_path, call):
     assert [path.name for path in (tmp_path / "checkpoints").glob(".*")] == []
 
 
-def test_read_only_folder_fails_the_save(tmp_path):
-    folder = tmp_path / "checkpoints"
-    store = CheckpointStore(folder)
-    store.save(1, SMALL, {})
-    mount("--bind", folder, folder)
-    try:
-        mount("-o", "remount,ro,bind", folder)
-        with pytest.raises(CheckpointError, match="Read-only file system"):
-            store.save(2, SMALL, {})
-        assert store.load_newest()[0].step == 1
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-    store.save(3, SMALL, {})
-    assert steps(folder) == [1, 3]
-
-
-def test_corrupt_checkpoint_in_read_only_folder_is_an_error(tmp_path):
+def test_read_only_folder_fails_saves_and_the_load_of_a_corrupt_checkpoint(tmp_path):
     folder = tmp_path / "checkpoints"
     store = CheckpointStore(folder)
     store.save(1, SMALL, {})
@@ -122,6 +106,8 @@ def test_corrupt_checkpoint_in_read_only_folder_is_an_error(tmp_path):
     mount("--bind", folder, folder)
     try:
         mount("-o", "remount,ro,bind", folder)
+        with pytest.raises(CheckpointError, match="Read-only file system"):
+            store.save(3, SMALL, {})
         with pytest.raises(
             CheckpointError, match=r"state\.json is 2 bytes long.*cannot be renamed.*Read-only"
         ):

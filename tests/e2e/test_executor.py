@@ -14,9 +14,8 @@ from executor_functions import Count
 from helpers.commands import environment, run_command
 from helpers.processes import assert_no_process_left
 from helpers.waiting import wait_for
-from submitit.core.utils import FailedJobError
 
-from hpctrain import Executor, RunFailed
+from hpctrain import Executor
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.executor import Job
 from hpctrain.jobs.runs.run import list_runs
@@ -69,28 +68,6 @@ def test_every_rank_has_a_result_and_the_process_group(executor, backend):
     assert job.task(1).stdout().count("rank 1 says hello") == 1
     assert [job.stdout().count(f"rank {rank} says hello") for rank in range(2)] == [1, 1]
     assert job.run.status().backend == backend
-
-
-@pytest.mark.long
-@SLURM
-def test_exception_is_raised_once_with_rank_host_and_log(executor):
-    executor.update_parameters(ntasks_per_node=2)
-    job = executor.submit(executor_functions.fail_on, 3)
-    error = job.exception()
-    assert isinstance(error, FailedJobError)
-    assert isinstance(error, RunFailed)
-    host = next(
-        event["hosts"][1] for event in read_json_lines(job.run.dir.events) if event["kind"] == "started"
-    )
-    assert (error.rank, error.host, error.log) == (3, host, str(job.run.dir.rank_log(0, 3)))
-    assert f"rank 3 on {host}: ValueError: no such thing. Log: {error.log}\n" in str(error)
-    assert "executor_functions.py" in str(error)
-    assert "worker.py" not in str(error)
-    assert isinstance(error.__cause__, ValueError)
-    with pytest.raises(FailedJobError, match=r"rank 3.*no such thing"):
-        job.task(0).result()
-    assert job.state == "FAILED"
-    assert job.run.dir.attempts() == [0]
 
 
 @pytest.mark.long
