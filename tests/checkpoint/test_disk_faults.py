@@ -63,7 +63,9 @@ def test_save_on_full_disk_fails_and_leaves_no_files(small_disk, background):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["mkdir", "fsync", "rename"])
+@pytest.mark.parametrize(
+    "call", ["fsync", *(pytest.param(name, marks=pytest.mark.extended) for name in ("mkdir", "rename"))]
+)
 def test_disk_that_hangs_fails_saves_and_recovers(tmp_path, call):
     """Each such call takes four seconds; a save is reported as failed before it returns."""
 
