@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Generic
 
-from hpctrain.files import Record, decode_line, file_size, open_regular
+from hpctrain.files import Record, decode_line, open_regular
 from hpctrain.rundir import RunDir
 
 _BLOCK_BYTES = 64 * 1024
@@ -123,10 +123,12 @@ def output_range(run: RunDir, attempt: int) -> tuple[int, int | None]:
     All attempts of a batch script may write to one file, to which their logs are links.
     """
     log = run.rank_log(attempt, 0)
-    if not log.is_symlink():
+    if not (log.is_symlink() and log.exists()):
         return 0, None
-    # Before the search for a later attempt, which has not started to write then.
-    end = file_size(log)
+    # Before the search for a later attempt, which has not started to write then. On NFS, `stat` may return an
+    # outdated length.
+    with open_regular(log) as file:
+        end = file.seek(0, os.SEEK_END)
     for later in run.attempts():
         if later > attempt and os.path.realpath(run.rank_log(later, 0)) == os.path.realpath(log):
             end = min(end, _length_before(run, later))

@@ -202,7 +202,7 @@ class WorkerGroup:
             message = (
                 "not starting standby workers: the script sets environment variables that imports may read "
             )
-            log.info(message + "(%s). Set them with --env instead", ", ".join(changed))
+            log.info(message + "(%s). Set them with --env instead", ", ".join(sorted(changed)))
             return
         # The file system may hang, but this thread must keep receiving from the ranks.
         system.Thread(target=self._start_standby, args=(monitor, modules), daemon=True).start()
