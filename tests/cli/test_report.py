@@ -75,12 +75,6 @@ def test_bad_arguments_are_refused(hpctrain, run, args, message):
     assert message in result.stderr
 
 
-def test_several_runs_are_compared(hpctrain, run, tmp_path):
-    assert hpctrain("report", "digits", "digits", "-o", "both.html").returncode == 0
-    assert "Comparison of 2 runs" in (tmp_path / "both.html").read_text()
-    assert len(json.loads(hpctrain("report", "digits", "digits", "--json").stdout)) == 2
-
-
 @pytest.mark.ranks
 def test_report_of_an_array_compares_its_tasks(hpctrain, tmp_path):
     submitted = hpctrain("submit", "--backend", "local", "--array", "0-1", "--run-dir", "a", "train.py")

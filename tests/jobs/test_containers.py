@@ -147,14 +147,6 @@ def test_ranks_run_in_fake_apptainer_under_slurm(project, slurm):
     assert [project.check(run, 0, rank)["SLURM_PROCID"] for rank in (0, 1)] == ["0", "1"]
 
 
-@pytest.mark.long
-def test_torchrun_agents_in_fake_apptainer(project):
-    run = project.submit({}, "none", backend="local", ntasks_per_node=2, launcher="torchrun")
-    run.wait(timeout=120)
-    for rank in (0, 1):
-        assert "TORCHELASTIC_RUN_ID" in project.check(run, 0, rank)
-
-
 def test_missing_runtime_on_the_path_of_the_job_is_reported(project):
     run = project.submit({}, "none", backend="local", setup=["export PATH=/usr/bin:/bin"])
     with pytest.raises(RunFailed, match=r"Neither apptainer nor singularity is on the PATH.*--module"):

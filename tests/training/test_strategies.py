@@ -116,6 +116,7 @@ def test_twelve_steps_of_both_kinds_of_modules_are_those_of_one_process(tmp_path
         assert result["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12), name
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightning_module_is_refused_with_strategies_that_compute_elsewhere(tmp_path):

@@ -167,13 +167,6 @@ def test_metric_dependent_schedule_is_refused_with_an_alternative():
         fit(module)
 
 
-@pytest.mark.parametrize("data", [(), (x for x in ())])
-def test_datasets_without_samples_or_length_are_refused(data):
-    trainer = hpctrain.Trainer(max_steps=1)
-    with pytest.raises(hpctrain.UserError, match="train_dataset"):
-        trainer.fit(Tiny(), data)
-
-
 def test_run_with_special_files_as_records_does_not_start(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(hpctrain.UserError, match=r"events.jsonl is not a regular file"):
