@@ -197,9 +197,10 @@ def _cause(record: RunRecord, explanation: str) -> tuple[str, str | None]:
     causes = [event.cause for event in (finished, failure) if event is not None]
     cause = next(filter(None, [*causes, explanation]), "the run recorded no cause")
     log = failure.log if failure is not None else None
-    if log is None:
-        path = record.run.slurm_log if finished is None else record.run.supervisor_log
-        log = str(path) if path.exists() else None
+    if log is None and finished is not None:
+        log = str(record.run.supervisor_log)
+    elif log is None and (record.started is not None or record.run.slurm_log.exists()):
+        log = str(record.run.slurm_log)
     return cause, log
 
 
