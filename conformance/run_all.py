@@ -4,7 +4,7 @@
 
 NAME selects suites, whose results replace their earlier ones. --page only writes the page. Downloads are kept
 in ~/.cache/hpctrain-conformance. CONFORMANCE_SOURCES is a folder with checkouts of the repositories that the
-package index does not have. Two suites run at once. Ctrl-C in a suite's pytest keeps the results so far.
+package index does not have. Two suites run at once.
 """
 
 from __future__ import annotations
@@ -62,18 +62,20 @@ def main() -> None:
         parser.error(f"There is no suite {min(unknown)!r} in suites.yaml.")
     path = DOCS / "conformance.json"
     chosen = [suite for suite in suites if not options.names or suite["name"] in options.names]
-    with ThreadPoolExecutor(2) as executor:
+    executor = ThreadPoolExecutor(2)
+    try:
         runs = {executor.submit(run, suite): suite for suite in chosen if not options.page}
         for future in as_completed(runs):
-            suite = runs[future]
             try:
                 found = future.result()
             except MissingSource as error:
-                print(f"\n{suite['title']}: skipped: {error}", flush=True)
+                print(f"\n{runs[future]['title']}: skipped: {error}", flush=True)
                 continue
             record = json.loads(path.read_text()) if path.exists() else {}
-            record[suite["name"]] = found
+            record[runs[future]["name"]] = found
             path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    finally:
+        executor.shutdown(cancel_futures=True)
     record = json.loads(path.read_text()) if path.exists() else {}
     run_before = [suite for suite in suites if suite["name"] in record]
     (DOCS / "conformance.md").write_text(write_page(run_before, record))

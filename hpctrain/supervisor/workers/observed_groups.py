@@ -41,7 +41,7 @@ class ObservedGroups:
         self._num_members = 0
         #: True if no srun has started some ranks.
         self.has_ranks_outside_steps = False
-        #: Times of the newest launch of a group, and of the end of the last rank, in seconds since the epoch.
+        #: Times of the newest launch after the first, and of the end of the last rank, since the epoch.
         self._launched_at = self._left_at = 0.0
         self._stop_signal: signal.Signals | None = None
         self._asked: set[int] = set()
@@ -59,8 +59,9 @@ class ObservedGroups:
                 lambda rank: hosts.get(rank, "an unknown host"),
                 int(introduction["world_size"]),
             )
+            if self._groups:
+                self._launched_at = system.time()
             group = self._groups[name] = _Group(monitor, hosts, members)
-            self._launched_at = system.time()
         key, self._num_members = self._num_members, self._num_members + 1
         for stale in [member for member, its_rank in group.ranks.items() if its_rank == rank]:
             del group.ranks[stale], self._group_of[stale]
@@ -98,7 +99,7 @@ class ObservedGroups:
         return bool(self._group_of)
 
     def survived_until(self) -> float:
-        """Return the time until which the script survived failures of ranks, in seconds since the epoch.
+        """Return the time until which the script survived failures of ranks; 0 if it survived none.
 
         It survived a failure if it started other ranks, or ran for a while without any.
         """

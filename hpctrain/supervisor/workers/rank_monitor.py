@@ -95,7 +95,7 @@ class RankMonitor:
             self._probe.written.add(rank)
 
     def on_disconnect(self, rank: int) -> None:
-        self._hang_detector.remove_rank(rank)
+        self._hang_detector.ranks.pop(rank, None)
         self._empty_since = None if self._hang_detector.ranks else system.monotonic()
 
     @property
