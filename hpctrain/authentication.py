@@ -59,10 +59,7 @@ def unseal(key: bytes, sealed: bytes, *context: object) -> bytes:
 
 
 class Signed:
-    """One direction of a connection: JSON lines, each with a code over content and line number.
-
-    The receiver detects lines that were changed, dropped, repeated or sent back.
-    """
+    """One direction of a connection: JSON lines, each with a code over its content and its number."""
 
     def __init__(self, key: bytes, *purpose: object) -> None:
         self._key, self._count = code(key, *purpose), 0

@@ -17,10 +17,7 @@ T = TypeVar("T")
 
 @dataclass
 class Registry(Generic[T]):
-    """Subclasses of a class, by name.
-
-    Classes registered by a script have the highest precedence, followed by other packages and hpctrain.
-    """
+    """Subclasses of a class by name; those of a script replace those of other packages and of hpctrain."""
 
     setting: str
     """The setting for the name, for messages."""

@@ -135,10 +135,7 @@ def fsync_path(path: Path) -> None:
 
 
 def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Others may have write access to a run folder: a FIFO would block its reader, and a device may be endless.
-    """
+    """Open a regular file for reading: another user's FIFO would block, and a device may be endless."""
     no_follow = 0 if follow_links else os.O_NOFOLLOW
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | no_follow
     # The file owns the descriptor from the start, because Ctrl-C may interrupt any line.
@@ -245,10 +242,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_lines(
     path: Path, decode: Callable[[bytes], Record], *, follow_links: bool = True
 ) -> Iterator[Record]:
-    """Yield the records of a file with one record per line. Damaged lines are skipped with a warning.
-
-    A missing file yields no records.
-    """
+    """Yield the records of a file, none if it is missing; damaged lines are skipped with a warning."""
     try:
         file = open_regular(path, follow_links=follow_links)
     except FileNotFoundError:
@@ -263,10 +257,7 @@ def read_lines(
 
 
 def read_new_lines(path: Path, offset: int) -> tuple[bytes, int]:
-    """Return the complete lines after `offset`, at most 1 MiB, and the offset of their end.
-
-    If the file was replaced by a shorter one, all lines are new.
-    """
+    """Return complete lines after `offset`, at most 1 MiB, and their end; all of a replaced, shorter file."""
     with open_regular(path) as file:
         begin = offset if offset <= file.seek(0, os.SEEK_END) else 0
         file.seek(begin)
@@ -278,10 +269,7 @@ def read_new_lines(path: Path, offset: int) -> tuple[bytes, int]:
 def decode_line(
     line: bytes, path: Path, decode: Callable[[bytes], Record], *, ended: bool | None = None
 ) -> Record | None:
-    """Return the record in a line; None if the line is damaged, with one warning per file.
-
-    A last line without a line end may still be incomplete, so it causes no warning.
-    """
+    """Return the record in a line; None if it is damaged, with one warning per file, or incomplete."""
     try:
         return decode(line)
     except ValueError:
@@ -299,11 +287,7 @@ def warn_once(text: str) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """Acquire the lock file at `path`; return None if another process holds it.
-
-    The lock is held while the returned file descriptor is open in this process or in a child that inherited
-    it. It is therefore released on any exit of the holder.
-    """
+    """Acquire a lock file until the descriptor, also in children, is closed; None if it is held."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE)
     # The file is private, because any process that can read it could lock it (flock(2)).
     if stat.S_IMODE(os.fstat(fd).st_mode) != _PRIVATE:

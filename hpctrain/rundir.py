@@ -34,6 +34,8 @@ ATTEMPT_VARIABLE = "HPCTRAIN_ATTEMPT"
 STOP_GRACE_VARIABLE = "HPCTRAIN_STOP_GRACE"
 #: Key in that variable for a requeue requested by the user, with any signal.
 REQUEUE_GRACE_KEY = "requeue"
+#: Key for a cancellation by the user.
+CANCEL_GRACE_KEY = "cancel"
 #: Mean time between two interruptions of a node, in seconds, as estimated by the site.
 NODE_MTBF_VARIABLE = "HPCTRAIN_NODE_MTBF_S"
 #: Pattern of the files that a script without the `Trainer` saves as checkpoints.
@@ -279,12 +281,24 @@ class RunDir:
         """Reserve the number of a new profile by creating its folder."""
         return self._reserve(len(self.storage.names(self.path / "profiles")), self.profile)
 
+    def request_requeue(self, attempt: int) -> None:
+        """Announce a requeue: preemptions send the same signal, after which the ranks expect to be killed."""
+        with suppress(OSError):
+            write_atomic(self.requeue_request, f"{attempt}\n", durable=False)
+
     def is_asked_to_requeue(self, attempt: int) -> bool:
         """True if the user requested a requeue of this attempt, so the end of the job is not imminent."""
         try:
             return read_regular(self.requeue_request) == f"{attempt}\n".encode()
         except OSError:
             return False
+
+    def grace_key(self, attempt: int) -> str | None:
+        """Return the key of the grace time after the user's request to stop; None without a request."""
+        if self.is_asked_to_requeue(attempt):
+            return REQUEUE_GRACE_KEY
+        is_cancelled = self.cancel_request.exists() and self.early_stop_reason() is None
+        return CANCEL_GRACE_KEY if is_cancelled else None
 
     def leases(self) -> list[int]:
         return _numbered(self.path / "lease", _LEASE)
@@ -359,10 +373,7 @@ class RunDir:
 
 
 def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> str | None:
-    """Return the folder for the output of training: the script's choice, otherwise the run folder.
-
-    A verification must not write to the folder that the script chose: it belongs to the verified run.
-    """
+    """Return the folder that the script chose, unless the run is verified in another, or the run folder."""
     run_folder = environ.get(RUN_DIR_VARIABLE)
     return run_folder if VERIFY_STEPS_VARIABLE in environ or not run_dir else os.fspath(run_dir)
 
@@ -383,10 +394,7 @@ def list_checkpoint_steps(folder: Path) -> list[int]:
 
 
 def rank_steps(scores: Mapping[int, float | None], mode: str) -> list[int]:
-    """Return the steps with a score, best first. None and NaN never count.
-
-    Of equal scores, the newer one is better, because it was trained longer.
-    """
+    """Return the steps with a score, best first, newer ones first if equal. None and NaN never count."""
     valid = {step: score for step, score in scores.items() if score is not None and not math.isnan(score)}
     sign = -1 if mode == "max" else 1
     return sorted(valid, key=lambda step: (sign * valid[step], -step))

@@ -1,4 +1,4 @@
-"""Import parts of torch that are private, or have different names in some versions. No other module does.
+"""Import parts of torch that are private, or have different names in some versions, for several modules.
 
 `tests/test_torch_compat.py` checks them against the installed version.
 """

@@ -16,7 +16,7 @@ import grimp
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hpctrain"
 
-MAX_MODULES = 20
+MAX_MODULES = 22
 #: Code that `tests/simulation` runs in virtual time.
 SIMULATED = ("supervisor", "records", "slurm")
 

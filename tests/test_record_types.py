@@ -142,7 +142,13 @@ def test_run_of_an_earlier_version_is_read_and_resumed(tmp_path):
     (checkpoint,) = json.loads(hpctrain("checkpoints", "runs/a", "--verify", "--json"))
     assert (checkpoint["step"], checkpoint["problems"]) == (6, [])
 
-    options = ("--backend=local", "--ntasks-per-node=2", "--run-dir=runs/a", "--follow")
+    options = (
+        "--backend=local",
+        "--ntasks-per-node=2",
+        "--run-dir=runs/a",
+        "--follow",
+        "--standby-workers=never",
+    )
     hpctrain("submit", *options, "train.py")
     status = json.loads(hpctrain("status", "runs/a", "--json"))
     assert (status["state"], status["step"], status["attempt"]) == ("COMPLETED", 8, 2)

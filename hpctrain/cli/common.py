@@ -155,10 +155,7 @@ def echo_table(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str]
 
 
 def json_text(document: Any, default: Callable[[Any], object] | None = None) -> str:
-    """Return a JSON document. Numbers that JSON does not support become strings, such as `"NaN"`.
-
-    `default` converts values that JSON does not support.
-    """
+    """Return a JSON document; numbers that JSON does not support become strings, such as `"NaN"`."""
     return json.dumps(json.loads(json.dumps(document, default=default), parse_constant=str), indent=2)
 
 

@@ -90,6 +90,10 @@ def _print_logs(run: Run, log_filter: LogFilter) -> None:
         for text in chain(logs.read_past(), logs.read_rest()):
             echo_log(text, nl=False)
             has_output = True
+        paths = run.dir.slurm_log, run.dir.rank_log(attempt, 0)
+        errors, output = map(os.path.realpath, paths)
+        if run.dir.batch_script.exists() and errors != output:
+            click.echo(f"The script writes its errors to {errors} (--error).", err=True)
     if has_output:
         return
     status = run.status()
@@ -134,6 +138,8 @@ def _print_errors(run: Run, log_filter: LogFilter) -> None:
         _show_job_log(status)
         if lines := crashed_log_tail(run.dir, status.attempt or 0):
             echo_log("\n".join(lines))
+    elif status.note:
+        echo_log(f"{label}note: {status.note}")
 
 
 def _show_job_log(status: RunStatus, *, err: bool = False) -> None:
@@ -145,11 +151,7 @@ def _show_job_log(status: RunStatus, *, err: bool = False) -> None:
 
 
 def stream_run(run: Run, shown: LogFilter = _RANK_0, *, whole: bool, text_to_stderr: bool = False) -> None:
-    """Stream the log to stdout and events to stderr, then print the result of the run.
-
-    Exits with the code of the run's result. For another machine (`--on`), the output consists of records
-    (see `LogStream`), and continues at the position that stdin names.
-    """
+    """Stream the log to stdout and events to stderr, and exit with the code of the run's result."""
     status, explained = None, False
     handle = run_reference(str(run.dir.path))
     detached = (

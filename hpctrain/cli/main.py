@@ -36,7 +36,6 @@ _MODULES = {
     **dict.fromkeys(("env", "exec", "profile"), "rank_commands"),
     "list": "status",
     "attach": "shell",
-    "serve": "report",
 }
 
 #: Commands that run on this machine, and use the cluster themselves.
@@ -142,7 +141,7 @@ def init_command(file: Path) -> None:
 
     An existing file is never overwritten.
     """
-    from hpctrain.jobs.options.config_template import config_template
+    from hpctrain.jobs.options.config_files import config_template
 
     try:
         with open(file, "x", encoding="utf-8") as new:

@@ -113,12 +113,7 @@ def _follow(login_node: LoginNode, args: Sequence[str], interrupted: str) -> int
 
 
 class LogStream:
-    """Output of a command that follows a run, continued after a lost connection.
-
-    The cluster sends each piece of text as one record, with its position in the logs. A piece is shown only
-    when its record is complete, and a new connection continues after the last record: no line is lost or
-    repeated.
-    """
+    """Output of a command that follows a run: records with positions, of which none is lost or repeated."""
 
     def __init__(self, login_node: LoginNode) -> None:
         self._login_node, self._last_notice = login_node, ""

@@ -22,7 +22,7 @@ from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.slurm.sbatch_options import BATCH_KEYS, SBATCH_FLAGS, SBATCH_OPTIONS
 from hpctrain.text import is_finite
 
@@ -104,9 +104,12 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
             record = next(read_last_records(RunDir(Path(status.run_dir)).metrics, StepRecord), None)
             total = f" of {record.last_step}" if record is not None and record.last_step else ""
             step = "" if status.step is None else f" (step {status.step}{total})"
+            is_batch = RunDir(Path(status.run_dir)).batch_script.exists()
+            remedy = "To train longer, increase max_steps or max_epochs and submit the script"
+            remedy = "To run the script again, submit it" if is_batch else remedy
             raise SpecError(
-                f"Run {status.run_id} is complete{step}. To train longer, increase max_steps or max_epochs "
-                f"and submit the script with --run-dir {short_path(status.run_dir)}."
+                f"Run {status.run_id} is complete{step}. {remedy} with --run-dir "
+                f"{short_path(status.run_dir)}."
             )
 
 
@@ -198,10 +201,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def repeated_options(spec: Mapping[str, Any], *, started: bool = True) -> dict[str, Any]:
-    """Return the options of a submission whose values differ from the defaults, by name.
-
-    For a run that has started, options that delay the start are omitted.
-    """
+    """Return the options that differ from the defaults; if started, without those that delay the start."""
     values = {}
     for name, value in _values(spec, started=started).items():
         option = all_options()[name]
@@ -228,7 +228,7 @@ def _values(spec: Mapping[str, Any], *, started: bool) -> dict[str, Any]:
         "nodes": f"{min_nodes}:{nodes}" if min_nodes and min_nodes != nodes else str(nodes),
         "gpus_per_node": f"{gpu_type}:{gpus}" if gpus and gpu_type else gpus,
         "ntasks_per_node": tasks if tasks != (gpus or 1) else None,
-        **{name: spec.get(name) for name in ("array", "template", "backend", "name", "env")},
+        **{name: spec.get(name) for name in ("array", "template", "backend", "name", "env", "checkpoints")},
         "time": format_time_limit(limit)
         if limit is not None or limit_s == math.inf
         else directives.get("time"),

@@ -62,10 +62,7 @@ def command(ctx: click.Context, folder: str | None, python: str | None) -> None:
 
 
 def _install(login_node: LoginNode, python: str) -> None:
-    """Build a wheel here, and install it on the cluster with pip, whose output is shown.
-
-    It is installed for the Python that the user named, otherwise into an environment of its own.
-    """
+    """Install a wheel of this version on the cluster, by default into an environment of its own."""
     source = _source()
     with tempfile.TemporaryDirectory(prefix="hpctrain-") as folder:
         pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source]

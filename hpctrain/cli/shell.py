@@ -96,7 +96,8 @@ def command(
 
 def _become_shell(spec: JobSpec, argv: Sequence[str], script: str) -> None:
     # Imported here because the package of the supervisor is slow to import.
-    from hpctrain.supervisor.launch.task_command import containerize, prefixed, restore_names_command
+    from hpctrain.supervisor.launch.container_command import containerize
+    from hpctrain.supervisor.launch.task_command import prefixed, restore_names_command
 
     default = "bash" if spec.container else os.environ.get("SHELL", "bash")
     inner = restore_names_command([*argv] or [default], spec.env)
@@ -147,7 +148,8 @@ def attach_command(run: Run, rank: int, program: tuple[str, ...]) -> None:
     from hpctrain.jobs.runs.run import require_running_ranks
     from hpctrain.jobspec.load_spec import load_spec
     from hpctrain.slurm.environment import strip_job_env
-    from hpctrain.supervisor.launch.task_command import containerize, module_command
+    from hpctrain.supervisor.launch.container_command import containerize
+    from hpctrain.supervisor.launch.task_command import module_command
 
     status, started = require_running_ranks(run, [rank], option="--rank", done="attached to")
     spec = load_spec(run.dir.spec)

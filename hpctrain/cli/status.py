@@ -105,12 +105,15 @@ def _describe_restarts(run: RunDir) -> str | None:
 
 
 def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
+    from hpctrain.jobs.runs.run_status import checkpoint_pattern
     from hpctrain.records.checkpoint_health import starts_over
 
     if status.checkpoint:
         return short_path(status.checkpoint)
     is_batch = (run.array or run).batch_script.exists()
     if is_batch and status.attempt is not None and status.state != "COMPLETED":
+        if (pattern := checkpoint_pattern(run)) is not None:
+            return f"none: no file matches {short_path(pattern)} (--checkpoints) yet"
         return "none: a restart starts over, unless --checkpoints names the files that the script saves"
     if status.attempt and starts_over(run):
         return (

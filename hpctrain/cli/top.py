@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.common import complete_runs, echo_json, json_option, open_run, runs_dir_option
-from hpctrain.cli.report import QUERY_INTERVAL_S, hparams_text
+from hpctrain.cli.serve import QUERY_INTERVAL_S, hparams_text
 from hpctrain.errors import UserError
 from hpctrain.rundir import RunDir
 from hpctrain.text import NOTHING, format_count, format_duration, format_number, pluralize

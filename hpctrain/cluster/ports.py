@@ -6,6 +6,7 @@ import contextlib
 import resource
 import socket
 import zlib
+from typing import Any
 
 from hpctrain.errors import HpctrainError
 
@@ -34,6 +35,17 @@ def bind_socket(number: int = 0, *, local_only: bool = False) -> socket.socket:
         sock.bind((address, number))
         on_error.pop_all()
     return sock
+
+
+def store_options(listener: int | None, torch_version: str) -> dict[str, Any]:
+    """Return the arguments of a `TCPStore` that serves a listening socket, if any."""
+    return {
+        "is_master": listener is not None,
+        "master_listen_fd": listener,
+        "wait_for_workers": False,
+        # That of torch 2.6 would not accept the socket.
+        "use_libuv": not torch_version.startswith("2.6."),
+    }
 
 
 def raise_fd_limit(number: int) -> None:

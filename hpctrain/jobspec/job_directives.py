@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.parsing import format_time_limit
 
 
 def job_directives(spec: JobSpec) -> dict[str, str]:

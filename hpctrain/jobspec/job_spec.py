@@ -20,7 +20,7 @@ from hpctrain.jobspec.restart_policy import RestartPolicy
 from hpctrain.jobspec.shell_setup import ShellSetup
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.slurm.srun_args import check_srun_args
+from hpctrain.slurm.sbatch_options import check_srun_args
 
 BackendName = Literal["slurm", "local"]
 GpuRequestStyle = Literal["gres", "gpus-per-node"]

@@ -133,10 +133,7 @@ def is_peer_lost(message: str, classes: Collection[str]) -> bool:
 
 
 def fold(traceback: str) -> str:
-    """Replace each series of frames of hpctrain and torch with one line.
-
-    A traceback without other frames is returned unchanged.
-    """
+    """Replace each series of frames of hpctrain and torch with one line, unless there are no others."""
     lines: list[str] = []
     folded, inside, has_own = 0, False, False
     for line in traceback.splitlines():

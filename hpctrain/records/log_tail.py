@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Generic
 
 from hpctrain.files import Record, decode_line, open_regular
+from hpctrain.rundir import RunDir
 
 _BLOCK_BYTES = 64 * 1024
 #: Limit of a backward search: otherwise, a file without a matching record would be read completely.
@@ -116,11 +117,41 @@ def read_last_records(
             yield record
 
 
-def read_last_lines(path: Path, number: int, *, follow_links: bool = True) -> list[str]:
-    """Return the last lines of a text file, reading only the end; empty without a file."""
+def output_range(run: RunDir, attempt: int) -> tuple[int, int | None]:
+    """Return the positions between which a log contains the output of an attempt; None if there is no end.
+
+    All attempts of a batch script may write to one file, to which their logs are links.
+    """
+    log = run.rank_log(attempt, 0)
+    if not (log.is_symlink() and log.exists()):
+        return 0, None
+    # Before the search for a later attempt, which has not started to write then. On NFS, `stat` may return an
+    # outdated length.
+    with open_regular(log) as file:
+        end = file.seek(0, os.SEEK_END)
+    for later in run.attempts():
+        if later > attempt and os.path.realpath(run.rank_log(later, 0)) == os.path.realpath(log):
+            end = min(end, _length_before(run, later))
+            break
+    return _length_before(run, attempt), end
+
+
+def _length_before(run: RunDir, attempt: int) -> int:
+    from hpctrain.record_types import LogLength
+
+    notes = RecordTail(run.log_index(attempt, 0), LogLength).read_in_parts()
+    return next((note.num_bytes for note in notes), 0)
+
+
+def read_last_lines(
+    path: Path, number: int, *, follow_links: bool = True, within: tuple[int, int | None] = (0, None)
+) -> list[str]:
+    """Return the last lines of a text file, or of a range of it; empty without a file."""
     try:
         with open_regular(path, follow_links=follow_links) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-number:]
+            begin, end = within
+            end = file.seek(0, os.SEEK_END) if end is None else end
+            file.seek(max(begin, end - _BLOCK_BYTES))
+            return file.read(max(0, end - file.tell())).decode(errors="replace").splitlines()[-number:]
     except (OSError, ValueError):  # A path with a NUL is a ValueError.
         return []

@@ -70,10 +70,7 @@ class LoginNode:
         """Folder of the project on the cluster, absolute or relative to the home folder."""
 
     def remember(self) -> None:
-        """Record the folder and Python for later commands.
-
-        If another project has taken the default folder in the meantime, choose another folder.
-        """
+        """Record the folder, or another one if a project has taken it in the meantime, and the Python."""
         make_folder(self._path.parent, private=True)
         path, deadline = self._path.with_suffix(".lock"), time.monotonic() + _LOCK_LIMIT_S
         while (lock := try_lock(path)) is None:
@@ -154,10 +151,7 @@ def shell_path(path: str) -> str:
 
 
 def collect_facts(login_node: LoginNode) -> dict[str, str]:
-    """Collect facts on the cluster, creating the folder of the project if it is missing.
-
-    An empty string means that the item is missing.
-    """
+    """Create the folder of the project, and collect facts; an empty string means a missing item."""
     script = _FACTS_SCRIPT % (shell_path(login_node.folder), _SPARE_BYTES, login_node.choose_python())
     result = login_node.connection.run("; ".join(script.strip().splitlines()))
     facts = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.io import messages
 from hpctrain.cluster import Ranks
 from hpctrain.cluster.addresses import gloo_variables, own_address
 from hpctrain.errors import RendezvousError
-from hpctrain.runtime.gloo_shutdown import shut_down_process_group
+from hpctrain.runtime.release_devices import shut_down_process_group
 from hpctrain.runtime.rendezvous import assign_device, choose_device, connect_store
 from hpctrain.slurm.environment import apply_env_defaults
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
@@ -78,10 +78,7 @@ class DistributedContext:
 def init_distributed(
     ranks: Ranks, environ: MutableMapping[str, str], *, use_gpus: bool = True
 ) -> DistributedContext:
-    """Collective. Form the process group with NCCL if there are GPUs, otherwise with gloo.
-
-    A process group already created by the script is used unchanged.
-    """
+    """Collective. Form the process group, with NCCL on GPUs, unless the script has formed one."""
     startup_times.end(StartupPart.IMPORTS)
     if ranks.world_size == 1:
         return DistributedContext(ranks, choose_device(ranks, environ, use_gpus=use_gpus), None)

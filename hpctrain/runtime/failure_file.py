@@ -102,10 +102,7 @@ def _describe_earlier_output(error: BaseException, environ: Mapping[str, str]) -
 
 
 def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[str, str]) -> None:
-    """Print the traceback of `error`, and write the failure file at `path`. Never raises an exception.
-
-    A rank that only lost its connection to another rank prints one line with the cause instead.
-    """
+    """Print the traceback, or only the cause if a peer was lost, and write the failure file. Never raises."""
     with no_death_handler():
         error = name_killed_worker(error)
         record = _record(error, environ)
@@ -122,10 +119,7 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
 def write_failure(
     path: Path, failure: Mapping[str, Any], log: Path, environ: Mapping[str, str]
 ) -> str | None:
-    """Write a failure file, and return the cause of the attempt's failures, if known. Never raises an error.
-
-    The rank is still connected to its peers, so it is ordered before its peers can detect the loss.
-    """
+    """Write a failure file before peers can detect the loss, and return the cause, if known. Never raises."""
     order, cause = _next_failure_index(failure, environ)
     record = {
         "time": time.time(),

@@ -29,7 +29,7 @@ from hpctrain.records.call_payload import CallPayload, FunctionCall, dumps
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.failure_file import mark_non_retryable
-from hpctrain.runtime.gloo_shutdown import shut_down_process_group
+from hpctrain.runtime.release_devices import shut_down_process_group
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.stopping.signal_recorder import clear_stop_signals
 from hpctrain.runtime.stopping.stop_signals import StoppedBeforeTraining, capture_stop_signals

@@ -22,7 +22,7 @@ from hpctrain.cluster.addresses import host_name, resolve_host
 from hpctrain.cluster.device_plan import gpu_sharing_reason, plan_device
 from hpctrain.cluster.gpu_assignment import RankPlacement, assign_gpus, check_unique_placement
 from hpctrain.cluster.master_address import master_host
-from hpctrain.cluster.ports import bind_socket, raise_fd_limit
+from hpctrain.cluster.ports import bind_socket, raise_fd_limit, store_options
 from hpctrain.cluster.visible_gpus import is_mig, visible_devices
 from hpctrain.errors import EnvironmentMismatch, HpctrainError, RendezvousError
 from hpctrain.files import parse_json_object
@@ -80,11 +80,8 @@ def _connect(address: str, ranks: Ranks, listener: int | None, limit_s: float) -
                 address,
                 ranks.master_port,
                 world_size=ranks.world_size,
-                is_master=listener is not None,
                 timeout=timedelta(seconds=limit_s),
-                wait_for_workers=False,
-                master_listen_fd=listener,
-                use_libuv=not torch.__version__.startswith("2.6."),  # which would not accept the socket
+                **store_options(listener, torch.__version__),
             )
             connected.set_result(store)
         except (RuntimeError, OSError) as error:

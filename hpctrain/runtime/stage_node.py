@@ -96,10 +96,7 @@ def _choose_pack(chosen: Path, packs: Path, folder: Path, *, is_first: bool) -> 
 
 
 def pack_environment(packs: Path, folder: Path) -> Path:
-    """Return the pack of this process's environment: one file, which shared file systems read fast.
-
-    A changed environment is packed again. Temporary files are in the local `folder`.
-    """
+    """Return the packed environment, in one file that shared file systems read fast; packed if changed."""
     environment = list_contents(Path(sys.prefix))
     key = os.fsencode(f"{environment.path} {environment.fingerprint}")
     pack = packs / f"{xxhash.xxh3_128_hexdigest(key)}.tar"
@@ -207,10 +204,7 @@ def _link_target(root: str, link: str) -> str:
 
 
 def stage(source: Path, target: Path, *, finish: Callable[[Path], None] | None = None) -> dict[str, Any]:
-    """Copy a file or folder to `target`, or unpack an archive; reuse an unchanged copy.
-
-    The target appears only when the copy is complete and `finish` has made the last changes.
-    """
+    """Copy a file or folder to `target`, or unpack an archive, atomically; reuse an unchanged copy."""
     begun = time.monotonic()
     record_path, temporary = (target.with_name(f".{target.name}.{kind}") for kind in ("json", "part"))
     before = list_contents(source)

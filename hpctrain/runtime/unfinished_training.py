@@ -30,10 +30,7 @@ _has_stopped = False
 
 
 class TrainingMarker:
-    """Context manager around a training call, from its start to its return.
-
-    A later call in the same folder replaces an earlier one: a script may catch an exception and try again.
-    """
+    """Marker of a training call, from its start to its return; a later call in the folder replaces it."""
 
     def __init__(self, call: str, folder: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> None:
         self._call, self._environ = call, environ

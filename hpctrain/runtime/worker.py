@@ -41,15 +41,14 @@ from hpctrain.rundir import (
 )
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
-from hpctrain.runtime.gloo_shutdown import drain_gloo_threads
 from hpctrain.runtime.program.compile_cache import compile_cache
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
 from hpctrain.runtime.program.program import CommandFailed, Program
 from hpctrain.runtime.program.step_hook import install_step_hook
+from hpctrain.runtime.release_devices import drain_gloo_threads, release_devices_within
 from hpctrain.runtime.sidecar import Sidecar, start_node_sampler
 from hpctrain.runtime.snapshot_imports import redirect_imports
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop
-from hpctrain.runtime.stopping.release_devices import release_devices_within
 from hpctrain.runtime.stopping.signal_recorder import (
     is_failure_part_of_stop,
     pending_stop_signal,

@@ -1,4 +1,4 @@
-"""Lay out a sandbox: its size, names, ports, addresses, paths, and lines in /etc/hosts."""
+"""Lay out a sandbox: its size, names, ports, addresses and paths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +20,6 @@ from hpctrain.text import pluralize
 #: Parent of the sandbox folders, owned by root. The path is short, because the path of a Unix socket has at
 #: most 107 bytes. The folder survives a reboot, like the lines in /etc/hosts, so `down` finds both.
 ROOT = Path("/var/lib/hpctrain-sandbox")
-#: Slurm requires resolvable node names. Each line of a sandbox ends with a mark.
-HOSTS = Path("/etc/hosts")
 #: Search path for daemons and commands, because root's own PATH may lack the sbin folders.
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -79,11 +77,7 @@ class SandboxSize:
 
 @dataclass(frozen=True)
 class SandboxLayout:
-    """Layout of one sandbox. Only `save` and `load` access files.
-
-    The controller listens on `port`. Node k, counted from 1, has the name `NAME-k` and the address
-    `127.26.<block>.k`; its slurmd listens on `port` + k.
-    """
+    """Layout of a sandbox. Node k has the address `127.26.<block>.k`; its slurmd listens on `port` + k."""
 
     folder: Path
     shape: SandboxSize
@@ -227,37 +221,3 @@ def sandbox_lock(root: Path = ROOT, limit_s: float = 180.0) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def add_hosts(sandbox: str, addresses: Mapping[str, str], path: Path = HOSTS) -> None:
-    lines = "".join(f"{address} {node}{_mark(sandbox)}\n" for node, address in addresses.items())
-    old = path.read_bytes()
-    # Prepended, because the last existing line may lack a newline.
-    _rewrite(path, old, lines.encode() + _without_lines(sandbox, old))
-
-
-def remove_hosts(sandbox: str, path: Path = HOSTS) -> None:
-    """Remove the lines of a sandbox; every other byte is unchanged."""
-    old = path.read_bytes()
-    _rewrite(path, old, _without_lines(sandbox, old))
-
-
-def _without_lines(sandbox: str, content: bytes) -> bytes:
-    end = f"{_mark(sandbox)}\n".encode()
-    return b"".join(line for line in content.splitlines(keepends=True) if not line.endswith(end))
-
-
-def _mark(sandbox: str) -> str:
-    return f" # hpctrain sandbox {sandbox}"
-
-
-def _rewrite(path: Path, old: bytes, new: bytes) -> None:
-    if new == old:
-        return
-    # Written in place, because containers mount this file, and a rename cannot replace a mounted file.
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        os.pwrite(fd, new, 0)
-        os.ftruncate(fd, len(new))
-    finally:
-        os.close(fd)

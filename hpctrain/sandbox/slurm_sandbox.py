@@ -26,15 +26,13 @@ from hpctrain.sandbox.daemons import (
     kill_all,
     with_descendants,
 )
+from hpctrain.sandbox.etc_hosts import HOSTS, add_hosts, remove_hosts
 from hpctrain.sandbox.layout import (
-    HOSTS,
     SEARCH_PATH,
     SandboxLayout,
     SandboxSize,
-    add_hosts,
     allocate,
     folder_of,
-    remove_hosts,
     sandbox_lock,
 )
 from hpctrain.sandbox.slurm_conf import gres_conf, slurm_conf

@@ -14,6 +14,8 @@ from hpctrain.text import is_count
 
 #: Time limit of one call: longer than Slurm's own commands wait for a busy controller.
 COMMAND_LIMIT_S = 60.0
+#: Time limit of a list of steps that is repeated if it fails.
+_STEPS_LISTED_S = 10.0
 #: Time limit in seconds for reading the output of an exited command.
 _READING_S = 5.0
 #: Part of the message for a missing answer.
@@ -165,11 +167,10 @@ def list_rank_steps(job_ids: Sequence[str], environ: Mapping[str, str]) -> list[
     ]
 
 
-def list_steps(job_id: str, environ: Mapping[str, str], timeout_s: float) -> list[str]:
+def list_steps(job_id: str, environ: Mapping[str, str]) -> list[str]:
     """Return the steps of a job that srun has started."""
-    return [
-        step for step, _ in _named_steps([job_id], environ, timeout_s) if is_count(step.rpartition(".")[2])
-    ]
+    steps = _named_steps([job_id], environ, _STEPS_LISTED_S)
+    return [step for step, _ in steps if is_count(step.rpartition(".")[2])]
 
 
 def find_step(job_id: str, name: str, environ: Mapping[str, str]) -> str | None:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.slurm.command import run_slurm
-from hpctrain.slurm.duration import parse_duration
 from hpctrain.slurm.job_array import JobArray
-from hpctrain.slurm.parsing import SOON_S, parse_number, parse_timestamp
+from hpctrain.slurm.parsing import SOON_S, parse_duration, parse_number, parse_timestamp
 from hpctrain.slurm.pending_reasons import explain_reason
 from hpctrain.slurm.states import JobStateView, RunState, base_state, parse_job_state
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_all, run_slurm
-from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_config, query_site
-from hpctrain.slurm.duration import format_time_limit, parse_duration
+from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_site
+from hpctrain.slurm.parsing import format_time_limit, parse_duration
 from hpctrain.text import pluralize
 
 #: Runs a Slurm command and returns its output, or raises SchedulerError.
@@ -158,12 +158,8 @@ def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[
 _ACCOUNTING_LIMIT_S = 10.0
 
 
-def query_grace_s(partition: str, qos: str, environ: Mapping[str, str]) -> float | None:
-    """Return the seconds from SIGTERM to SIGKILL: the GraceTime of the partition or QOS, else KillWait.
-
-    None if unknown.
-    """
-    config = query_config(environ)
+def query_grace_s(partition: str, qos: str, config: SlurmConfig, environ: Mapping[str, str]) -> float | None:
+    """Return the GraceTime of the partition or QOS, else KillWait, in seconds; None if unknown."""
     if config.preempt_type == "qos":
         # Only accounting can report it.
         command = ["sacctmgr", "--noheader", "--parsable2", "show", "qos", qos, "format=GraceTime"]

@@ -118,10 +118,7 @@ class SrunStep:
         return find_step(self._job_id, self._name, self._outer) is None
 
     def kill(self) -> None:
-        """Kill every task immediately through Slurm or, if Slurm is unreachable, through srun.
-
-        For a lost node, srun would wait for tasks until Slurm marks the node down; srun is killed earlier.
-        """
+        """Kill every task immediately, through srun if Slurm is unreachable or has not marked a node down."""
         if not self._killed:
             system.Thread(target=self._kill_until_gone, daemon=True).start()
         self._killed = True

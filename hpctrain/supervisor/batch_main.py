@@ -18,17 +18,18 @@ from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import (
     BATCH_PID_VARIABLE,
+    CANCEL_GRACE_KEY,
     PREDECESSOR_VARIABLE,
     REQUEUE_GRACE_KEY,
     STOP_GRACE_VARIABLE,
     RunDir,
 )
+from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.site_facts import query_grace_s
 from hpctrain.supervisor.acquire_run import NotInJob, check_in_job, run_of_this_job
 from hpctrain.supervisor.buffered_storage import BufferedLogHandler, BufferedStorage, describe_disk_error
 from hpctrain.supervisor.job_control import LocalJobControl, SlurmJobControl
-from hpctrain.supervisor.launch.batch import BatchLauncher, link_output, spec_of_allocation
 from hpctrain.supervisor.launch.job_step import Launcher
 from hpctrain.supervisor.launch.step_launchers import LocalLauncher, SrunLauncher
 from hpctrain.supervisor.local_array import LocalArray
@@ -37,6 +38,7 @@ from hpctrain.supervisor.run_end import finish_run
 from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
 from hpctrain.supervisor.workers.attempt_monitor import CANCEL_GRACE_S, STOP_GRACE_S
+from hpctrain.supervisor.workers.batch_launcher import BatchLauncher, link_output, spec_of_allocation
 from hpctrain.supervisor.workers.node_steps import StagePlan
 
 log = logging.getLogger(__name__)
@@ -169,7 +171,10 @@ def stop_grace_env(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
         limits["SIGTERM"] = None
         try:
             partition, qos = environ.get("SLURM_JOB_PARTITION", ""), environ.get("SLURM_JOB_QOS", "")
-            limits["SIGTERM"] = query_grace_s(partition, qos, strip_job_env(environ))
+            outer = strip_job_env(environ)
+            config = query_config(outer)
+            limits[CANCEL_GRACE_KEY] = config.kill_wait_s
+            limits["SIGTERM"] = query_grace_s(partition, qos, config, outer)
         except (SchedulerError, SpecError) as error:
             log.warning("cannot determine the grace time, so Slurm may kill ranks while they save: %s", error)
     return {STOP_GRACE_VARIABLE: ",".join(f"{name}={s:g}" for name, s in limits.items() if s is not None)}

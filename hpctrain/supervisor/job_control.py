@@ -22,7 +22,7 @@ from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_end import is_evicted
 from hpctrain.slurm.job_queries import query_job, query_seconds_left
 from hpctrain.slurm.job_requests import (
-    kill_rank_steps,
+    kill_steps,
     requeue_job,
     shrink_job,
     signal_ranks,
@@ -162,7 +162,7 @@ class SlurmNodes:
 
     def kill_steps(self) -> None:
         """End the remaining tasks of a killed supervisor of this job. Waits for a bounded time."""
-        kill_rank_steps(self._job_id, self._environ)
+        kill_steps(self._job_id, self._environ)
 
 
 class SlurmSuccessors:

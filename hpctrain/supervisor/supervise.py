@@ -19,7 +19,9 @@ from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.failures.diagnosis import FailureAnalyzer
 from hpctrain.supervisor.job_control import JobControl, known_seconds_left
 from hpctrain.supervisor.launch.job_step import Launcher, SignalReceived, StepEvent
-from hpctrain.supervisor.monitors import EarlyStoppingMonitor, NodeDrainMonitor, ScaleUpMonitor
+from hpctrain.supervisor.monitors.early_stopping_monitor import EarlyStoppingMonitor
+from hpctrain.supervisor.monitors.node_drain_monitor import NodeDrainMonitor
+from hpctrain.supervisor.monitors.scale_up_monitor import ScaleUpMonitor
 from hpctrain.supervisor.policy.decide import (
     Action,
     Allocation,
@@ -61,10 +63,6 @@ class FinishedAttempt:
     result: AttemptResult | None = None
     """None if the workers were not started, or were started by another supervisor."""
     seconds: float = 0.0
-
-    @property
-    def kind(self) -> EndKind:
-        return self.end.kind
 
     @property
     def must_release(self) -> bool:
@@ -134,7 +132,7 @@ class Supervisor:
             ended = replace(ended, seconds=system.monotonic() - begun)
             if (code := self._carry_out(self._decide(ended), ended)) is not None:
                 return code
-            last_end = ended.kind
+            last_end = ended.end.kind
 
     def _check_nodes(self, attempt: int, last_end: EndKind | None) -> FinishedAttempt | None:
         """Check the nodes if necessary. Returns None if the workers can start on these nodes."""
@@ -183,7 +181,7 @@ class Supervisor:
 
     def _decide(self, ended: FinishedAttempt) -> Decision:
         decision = decide(self._situation(ended), ended.end, system.monotonic())
-        log.info("attempt %d ended (%s): %s", ended.number, ended.kind, decision)
+        log.info("attempt %d ended (%s): %s", ended.number, ended.end.kind, decision)
         return decision
 
     def _situation(self, ended: FinishedAttempt) -> RunSituation:
@@ -197,7 +195,7 @@ class Supervisor:
             seconds=ended.seconds,
             must_release=ended.must_release,
         )
-        if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.kind is EndKind.DONE:
+        if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.end.kind is EndKind.DONE:
             return situation
         hosts, spares = tuple(self._launcher.hosts), tuple(self._launcher.spares)
         nodes = Allocation(hosts, spares, ended.end.lost, self._spec.min_nodes)
@@ -206,9 +204,9 @@ class Supervisor:
             if suspects := suspect_nodes(policy, history):
                 can_reallocate = control.can_reallocate(history.excluded.union(suspects))
                 nodes = replace(nodes, can_reallocate=can_reallocate)
-            if ended.kind is EndKind.OOM:
+            if ended.end.kind is EndKind.OOM:
                 memory = control.larger_memory(hosts, history.excluded)
-        left_s = None if ended.kind.releases_nodes else known_seconds_left(self._job_control)
+        left_s = None if ended.end.kind.releases_nodes else known_seconds_left(self._job_control)
         ends_at = None if left_s is None else system.monotonic() + left_s
         return replace(situation, nodes=nodes, ends_at=ends_at, larger_memory=memory)
 
@@ -293,7 +291,7 @@ class Supervisor:
             log.warning("not excluding %s, without which the job could not start", names)
             excluded = frozenset()
         changes = JobChanges(excluded, memory or history.memory)
-        moved = self._requeuer.relocate(ended.number, ended.intent, ended.kind, ended.seconds, changes)
+        moved = self._requeuer.relocate(ended.number, ended.intent, ended.end.kind, ended.seconds, changes)
         if not isinstance(moved, RequeueRefused):
             return moved
         if cause := ended.end.cause:

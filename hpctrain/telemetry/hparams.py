@@ -23,10 +23,7 @@ _NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE | re.ASCI
 
 
 def parse_hparams(args: Sequence[str]) -> dict[str, HparamValue]:
-    """Return the named arguments of a script: `--name value`, `--name=value`, `--flag` and `name=value`.
-
-    Dashes in names become underscores, as in argparse. Numbers are converted.
-    """
+    """Return the arguments `--name value`, `--name=value`, `--flag` and `name=value`, with underscores."""
     hparams: dict[str, HparamValue] = {}
     remaining = list(args)
     while remaining:
@@ -76,10 +73,7 @@ def plain_hparams(source: object) -> dict[str, HparamValue]:
 
 
 def collect_hparams(*sources: object, args: Sequence[str]) -> dict[str, HparamValue]:
-    """Return the hyper-parameters of this process, without secrets.
-
-    The `sources` override the arguments and the overrides of Hydra.
-    """
+    """Return the hyper-parameters of this process, without secrets; the `sources` override its arguments."""
     hparams = parse_hparams(redact_args([*args, *_hydra_overrides()]))
     for source in filter(None, sources):
         hparams |= plain_hparams(source)
@@ -113,10 +107,7 @@ def ignored_hparams(environment: Mapping[str, Any]) -> list[tuple[str, Any, Any]
 def applied_hparams(
     hparams: Mapping[str, HparamValue], ignored: Iterable[Sequence[Any]]
 ) -> dict[str, HparamValue]:
-    """Return the hyper-parameters with the values that a resumed training uses.
-
-    `ignored` contains names, with the value in the checkpoint, which applies, and the value in the script.
-    """
+    """Return the hyper-parameters with the values that a resumed training uses instead of the script's."""
     result = dict(hparams)
     for name, applied, script_value in ignored:
         aliases = (name.lower(), "learning_rate") if name == "lr" else (name.lower(),)

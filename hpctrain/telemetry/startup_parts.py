@@ -43,12 +43,7 @@ PART_TEXT = {
 
 
 def describe_startup(seconds: float | None, parts: Mapping[str, PartDuration] | None) -> str:
-    """Describe the start in one line: its duration, and the longest parts.
-
-    Args:
-        seconds: time from the start of the attempt to the end of the first step, on the slowest rank.
-        parts: the durations by name, in order.
-    """
+    """Describe in one line the start until the end of the first step: its duration, and the longest parts."""
     slowest = {name: part.max for name, part in (parts or {}).items() if name != StartupPart.JOB}
     longest = sorted(slowest, key=lambda name: -slowest[name])[:3]
     shown = ", ".join(f"{name} {format_duration(slowest[name])}" for name in longest)
@@ -63,10 +58,7 @@ def describe_staging(event: Event) -> str:
 
 
 def durations_s(begun: float, ends: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each part of a rank's start, from its end in seconds since the epoch.
-
-    Parts of a standby worker may have ended before the attempt began. They took no time of the attempt.
-    """
+    """Return the seconds of each part of a rank's start, without those before the attempt began."""
     spent: dict[str, float] = {}
     for part in StartupPart:
         if part in ends:

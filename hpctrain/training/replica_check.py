@@ -132,11 +132,7 @@ class ReplicaCheck:
         return [torch.cat([halves, halves * halves])]
 
     def verify(self, sums: Sequence[float]) -> None:
-        """Compare the replicas, from the sums of `message` over all ranks.
-
-        Raises:
-            SilentCorruption: on all ranks: the replicas differ.
-        """
+        """Compare the replicas, from the sums of `message` over all ranks; all raise `SilentCorruption`."""
         low, high, low_squares, high_squares = map(int, sums)
         num_ranks = self._context.ranks.world_size
         if num_ranks * low_squares != low**2 or num_ranks * high_squares != high**2:
@@ -195,10 +191,7 @@ class ReplicaCheck:
         return _combine([_signed(host), *self._hash_on_device(on_gpu)])
 
     def _hash_on_device(self, numbers: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield hashes of integers on a device: sums with weights that depend on the position.
-
-        The weights are odd, so a single flipped bit always changes the sum modulo 2**64.
-        """
+        """Yield sums of integers with odd weights by position: a single flipped bit always changes them."""
         if numbers and self._weights is None:
             generator = torch.Generator().manual_seed(0)
             weights = torch.randint(-(2**63), 2**63 - 1, (_BLOCK_SIZE,), generator=generator)

@@ -36,14 +36,6 @@ def _is_positive(value: Any) -> bool:
     return (type(value) is int or isinstance(value, float)) and value > 0
 
 
-def _is_seed(value: Any) -> bool:
-    return type(value) is int and -(2**63) <= value < 2**63
-
-
-def _is_compile(value: Any) -> bool:
-    return isinstance(value, (bool, Mapping))
-
-
 _COUNT, _NUMBER = "an integer of at least 1", "a number above 0"
 _MAX_REPEATED = "True, False or the maximum number of steps to repeat after a failure (at least 1)"
 _OPTIONAL_COUNTS = (
@@ -66,8 +58,13 @@ _RULES: tuple[tuple[tuple[str, ...], str, tuple[object, ...], Callable[[Any], bo
     (("mode",), "'min' or 'max'", ("min", "max"), None),
     (("on_bad_loss",), "'stop', 'skip', 'rollback' or None", ("stop", "skip", "rollback", None), None),
     (("memory_copies",), _MAX_REPEATED, (True, False), _is_natural),
-    (("seed",), "an integer that fits in 64 bits", (), _is_seed),
-    (("compile",), "True, False or a dict of torch.compile arguments", (), _is_compile),
+    (("seed",), "an integer that fits in 64 bits", (), lambda v: type(v) is int and -(2**63) <= v < 2**63),
+    (
+        ("compile",),
+        "True, False or a dict of torch.compile arguments",
+        (),
+        lambda v: isinstance(v, bool | Mapping),
+    ),
 )
 
 

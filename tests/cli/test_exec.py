@@ -20,6 +20,17 @@ SET = (
 )
 
 
+@pytest.fixture
+def hpctrain(tmp_path):
+    """Run the command in its own process, which becomes the program, in a folder with a script."""
+    (tmp_path / "train.py").touch()
+
+    def call(*args, env=None):
+        return run_command([sys.executable, "-m", "hpctrain", *args], env, cwd=tmp_path, check=False)
+
+    return call
+
+
 def variables(text: str) -> dict[str, str]:
     return dict(pair.split("=") for pair in text.split())
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from hpctrain.jobs.options.config_template import config_template
+from hpctrain.jobs.options.config_files import config_template
 from hpctrain.jobs.options.option_table import all_options
 
 #: They start many processes or trainings, so `make test-fast` leaves them out.

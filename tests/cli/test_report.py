@@ -14,11 +14,12 @@ import pytest
 from helpers.waiting import wait_for
 from msgspec import to_builtins
 
-from hpctrain.cli import submit
+from hpctrain.cli import resume, submit
 from hpctrain.cli.main import cli
 from hpctrain.cli.resume import resubmit_command
 from hpctrain.files import is_locked, read_json_lines
 from hpctrain.jobs.options.option_parser import option_names
+from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.rundir import RunDir
@@ -72,12 +73,6 @@ def test_bad_arguments_are_refused(hpctrain, run, args, message):
     result = hpctrain("report", *args)
     assert result.returncode == 2
     assert message in result.stderr
-
-
-def test_several_runs_are_compared(hpctrain, run, tmp_path):
-    assert hpctrain("report", "digits", "digits", "-o", "both.html").returncode == 0
-    assert "Comparison of 2 runs" in (tmp_path / "both.html").read_text()
-    assert len(json.loads(hpctrain("report", "digits", "digits", "--json").stdout)) == 2
 
 
 @pytest.mark.ranks
@@ -167,6 +162,7 @@ def spec_of(argv: Sequence[str], folder: Path) -> dict[str, Any]:
         ],
         ["--time", "unlimited", "--sbatch", "profile=task"],
         ["--launcher", "torchrun", "--set", "rdzv_backend=etcd-v2", "--set", "rdzv_endpoint=h:2379"],
+        ["--checkpoints", "ckpt/*.pt", "--hang-timeout", "never"],
         ["--array", "0-3%2", "--resume-mode", "successor", "--set", "gpu_request_style=gpus-per-node"],
     ],
 )
@@ -176,6 +172,12 @@ def test_resubmit_command_reproduces_the_spec(tmp_path, options):
     assert shlex.split(cd) == ["cd", str(tmp_path)]
     assert shlex.split(command)[:2] == ["hpctrain", "submit"]
     assert spec_of(shlex.split(command)[2:], tmp_path) == first
+
+
+def test_every_option_is_repeated():
+    # The shape contains gpus_per_task, and the options those of files.
+    not_repeated = {"gpus_per_task", "config", "profile", "run_dir", "runs_dir"}
+    assert resume._values({}, started=True).keys() == all_options().keys() - not_repeated
 
 
 @pytest.mark.parametrize("spec", [{}, {"script": 3, "workdir": "/"}, {"script": "/a.py"}])

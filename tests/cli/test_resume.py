@@ -99,9 +99,9 @@ def test_resume_refuses_other_folders(workdir: Path) -> None:
     [
         (["--", "--lr", "0.2"], "arguments ['--lr', '0.2']"),
         (["--name=b", "--"], "arguments []"),
-        (["--name=b", "--", "now"], "arguments ['now']"),
+        pytest.param(["--name=b", "--", "now"], "arguments ['now']", marks=pytest.mark.extended),
         (["other.py", "--lr", "0.2", "--", "x"], "other ['--lr', '0.2', '--', 'x']"),
-        (["--name=b", "-m", "other", "--nodes"], "other ['--nodes']"),
+        pytest.param(["--name=b", "-m", "other", "--nodes"], "other ['--nodes']", marks=pytest.mark.extended),
     ],
 )
 def test_resume_changes_the_arguments_or_the_script(workdir: Path, options: list[str], printed: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from helpers.run_histories import started_run, write_run
 from helpers.terminal import run_on_terminal
 
-from hpctrain.cli.report import RunPages
+from hpctrain.cli.serve import RunPages
 from hpctrain.errors import RunFailed
 from hpctrain.rundir import RunDir
 

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.ranks
 
 #: Agents of torchrun import torch one after the other; submitit polls for the end of its job.
 _LONG = {"torchrun-two-agents", "torchrun-alone-in-each-task", "submitit-slurm"}
+_EXTENDED = {"torchrun-under-srun", "submitit-local"}
 
 
 @pytest.mark.parametrize("launch", SLURM, ids=lambda launch: launch.name)
@@ -22,6 +23,7 @@ def test_srun_steps_and_shells_are_detected(launch, tmp_path, slurm):
 def _with_marks(launch: Launch) -> object:
     marks = [pytest.mark.slurm] if launch.needs_slurm else []
     marks += [pytest.mark.long] if launch.name in _LONG else []
+    marks += [pytest.mark.extended] if launch.name in _EXTENDED else []
     return pytest.param(launch, marks=marks, id=launch.name)
 
 

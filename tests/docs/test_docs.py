@@ -33,6 +33,8 @@ LONG = {
         *("training", "porting", "data", "exactness", "verify"),
     )
 }
+#: Pages whose commands have tests of their own.
+EXTENDED = {f"docs/{name}.md" for name in ("doctor", "frameworks", "goodput", "recipes", "staging")}
 
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>bash|python|yaml|jinja)[^\n]*\n(?P<text>.*?)^```$",
@@ -88,6 +90,7 @@ def pages() -> list[object]:
             needs_slurm = any(block.mark == "slurm" for block in blocks_of(page))
             name = str(page.relative_to(REPO))
             marks = [pytest.mark.ranks, *([pytest.mark.slurm] if needs_slurm else [])]
+            marks += [pytest.mark.extended] * (name in EXTENDED)
             marks += [pytest.mark.long, pytest.mark.timeout(LONG_TIMEOUT_S + 10)] if name in LONG else []
             params.append(pytest.param(page, id=name, marks=marks))
     return params

@@ -116,6 +116,7 @@ def test_adopted_script(slurm, tmp_path, name, disturbance):
         assert events(run, "requeue"), run.describe()
     if disturbance == "hung":
         assert "hang" in failures
+        assert all(os.path.exists(event["log"]) for event in events(run, "failure"))
     if disturbance == "killed":
         # A launcher may only report that its rank has failed.
         assert failures & {"killed", "communication", "python"}
@@ -286,8 +287,19 @@ def test_script_that_ends_its_own_server_ends(tmp_path, end, cause):
 
 
 @pytest.mark.extended
-def test_crash_that_the_script_does_not_report_is_noted(tmp_path):
-    run = run_script(tmp_path, "python crash.py | cat", {"crash.py": CRASH})
+@pytest.mark.parametrize(
+    "lines", ["python crash.py | cat", "python -c 'import torch'; python crash.py; echo done"]
+)
+def test_crash_that_the_exit_code_hides_is_a_failure(tmp_path, lines):
+    run = run_script(tmp_path, lines, {"crash.py": CRASH})
+    status = run.status()
+    assert status["state"] == "FAILED", run.describe()
+    assert "RuntimeError: the data are broken" in status["cause"]
+
+
+@pytest.mark.extended
+def test_crash_that_the_script_survived_is_noted(tmp_path):
+    run = run_script(tmp_path, "python crash.py || true\npython -c 'import torch'", {"crash.py": CRASH})
     status = run.status()
     assert status["state"] == "COMPLETED", run.describe()
     assert re.fullmatch(
@@ -295,6 +307,9 @@ def test_crash_that_the_script_does_not_report_is_noted(tmp_path):
         status["note"],
     )
     assert "the data are broken" in run.hpctrain("report", str(run.path), "-o", "-").stdout
+    assert "the data are broken" in run.hpctrain("logs", "--errors", str(run.path)).stdout
+    complete = run.hpctrain("resume", str(run.path), check=False)
+    assert "To run the script again, submit it with --run-dir" in complete.stderr
 
 
 @pytest.mark.extended

@@ -14,11 +14,10 @@ from executor_functions import Count
 from helpers.commands import environment, run_command
 from helpers.processes import assert_no_process_left
 from helpers.waiting import wait_for
-from submitit.core.utils import FailedJobError, UncompletedJobError
 
-from hpctrain import Executor, RunFailed
+from hpctrain import Executor
 from hpctrain.files import read_json_lines
-from hpctrain.jobs.executor import Job, JobCancelled
+from hpctrain.jobs.executor import Job
 from hpctrain.jobs.runs.run import list_runs
 
 pytestmark = pytest.mark.timeout(300)
@@ -73,38 +72,6 @@ def test_every_rank_has_a_result_and_the_process_group(executor, backend):
 
 @pytest.mark.long
 @SLURM
-def test_exception_is_raised_once_with_rank_host_and_log(executor):
-    executor.update_parameters(ntasks_per_node=2)
-    job = executor.submit(executor_functions.fail_on, 3)
-    error = job.exception()
-    assert isinstance(error, FailedJobError)
-    assert isinstance(error, RunFailed)
-    host = next(
-        event["hosts"][1] for event in read_json_lines(job.run.dir.events) if event["kind"] == "started"
-    )
-    assert (error.rank, error.host, error.log) == (3, host, str(job.run.dir.rank_log(0, 3)))
-    assert f"rank 3 on {host}: ValueError: no such thing. Log: {error.log}\n" in str(error)
-    assert "executor_functions.py" in str(error)
-    assert "worker.py" not in str(error)
-    assert isinstance(error.__cause__, ValueError)
-    with pytest.raises(FailedJobError, match=r"rank 3.*no such thing"):
-        job.task(0).result()
-    assert job.state == "FAILED"
-    assert job.run.dir.attempts() == [0]
-
-
-@pytest.mark.long
-@LOCAL
-def test_unpicklable_result_is_reported_with_its_path(executor):
-    job = executor.submit(executor_functions.unpicklable, 1)
-    error = job.exception()
-    assert "rank 1 on local-1: UserError: unpicklable(): result['model'][0]" in str(error)
-    assert "ProcessGroup, which cannot be pickled" in str(error)
-    assert job.run.dir.attempts() == [0]
-
-
-@pytest.mark.long
-@SLURM
 def test_preempted_training_returns_the_undisturbed_result(executor):
     undisturbed = executor.submit(executor_functions.train, step_s=0.0)
     job = executor.submit(executor_functions.train, step_s=0.1)
@@ -143,26 +110,6 @@ def test_checkpoint_method_is_called_on_all_ranks_and_sets_the_next_call(executo
     assert starts[0] == 0 < 5 <= starts[1]
     assert other == (last, starts)
     assert job.run.dir.function.read_bytes() == submitted
-
-
-@pytest.mark.long
-@SLURM
-def test_pending_and_running_jobs_can_be_cancelled(executor):
-    executor.update_parameters(begin="now+1hour")
-    waiting = executor.submit(executor_functions.sleep, 300)
-    executor.update_parameters(begin=None)
-    running = executor.submit(executor_functions.sleep, 300)
-    assert waiting.state == "PENDING"
-    wait_for((running.run.dir.path / "asleep-1").exists, 60, "the function")
-    assert running.get_info()["State"] == "RUNNING"
-    assert not running.done()
-    for job in (waiting, running):
-        job.cancel()
-        error = job.exception()
-        assert isinstance(error, JobCancelled)
-        assert isinstance(error, UncompletedJobError)
-        assert (job.state, job.done()) == ("CANCELLED", True)
-    assert running.run.dir.attempts() == [0]
 
 
 PROGRAM = """

@@ -89,8 +89,8 @@ def follow(folder, script: str, *options: str, environ=None) -> list[str]:
     ("options", "ranks", "per_task"),
     [
         (["--gpus-per-node", "2", "--ntasks-per-node", "1"], 2, "2"),
-        (["--gpus-per-task", "2"], 2, "2"),
-        (["--gpus-per-node", "2"], 4, None),
+        pytest.param(["--gpus-per-task", "2"], 2, "2", marks=pytest.mark.extended),
+        pytest.param(["--gpus-per-node", "2"], 4, None, marks=pytest.mark.extended),
     ],
 )
 def test_ranks_on_slurm_see_their_gpus(slurm, tmp_path, options, ranks, per_task):

@@ -34,13 +34,6 @@ def test_kill_of_the_supervisor_ends_all_ranks_and_the_run_can_be_resubmitted(re
     assert_undisturbed(run, reference(4))
 
 
-def test_variables_of_an_outer_torchrun_are_ignored(tmp_path):
-    env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "HPCTRAIN_ENVIRONMENT": "local"}
-    run = submit(tmp_path / "run", env, ["--backend", "local", "--ntasks-per-node", "2"], step_s=0.0)
-    assert run.wait() == 0
-    assert len(list((run.path / "samples").iterdir())) == 2
-
-
 def test_corrupt_newest_checkpoint_is_reported_and_previous_is_used(reference, tmp_path):
     run = submit(tmp_path / "run", {}, SHAPE, step_s=0.0)
     assert run.wait() == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import REPOSITORY, SCRIPTS
+from helpers import REPOSITORY
 from helpers.commands import run_command
 from helpers.waiting import wait_for
 
@@ -46,15 +46,6 @@ for step in range(40):
     optimizer.zero_grad()
 print("trained", flush=True)
 os._exit(0)
-"""
-#: A script that agrees on stops, and evaluates for longer than the time limit without progress.
-EVALUATION = """
-import os, time, hpctrain
-for step in range(3):
-    hpctrain.should_stop()
-deadline = time.monotonic() + 5
-while time.monotonic() < deadline:
-    sum(range(1000))
 """
 
 OPTIONS = ["--backend=local", "--ntasks-per-node=2", "--run-dir=run", "--standby-workers=never"]
@@ -103,15 +94,6 @@ def test_tasks_of_an_array_run_a_module_from_the_snapshot(workdir):
         log = run.task(task).rank_log(0, 1).read_text()
         assert f"{run.code}/submission-000/package/place.py rank 1" in log
     assert run.tasks() == [0, 1]
-
-
-def test_missing_command_of_a_shell_ends_the_run_in_the_words_of_the_shell(workdir):
-    run, code, printed = submit(workdir, "--", "bash", "-c", "echo hello; no_such_command")
-    assert code != 0
-    assert re.search(
-        r"cause +rank . on local-0: exit code 127: .*no_such_command: command not found", printed
-    )
-    assert run.attempts() == [0]
 
 
 @pytest.mark.extended
@@ -205,15 +187,6 @@ def test_ranks_stop_after_the_same_step_and_steps_are_recorded(workdir):
     assert f"step        {resumed + 30}" in done
 
 
-@pytest.mark.long
-def test_steps_of_processes_that_a_launcher_starts_are_recorded(workdir):
-    (workdir / "train.py").write_text(STOPPED)
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2"]
-    run, code, printed = submit(workdir, "--ntasks-per-node=1", "--", *torchrun, "train.py", "SGD")
-    assert code == 0, printed
-    assert list(read_json_lines(run.metrics))[-1]["step"] == 30
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "options",
@@ -230,80 +203,6 @@ def test_ranks_that_train_alone_fail_the_run_unless_they_are_independent(workdir
         assert "completed 20 optimizer steps without a process group, so each rank trains alone" in printed
         assert "use the variable LOCAL_RANK instead" in printed
         assert "--independent-ranks" in printed
-
-
-#: Two ranks that train for 25 seconds. Rank 1 loads data more slowly.
-SLOW = """
-import os, sys, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-slow = os.environ["RANK"] == "1"
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 10**6
-    def __getitem__(self, index):
-        time.sleep(0.05 if slow else 0.001)
-        return torch.ones(1)
-layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-batches, end = iter(torch.utils.data.DataLoader(Data())), torch.tensor(time.time() + 25, dtype=torch.float64)
-dist.broadcast(end, 0)
-while True:
-    until = torch.tensor(float(time.time() < end))
-    dist.broadcast(until, 0)
-    if not until:
-        break
-    batch = next(batches)
-    layer(batch).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-@pytest.mark.long
-def test_straggler_of_a_plain_script_is_reported(workdir):
-    (workdir / "train.py").write_text(SLOW)
-    run, code, printed = submit(workdir, "--", "sh", "train.sh")
-    assert code == 0, printed
-    (straggler,) = events(run, "straggler")
-    assert (straggler["rank"], straggler["part"], straggler["ratio"] > 2) == (1, "data", True)
-
-
-#: A rank that writes the same checkpoint in each attempt, and is killed four times.
-KILLED = """
-import os, signal
-from pathlib import Path
-saved = Path(os.environ["HPCTRAIN_RUN_DIR"], "checkpoints", "last.ckpt")
-saved.parent.mkdir(exist_ok=True)
-saved.write_text(os.environ["HPCTRAIN_ATTEMPT"])
-if os.environ["HPCTRAIN_ATTEMPT"] != "4":
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-def test_rewritten_checkpoint_resets_the_count_of_crashes(workdir):
-    (workdir / "train.py").write_text(KILLED)
-    run, code, printed = submit(workdir, "--ntasks-per-node=1", "train.py")
-    assert code == 0, printed
-    saved = [event["path"] for event in events(run, "checkpoint")]
-    assert saved == [str(run.checkpoints / "last.ckpt")] * 5
-
-
-def test_command_that_fails_after_a_stop_signal_is_continued(workdir):
-    command = 'test "$HPCTRAIN_ATTEMPT" = 1 || { kill -TERM $PPID; sleep 1; exit 1; }'
-    run, code, printed = submit(workdir, "--ntasks-per-node=1", "--", "sh", "-c", command)
-    assert code == 0, printed
-    assert events(run, "failure") == []
-    assert run.attempts() == [0, 1]
-
-
-@pytest.mark.long
-def test_long_evaluation_after_should_stop_is_not_a_hang(workdir):
-    (workdir / "evaluate.py").write_text(EVALUATION)
-    run, code, printed = submit(workdir, "--hang-timeout=2", "evaluate.py")
-    assert code == 0, printed
-    assert events(run, "failure") == []
 
 
 @pytest.mark.extended
@@ -328,19 +227,8 @@ def test_script_under_srun_and_exec(slurm, tmp_path):
     script = [sys.executable, REPOSITORY / "examples" / "plain_ddp.py", "--save-every=100", "--max-steps=200"]
     env = {**slurm.env, "OMP_NUM_THREADS": "1"}
     result = run_command([*step, *script], env, cwd=tmp_path, timeout=200, check=False)
-    # exec has become the script, and torch may abort it at interpreter exit (see runtime/gloo_shutdown.py).
+    # exec has become the script, and torch may abort it at interpreter exit (see runtime/release_devices.py).
     aborted = "terminate called without an active exception" in result.stderr
     assert result.returncode == (134 if aborted else 0), result.stderr
     assert result.stdout.count("step 200: loss") == 1
     assert (tmp_path / "checkpoints" / "plain_ddp.pt").exists()
-
-
-@pytest.mark.long
-def test_trainer_under_plain_srun(slurm, tmp_path):
-    """No variable tells the ranks where to connect."""
-    script = SCRIPTS / "train_classifier.py"
-    env = {**slurm.env, "HPCTRAIN_RUN_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = ["srun", "-N2", "-n3", sys.executable, script, "--epochs", "1"]
-    run_command(command, env, cwd=tmp_path, timeout=100)
-    assert [record["step"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == list(range(1, 14))
-    assert len(list((tmp_path / "samples").iterdir())) == 3

@@ -71,19 +71,6 @@ def test_options_that_delay_the_start_do_not_delay_a_requeued_job(slurm, tmp_pat
 
 
 @pytest.mark.long
-def test_requeue_leaves_enough_time_to_save(slurm, tmp_path):
-    options = ["--env", "HPCTRAIN_STOP_GRACE=SIGTERM=0"]
-    run = submit(tmp_path / "run", slurm.env, FOUR_RANKS, options=options, step_s=0.1)
-    run.wait_for_step(16)
-    run.hpctrain("requeue", str(run.path))
-    assert run.wait() == 0
-    (stop,) = run.events("signal")
-    assert (stop["signal"], stop["saved"]) == ("SIGTERM", True)
-    assert run.events("resumed")[0]["step"] == stop["step"] < LAST_STEP
-    assert_no_process_left(run.path)
-
-
-@pytest.mark.long
 def test_kill_of_any_rank(slurm, reference, tmp_path):
     run = submit(tmp_path / "run", slurm.env, FOUR_RANKS, step_s=0.2)
     run.wait_for_step(20)

@@ -90,16 +90,6 @@ def test_standby_worker_behaves_like_a_fresh_one(request, tmp_path, backend):
 
 
 @pytest.mark.long
-def test_requeue_signals_ranks_but_not_standby_workers(slurm, tmp_path):
-    run = submit(tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "1"])
-    wait_for_standby(run)
-    run.hpctrain("requeue", str(run.path))
-    assert run.wait() == 0
-    assert (len(run.events("requeue")), run.events("failure")) == (1, [])
-    assert_no_process_left(run.path)
-
-
-@pytest.mark.long
 def test_no_standby_workers_when_the_script_sets_variables_before_imports(tmp_path):
     source = "import os\nos.environ['OMP_NUM_THREADS'] = '3'\n" + SCRIPT
     run = submit(tmp_path, {}, LOCAL, source)

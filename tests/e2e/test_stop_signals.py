@@ -116,20 +116,6 @@ def test_all_ranks_exit_within_the_grace_time_in_any_phase(tmp_path, phase):
     assert bool(run.events("resumed")) is (phase in ("data", "evaluation", "save"))
 
 
-@pytest.mark.long
-def test_blocked_ranks_exit_before_slurm_kills_them(slurm, tmp_path):
-    script = SCRIPTS / "block_in_phase.py"
-    run = submit_script(
-        tmp_path, script, "compile", options=["--nodes=2", "--ntasks-per-node=1"], env=slurm.env
-    )
-    wait_for((run.path / "entered").exists, 150, "phase compile")
-    preempt(slurm.env, seconds=1)
-    assert run.wait() == 0, run.describe()
-    assert "Killed" not in run.dir.slurm_log.read_text()
-    assert [event["class"] for event in run.events("requeue")] == ["preempted"]
-    assert run.events("failure") == run.events("excluded") == []
-
-
 #: A rank whose handler uses the process group, as Lightning's does, and is aborted in the collective.
 ABORTING = """
 import os, signal, time

@@ -59,21 +59,6 @@ def assert_summed(run: Run, attempt: int, ranks: int = 4) -> None:
 
 
 @pytest.mark.long
-def test_requeue_on_slurm(slurm, tmp_path):
-    run = submit(
-        tmp_path, slurm.env, ["--nodes", "2", "--gpus-per-node", "2", "--cpus-per-task", "2"], ["wait"]
-    )
-    wait_until_ready(run, 0)
-    assert run.status()["state"] == "RUNNING"
-    run.hpctrain("requeue", str(run.path))
-    assert run.wait() == 0
-    assert [event["attempt"] for event in run.events("requeue")] == [0]
-    assert run.events("failure") == []
-    assert_summed(run, 1)
-    assert json.loads(run.dir.rank_log(1, 0).read_text().splitlines()[-1])["threads"] == "2"
-
-
-@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_crash_is_reported_and_all_ranks_restart(tmp_path):
     shape = ["--backend", "local", "--nodes", "2", "--ntasks-per-node", "2", "--max-failures", "4"]

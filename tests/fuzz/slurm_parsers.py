@@ -8,11 +8,9 @@ from hpctrain.records import successor
 from hpctrain.slurm import (
     command,
     config,
-    duration,
     job_array,
     job_queries,
     job_requests,
-    job_test,
     node_queries,
     parsing,
     site_facts,
@@ -76,7 +74,7 @@ PARSERS = [
     Parser(parsing.parse_names_or_all, ["ALL", "a,b"]),
     Parser(parsing.parse_gpus, ["gpu:4", "gpu:a100:4(S:0-1),gpu:a100_3g.40gb:2(IDX:0-1)", "gpu:no_consume"]),
     Parser(parsing.parse_timestamp, ["2026-11-22T10:00:00", "Unknown"]),
-    Parser(duration.parse_duration, ["2-12:30:15", "90", "12:30", "unlimited"], (SpecError,)),
+    Parser(parsing.parse_duration, ["2-12:30:15", "90", "12:30", "unlimited"], (SpecError,)),
     # Each of the ranges may contain 10,000 tasks, even if they overlap.
     Parser(job_array.JobArray.parse, ["0-19%4", "1,3,5-7", "0-30:10"], (SpecError,), most_bytes=1 << 10),
     Parser(config.parse_config, [CONFIG]),
@@ -141,8 +139,8 @@ PARSERS = [
             "srun: error: n1: task 3: Aborted (core dumped)",
         ],
     ),
-    Parser(job_test._when, ["2026-11-22T10:00:00", "2026-11-22T10:00:00Z", "Unknown"]),
-    Parser(job_test._START.search, [FORECAST]),
+    Parser(job_requests._when, ["2026-11-22T10:00:00", "2026-11-22T10:00:00Z", "Unknown"]),
+    Parser(job_requests._START.search, [FORECAST]),
     Parser(hostlist.expand_hostlist, ["n[01-03,7],gpu-a[1-2]b", "rack[1-2]node[1-16]"], (UserError,)),
     Parser(
         hostlist.compress_hostlist,

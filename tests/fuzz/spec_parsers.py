@@ -9,7 +9,7 @@ from fuzzing import FOLDER, Parser, write_file
 
 from hpctrain.cli import resume, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
-from hpctrain.jobs.backends.site_check import JobRequest
+from hpctrain.jobs.backends.job_request import JobRequest
 from hpctrain.jobs.options import config_files, option, option_parser, resolved_options, spec_builder
 from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobs.submit import complete_options, render

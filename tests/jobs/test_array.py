@@ -38,7 +38,9 @@ def max_concurrent(run: Run) -> int:
     return max(accumulate(change for _, change in transitions))
 
 
-@pytest.mark.parametrize(("array", "at_once"), [("0-3", 1), ("0-5%3", 3)])
+@pytest.mark.parametrize(
+    ("array", "at_once"), [pytest.param("0-3", 1, marks=pytest.mark.extended), ("0-5%3", 3)]
+)
 def test_tasks_run_in_their_own_folders_within_the_throttle(prepared, array, at_once):
     submission = prepared("meet", str(at_once), array=array, run_dir="r")
     run, _ = submit_prepared(submission)

@@ -12,6 +12,7 @@ from helpers.commands import environment, run_command
 from hpctrain.errors import SpecError
 from hpctrain.jobs.options.batch_options import BatchScript, build_batch_spec
 from hpctrain.jobs.options.resolved_options import resolve_options
+from hpctrain.jobs.submit.preflight import _check_output_folders
 from hpctrain.jobs.submit.render import render
 from hpctrain.jobspec.job_directives import job_directives
 from hpctrain.slurm.batch_header import parse_batch_header, shell_of
@@ -303,3 +304,29 @@ def test_options_that_cannot_be_adopted_are_refused(tmp_path, option):
     path.write_bytes(b"#!/bin/bash\r\nsrun true\r\n")
     with pytest.raises(SpecError, match="DOS line breaks"):
         BatchScript.read(path)
+
+
+@pytest.mark.parametrize(
+    ("output", "problem"),
+    [
+        (
+            "{0}/logs/%x-%j.out",
+            "'{0}/logs' of --output does not exist.* Create it: mkdir -p {0}/logs",
+        ),
+        ("{0}/a%%b/%j", "The folder '{0}/a%b' of --output does not exist"),
+        ("{0}/%x/%j", None),
+        ("{0}/job-%j.out", None),
+    ],
+)
+def test_missing_output_folder_is_refused(make_spec, tmp_path, output, problem):
+    """Slurm ends such a job with exit code 0:53, and without output."""
+    directives = {"output": output.format(tmp_path), "error": f"{tmp_path}-absent/%j"}
+    spec = make_spec(program="batch", workdir=str(tmp_path), directives=directives)
+    if problem is None:
+        (note,) = _check_output_folders(spec)
+        assert note.startswith(
+            f"Warning: on this machine, the folder '{tmp_path}-absent' of --error does not"
+        )
+    else:
+        with pytest.raises(SpecError, match=problem.format(tmp_path)):
+            list(_check_output_folders(spec))

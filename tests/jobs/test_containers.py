@@ -18,7 +18,7 @@ from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.jobspec.container import Container
 from hpctrain.slurm.site_facts import SiteConventions
-from hpctrain.supervisor.launch.task_command import containerize
+from hpctrain.supervisor.launch.container_command import containerize
 
 pytestmark = pytest.mark.ranks
 
@@ -145,14 +145,6 @@ def test_ranks_run_in_fake_apptainer_under_slurm(project, slurm):
     run = project.submit(slurm.env, "none", backend="slurm", nodes=2, container_runtime="apptainer")
     run.wait(timeout=120)
     assert [project.check(run, 0, rank)["SLURM_PROCID"] for rank in (0, 1)] == ["0", "1"]
-
-
-@pytest.mark.long
-def test_torchrun_agents_in_fake_apptainer(project):
-    run = project.submit({}, "none", backend="local", ntasks_per_node=2, launcher="torchrun")
-    run.wait(timeout=120)
-    for rank in (0, 1):
-        assert "TORCHELASTIC_RUN_ID" in project.check(run, 0, rank)
 
 
 def test_missing_runtime_on_the_path_of_the_job_is_reported(project):

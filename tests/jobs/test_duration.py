@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.errors import SpecError
-from hpctrain.slurm.duration import format_time_limit, parse_duration
+from hpctrain.slurm.parsing import format_time_limit, parse_duration
 
 
 @pytest.mark.parametrize(

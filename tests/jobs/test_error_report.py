@@ -66,12 +66,6 @@ def test_requested_ranks_are_shown_in_full(run):
     assert not any("also" in line or "first traceback" in line for line in lines)
 
 
-def test_failures_before_the_last_submission_are_ignored(run):
-    for kind, cause in (("submitted", ""), ("failure", "old"), ("submitted", ""), ("failure", "new")):
-        run.log_event(kind, 0, cause=cause, job_id="1", backend="local")
-    assert [failure.cause for failure in failures_since_submission(run.read_events())] == ["new"]
-
-
 def test_successor_job_continues_the_submission(run):
     run.log_event("submitted", 0, job_id="1", backend="slurm")
     run.log_event("failure", 0, cause="in the first job")

@@ -14,12 +14,13 @@ from msgspec.structs import replace
 
 from hpctrain import sandbox
 from hpctrain.errors import SchedulerError, SpecError
+from hpctrain.jobs.backends.job_request import JobRequest
 from hpctrain.jobs.backends.mounts import path_notes
-from hpctrain.jobs.backends.site_check import JobRequest, check_request, explain_refusal
+from hpctrain.jobs.backends.site_check import check_request, explain_refusal
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
-from hpctrain.slurm.job_test import describe_start
+from hpctrain.slurm.job_requests import describe_start
 from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site, parse_partition
 
 STRICT = [

@@ -13,18 +13,6 @@ from hpctrain.slurm import job_requests
 from hpctrain.slurm.command import run_slurm
 
 
-def test_rejection_has_slurms_message_and_leaves_no_folder(fake_slurm, prepared, tmp_path):
-    stderr = (
-        "sbatch: error: invalid partition specified: big\nsbatch: error: Batch job submission failed: no\n"
-    )
-    fake_slurm.answer("sbatch", stderr=stderr, code=1)
-    with pytest.raises(
-        SchedulerError, match="invalid partition specified: big; Batch job submission failed: no"
-    ):
-        submit_prepared(prepared(backend="slurm", run_dir="r", environ=fake_slurm.environ))
-    assert not (tmp_path / "r").exists()
-
-
 @pytest.mark.parametrize("failure", ["it hangs", "Socket timed out on send/recv operation"])
 def test_lost_answer_of_sbatch_keeps_the_folder(fake_slurm, prepared, tmp_path, monkeypatch, failure):
     submission = prepared(backend="slurm", run_dir="r", name="a b", environ=fake_slurm.environ)
@@ -68,14 +56,6 @@ def test_cancel_refused_by_slurm_does_not_take_effect_later(fake_slurm, prepared
 def test_job_id_of_a_multi_cluster_sbatch_is_parsed(fake_slurm, prepared):
     fake_slurm.answer("sbatch", "sbatch: lua: hello\n17;north\n")
     assert submit_prepared(prepared(backend="slurm", environ=fake_slurm.environ))[1] == "17"
-
-
-def test_auto_uses_slurm_if_it_answers(fake_slurm, prepared):
-    assert prepared(backend="auto", environ=fake_slurm.environ).spec.backend == "slurm"
-    fake_slurm.answer("sinfo", stderr="sinfo: fatal: Could not establish a configuration source\n", code=1)
-    submission = prepared(backend="auto", environ=fake_slurm.environ)
-    assert submission.spec.backend == "local"
-    assert "sinfo failed: Could not establish a configuration source" in submission.notes[0]
 
 
 def test_configuration_is_read_although_the_ping_after_it_is_refused():

@@ -54,6 +54,9 @@ def test_non_python_script_is_refused(prepared, tmp_path):
     (tmp_path / "ok").write_text("#!/usr/bin/env python3\nprint()\n")
     with pytest.raises(SpecError, match=r"ends in \.sh, but every rank runs it with Python"):
         prepared(script="t.sh")
+    (tmp_path / "job.sh").write_text("#SBATCH --nodes=2\nsrun true\n#SBATCH --exclusive\n")
+    with pytest.raises(SpecError, match=r"no #! line, .* Begin the script with #!/bin/bash\.$"):
+        prepared(script="job.sh")
     with pytest.raises(SpecError, match="begins with #!/usr/bin/perl"):
         prepared(script="train")
     prepared(script="ok")

@@ -1,11 +1,9 @@
 """A plain DDP loop with the building blocks ends with the parameters of an undisturbed run."""
 
-import json
-
 import pytest
 import torch
 import train_with_blocks
-from helpers.disturbed_runs import assert_resumed, assert_same_bits, log_of, train
+from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
 from helpers.ranks import run_on_ranks
 from torch import nn
 
@@ -29,18 +27,6 @@ def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     assert_same_bits(result, undisturbed[1])
     assert run.losses() == undisturbed[0].losses()
     assert sorted(run.losses()) == list(range(1, 25))
-
-
-@pytest.mark.long
-def test_status_shows_steps_loss_and_checkpoint(undisturbed):
-    run, _ = undisturbed
-    status = run.status()
-    assert (status["state"], status["step"]) == ("COMPLETED", 24)
-    assert status["reports_steps"] is True
-    assert json.dumps(run.losses()[24]) in json.dumps(status)
-    assert [event["step"] for event in run.events("checkpoint")] == [4, 8, 12, 16, 20, 24]
-    assert "hpctrain: " not in log_of(run)
-    assert "24" in run.hpctrain("checkpoints", "list", str(run.path)).stdout
 
 
 def test_resized_loop_has_the_same_samples_and_similar_parameters(tmp_path):

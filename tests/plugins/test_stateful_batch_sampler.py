@@ -13,7 +13,7 @@ NUM_SAMPLES, BATCH = 50, 8
 LOADERS = [
     pytest.param({}, id="no workers"),
     pytest.param({"num_workers": 2}, id="workers", marks=pytest.mark.slow),
-    pytest.param({"num_workers": 2, "persistent_workers": True}, id="persistent", marks=pytest.mark.slow),
+    pytest.param({"num_workers": 2, "persistent_workers": True}, id="persistent", marks=pytest.mark.extended),
 ]
 
 

@@ -67,12 +67,6 @@ def test_two_ranks_on_one_gpu_are_reported_on_all_ranks(fake_driver):
     assert "Two ranks would use GPU a: rank 0 on n1 and rank 2 on n1" in str(errors[0])
 
 
-@pytest.mark.parametrize("variables", [{"HPCTRAIN_SHARE_GPUS": "1"}, {"SLURM_NTASKS_PER_TRES": "2"}])
-def test_gpus_are_shared_on_request(fake_driver, variables):
-    assignments = assign_all([ranks(i, 3) for i in range(3)], gpus("a", "b", "a", **variables))
-    assert assignments == [(torch.device("cuda", 0), True)] * 3
-
-
 def test_too_few_gpus_on_one_node_end_all_ranks_at_once(fake_driver):
     of_job = {"world_size": 4, "num_nodes": 2}
     all_ranks = [dataclasses.replace(ranks(0, 1), **of_job)]

@@ -7,7 +7,7 @@ import pytest
 
 EXCHANGES = """
 import atexit, torch, torch.distributed as dist
-from hpctrain.runtime.gloo_shutdown import shut_down_process_group, drain_gloo_threads
+from hpctrain.runtime.release_devices import shut_down_process_group, drain_gloo_threads
 {leave}
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(100):

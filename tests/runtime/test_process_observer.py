@@ -1,6 +1,10 @@
 """Choice of the process of a command that the supervisor observes."""
 
 import json
+import secrets
+import signal
+import socket
+import subprocess
 import sys
 from types import ModuleType
 
@@ -74,3 +78,32 @@ def test_process_group_may_be_requested_while_torch_is_imported(monkeypatch):
     for name in ("torch.distributed", "torch.distributed.distributed_c10d"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert not has_process_group()
+
+
+OBSERVED = """
+import sys, time
+from functools import partial
+from hpctrain.runtime.program.process_observer import connect_to_worker, reconnect_or_die
+from hpctrain.runtime.supervisor_connection import start_heartbeat
+
+connect = partial(connect_to_worker, sys.argv[1])
+start_heartbeat(partial(reconnect_or_die, connect), dict, print)
+time.sleep(100)
+"""
+
+
+def test_observed_process_ends_with_its_worker():
+    """Slurm would end it with the job step, seconds after the worker was killed."""
+    name = f"hpctrain-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.bind(f"\0{name}")
+        worker.listen()
+        worker.settimeout(60)
+        observed = subprocess.Popen([sys.executable, "-c", OBSERVED, name])
+        connection, _ = worker.accept()
+        # Such as after an invalid message.
+        connection.close()
+        connection, _ = worker.accept()
+        assert observed.poll() is None
+    connection.close()
+    assert observed.wait(60) == -signal.SIGKILL

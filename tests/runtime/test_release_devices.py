@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import run_on_ranks
 
-from hpctrain.runtime.stopping import release_devices as module
-from hpctrain.runtime.stopping.release_devices import release_devices, release_devices_within
+from hpctrain.runtime import release_devices as module
+from hpctrain.runtime.release_devices import release_devices, release_devices_within
 
 pytestmark = pytest.mark.ranks
 

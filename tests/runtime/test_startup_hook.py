@@ -15,7 +15,7 @@ from hpctrain.cluster import detect
 from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.program import process_observer
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
-from hpctrain.supervisor.launch import batch
+from hpctrain.supervisor.workers import batch_launcher
 from hpctrain.supervisor.workers.heartbeat_server import HeartbeatServer
 
 
@@ -145,7 +145,7 @@ def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(
             **server.variables,
             RUN_DIR_VARIABLE: str(tmp_path),
             ATTEMPT_VARIABLE: "3",
-            CHILD_VARIABLE: json.dumps({"packages": batch._PACKAGES, "step": None}),
+            CHILD_VARIABLE: json.dumps({"packages": batch_launcher._PACKAGES, "step": None}),
             "PYTHONPATH": os.pathsep.join([str(hook), str(tmp_path)]),
         }
         result = run(python, variables, "import torch")

@@ -13,7 +13,6 @@ import pytest
 from helpers.commands import environment
 from helpers.waiting import wait_for
 
-from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
 pytestmark = pytest.mark.ranks
@@ -125,24 +124,6 @@ def test_unhandled_stop_signal_exits_with_75(run):
         assert process.wait(120) == 75
     assert "SIGTERM" not in log(run), "rank 0 alone prints it"
     assert not run.failure(4, 1).exists()
-
-
-def test_log_index_has_times_and_lengths(run):
-    source = """
-import os, time
-from hpctrain.runtime import worker
-worker._LOG_INDEX_INTERVAL_S = 0.02
-worker.start_log_index(run.path / "times.jsonl", 3)
-for count in (1, 2):
-    os.write(1, b"hello\\n")
-    while len(list(read_json_lines(run.path / "times.jsonl"))) < count:
-        time.sleep(0.01)
-"""
-    head = "import os\nfrom pathlib import Path\nfrom hpctrain.files import read_json_lines\n"
-    assert start(run, f"{head}{OF_RUN}{source}").wait(120) == 0
-    records = list(read_json_lines(run.path / "times.jsonl"))
-    assert [(record["rank"], record["bytes"]) for record in records] == [(3, 6), (3, 12)]
-    assert records[0]["time"] <= records[1]["time"]
 
 
 RANK_0 = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -377,7 +358,9 @@ for method in ("fork", "spawn"):
     assert log(run).count("[1, 2]") == 2
 
 
-@pytest.mark.parametrize(("ends", "printed"), [("after all", 99), ("early", 1)])
+@pytest.mark.parametrize(
+    ("ends", "printed"), [("after all", 99), pytest.param("early", 1, marks=pytest.mark.extended)]
+)
 def test_loader_workers_ignore_signals_of_the_job_and_end_with_their_rank(run, ends, printed):
     source = f"""
 import os, signal, time

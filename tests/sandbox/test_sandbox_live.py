@@ -14,7 +14,8 @@ from hpctrain import sandbox
 from hpctrain.cluster.processes import ProcessInfo, processes
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.sandbox import slurm_conf, slurm_sandbox
-from hpctrain.sandbox.layout import HOSTS, ROOT, folder_of
+from hpctrain.sandbox.etc_hosts import HOSTS
+from hpctrain.sandbox.layout import ROOT, folder_of
 
 pytestmark = pytest.mark.slurm
 

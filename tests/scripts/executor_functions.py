@@ -22,13 +22,6 @@ def introduce(base: int) -> tuple[int, int, float]:
     return dist.get_rank(), dist.get_world_size(), total.item()
 
 
-def fail_on(rank: int) -> None:
-    """Raise on one rank; the others wait for it in a collective."""
-    if dist.get_rank() == rank:
-        raise ValueError("no such thing")
-    dist.barrier()
-
-
 def train(step_s: float) -> dict[str, Any]:
     """Train like `train_classifier.py`; return metrics and weights."""
     trainer = hpctrain.Trainer(max_epochs=4, global_batch_size=16, checkpoint_every=6, seed=1)
@@ -83,12 +76,3 @@ class Count:
         dist.all_reduce(steps, op=dist.ReduceOp.MAX)
         assert steps.tolist() == [self.step, -self.step]
         return submitit.helpers.DelayedSubmission(self, last)
-
-
-def sleep(seconds: float) -> None:
-    own_file("asleep").touch()
-    time.sleep(seconds)
-
-
-def unpicklable(rank: int) -> object:
-    return {"model": [dist.group.WORLD]} if dist.get_rank() == rank else None

@@ -116,21 +116,18 @@ class Gan(hpctrain.Module):
 
 
 class Named(Regression):
-    """Returns metrics under names that differ between ranks or steps, as configured."""
+    """Returns metrics under names that differ between ranks, as configured."""
 
     names = "order"
 
     def training_step(self, batch, batch_idx):
         metrics = {"loss": super().training_step(batch, batch_idx), "a": 10.0, "b": 20.0}
-        self.steps = getattr(self, "steps", 0) + 1
-        if self.names == "turns":
-            metrics["a" if self.steps % 3 else "c"] = metrics.pop("a")
-        elif self.names == "time":
+        if self.names == "time":
             metrics["time"] = 1.0
         elif dist.get_rank() == 1:
             if self.names == "order":
                 return dict(reversed(metrics.items()))
-            metrics["c"] = metrics.pop("b") if self.names == "other" else 30.0
+            metrics["c"] = metrics.pop("b")
         return metrics
 
 

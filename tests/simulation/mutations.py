@@ -12,7 +12,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.records import lease, successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
 from hpctrain.supervisor.job_control import SlurmNodes
-from hpctrain.supervisor.monitors import ScaleUpMonitor
+from hpctrain.supervisor.monitors.scale_up_monitor import ScaleUpMonitor
 from hpctrain.supervisor.notifications import Notifier
 from hpctrain.supervisor.policy import job_intent
 from hpctrain.supervisor.policy.history import History

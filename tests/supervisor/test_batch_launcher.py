@@ -1,21 +1,34 @@
 """The process of an adopted batch script, and the end of its job steps."""
 
+import os
 import queue
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers.run_histories import make_spec
 
 from hpctrain.errors import SchedulerError
+from hpctrain.jobs.runs.run_log_reader import LogFilter, LogText, RunLogReader
+from hpctrain.rundir import RunDir
+from hpctrain.slurm import job_requests
 from hpctrain.slurm.srun_step import StepEnded
-from hpctrain.supervisor.launch import batch
-from hpctrain.supervisor.launch.batch import BatchLauncher, BatchStep
+from hpctrain.supervisor.workers import batch_launcher
+from hpctrain.supervisor.workers.batch_launcher import BatchLauncher, BatchStep
+
+#: No process is observed.
+NO_GROUPS: Any = SimpleNamespace(
+    stop=bool, has_ranks=bool, has_ranks_outside_steps=False, survived_until=float
+)
 
 
 @pytest.mark.parametrize("failures", [2, 1000])
 def test_job_steps_end_or_are_abandoned_if_the_controller_does_not_respond(
-    monkeypatch, tmp_path, capfd, failures
+    monkeypatch, tmp_path, caplog, failures
 ):
+    """The next attempt does not start before they have ended, so only one writes checkpoints."""
+    answers = [["7.0"], ["7.0"], []]
     num_queries = 0
     signalled = []
 
@@ -24,23 +37,29 @@ def test_job_steps_end_or_are_abandoned_if_the_controller_does_not_respond(
         num_queries += 1
         if num_queries <= failures:
             raise SchedulerError("squeue did not respond within 10 s")
-        return ["7.0"]
+        return answers.pop(0)
 
-    monkeypatch.setattr(batch, "list_steps", list_steps)
-    monkeypatch.setattr(batch, "signal_steps", lambda steps, number, _: signalled.append((*steps, number)))
-    monkeypatch.setattr(batch, "_KILL_LIMIT_S", 0.5)
+    monkeypatch.setattr(job_requests, "list_steps", list_steps)
+    monkeypatch.setattr(
+        job_requests, "signal_steps", lambda steps, number, _: signalled.append((*steps, number))
+    )
+    monkeypatch.setattr(job_requests, "_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(batch_launcher, "_KILL_LIMIT_S", 60.0 if failures == 2 else 0.5)
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     spec = make_spec(tmp_path, program="batch", backend="slurm")
-    step = BatchStep(spec, ["sleep", "100"], {"SLURM_JOB_ID": "7"}, events.put)
+    groups: Any = SimpleNamespace(**vars(NO_GROUPS))
+    # Not while the steps are killed: a process that the script left running has not survived then.
+    groups.survived_until = lambda: float(num_queries)
+    step = BatchStep(spec, ["sleep", "100"], {"SLURM_JOB_ID": "7"}, events.put, groups)
     step.kill()
-    assert isinstance(events.get(timeout=30), StepEnded)
+    assert isinstance(events.get(timeout=90), StepEnded)
+    assert step.survived_until == 0
     step.close()
     if failures == 2:
-        assert signalled == [("7.0", signal.SIGKILL)]
+        assert signalled == [("7.0", signal.SIGKILL)] * 2
+        assert answers == []
     else:
-        assert (
-            "cannot end the job steps of the batch script: squeue did not respond" in capfd.readouterr().out
-        )
+        assert "could not end all job steps" in caplog.text
 
 
 @pytest.mark.parametrize("exported", ["NONE", "A,B", "ALL,A=b"])
@@ -48,6 +67,7 @@ def test_job_steps_are_observed_whatever_the_script_exports(tmp_path, exported):
     variables = {"HPCTRAIN_ATTEMPT": "0", "HPCTRAIN_SUPERVISOR_ADDRESS": "x"}
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_EXPORT_ENV": exported}
     launcher = BatchLauncher(make_spec(tmp_path, program="batch", backend="slurm"), environ)
+    launcher.groups = NO_GROUPS
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     out = tmp_path / "out"
     launcher.start(["sh", "-c", f"echo $SLURM_EXPORT_ENV >{out}"], variables, events.put)
@@ -55,3 +75,36 @@ def test_job_steps_are_observed_whatever_the_script_exports(tmp_path, exported):
     ours = "HPCTRAIN_ATTEMPT,HPCTRAIN_SUPERVISOR_ADDRESS,HPCTRAIN_COMMAND,PYTHONPATH"
     expected = {"NONE": ours, "A,B": f"A,B,{ours}"}.get(exported, exported)
     assert out.read_text() == f"{expected}\n"
+
+
+def test_attempts_in_one_file_are_shown_once_each(tmp_path):
+    """The logs of the attempts are links to the file of the job."""
+    run = RunDir(tmp_path / "run")
+    launcher = BatchLauncher(make_spec(run.path, program="batch", backend="local"), {})
+    launcher.groups = NO_GROUPS
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    followed = RunLogReader(run, LogFilter(), whole=True)
+    seen: list[str] = []
+
+    def read(reader: RunLogReader, *, rest: bool = False) -> str:
+        items = [*reader.read(), *(reader.read_rest() if rest else [])]
+        return "".join(item.text for item in items if isinstance(item, LogText))
+
+    stdout = os.dup(1)
+    with open(tmp_path / "job.out", "ab") as output:
+        os.dup2(output.fileno(), 1)
+        try:
+            for attempt in (0, 1):
+                run.attempt_logs(attempt).mkdir(parents=True)
+                words = f"printf 'line {attempt}\\nend {attempt}'"
+                launcher.start(["sh", "-c", words], {"HPCTRAIN_ATTEMPT": str(attempt)}, events.put)
+                while not isinstance(events.get(timeout=30), StepEnded):
+                    pass
+                seen.append(read(followed))
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
+    assert [*seen, read(followed, rest=True)] == ["line 0\nend 0", "line 1\nend 1", ""]
+    for attempt in (0, 1):
+        reader = RunLogReader(run, LogFilter(attempt=attempt), whole=False)
+        assert read(reader, rest=True) == f"line {attempt}\nend {attempt}"

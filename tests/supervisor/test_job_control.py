@@ -135,12 +135,12 @@ def test_node_without_slurmd_is_lost():
 def test_steps_are_killed_when_slurm_responds_again(tmp_path, monkeypatch):
     answers, killed = [SchedulerError("squeue failed: Socket timed out"), ["7.0"], []], []
 
-    def list_rank_steps(job_ids, environ):
+    def list_steps(job_id, environ):
         if isinstance(answer := answers.pop(0), SchedulerError):
             raise answer
         return answer
 
-    monkeypatch.setattr(job_requests, "list_rank_steps", list_rank_steps)
+    monkeypatch.setattr(job_requests, "list_steps", list_steps)
     monkeypatch.setattr(job_requests, "signal_steps", lambda steps, *_: killed.extend(steps))
     monkeypatch.setattr(job_requests, "_POLL_INTERVAL_S", 0.0)
     SlurmNodes(RunDir(tmp_path), None, {"SLURM_JOB_ID": "7"}).kill_steps()

@@ -12,14 +12,11 @@ from hpctrain import system
 from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import STOPPED_EARLY, RunDir
-from hpctrain.supervisor import monitors
 from hpctrain.supervisor.launch.job_step import StopRequested
-from hpctrain.supervisor.monitors import (
-    EarlyStoppingMonitor,
-    NodeDrainMonitor,
-    ScaleUpMonitor,
-    should_scale_up,
-)
+from hpctrain.supervisor.monitors import early_stopping_monitor, scale_up_monitor
+from hpctrain.supervisor.monitors.early_stopping_monitor import EarlyStoppingMonitor
+from hpctrain.supervisor.monitors.node_drain_monitor import NodeDrainMonitor
+from hpctrain.supervisor.monitors.scale_up_monitor import ScaleUpMonitor, should_scale_up
 from hpctrain.supervisor.run_end import finish_run
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.sweeps.sweep_record import SweepRecord
@@ -100,7 +97,7 @@ def test_scale_up_must_be_worth_the_pause(nodes, new_nodes, left_s, pause_s, wor
 @pytest.mark.parametrize("refusals", [0, 1])
 def test_free_nodes_stop_the_ranks_for_a_requeue(monkeypatch, tmp_path, refusals):
     """If Slurm refuses the signal, it is sent again."""
-    monkeypatch.setattr(monitors, "_FREE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(scale_up_monitor, "_FREE_INTERVAL_S", 0.01)
     run, requests = RunDir(tmp_path), []
 
     def stop_ranks():
@@ -122,7 +119,7 @@ def test_free_nodes_stop_the_ranks_for_a_requeue(monkeypatch, tmp_path, refusals
 @pytest.fixture
 def trials(tmp_path, monkeypatch) -> list[RunDir]:
     """Three trials of a sweep with ASHA; two have reported losses of 1 and 2 at step 10."""
-    monkeypatch.setattr(monitors, "_TRIAL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(early_stopping_monitor, "_TRIAL_INTERVAL_S", 0.01)
     array = RunDir(tmp_path / "sweep")
     trials = [array.task(number) for number in range(3)]
     for trial in trials:

@@ -73,11 +73,11 @@ def single_process(steps: int, batch: int, nodes: int, ranks: int) -> dict:
 @pytest.mark.parametrize(
     ("batch", "nodes", "ranks"),
     [
-        (20, 2, 4),  # five pairs per rank
+        pytest.param(20, 2, 4, marks=pytest.mark.extended),  # five pairs per rank
         (18, 2, 4),  # 5 4 5 4, and an epoch's last batch of four
         (3, 2, 4),  # one rank has none
-        (1, 2, 4),  # one node has none
-        (10, 1, 3),
+        pytest.param(1, 2, 4, marks=pytest.mark.extended),  # one node has none
+        pytest.param(10, 1, 3, marks=pytest.mark.extended),
     ],
 )
 def test_gradients_are_those_of_one_process(tmp_path, batch, nodes, ranks):
@@ -93,7 +93,9 @@ def test_gradients_are_those_of_one_process(tmp_path, batch, nodes, ranks):
         torch.testing.assert_close(gradient, reference, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("batch", [18, 3, 1])
+@pytest.mark.parametrize(
+    "batch", [pytest.param(18, marks=pytest.mark.extended), 3, pytest.param(1, marks=pytest.mark.extended)]
+)
 def test_one_process_per_node_with_two_devices_trains_like_two_processes(tmp_path, batch):
     actual = trained_weights(tmp_path, 8, batch, nodes=2, ranks=2, devices=2)
     expected = single_process(8, batch, 2, 2)
@@ -103,7 +105,12 @@ def test_one_process_per_node_with_two_devices_trains_like_two_processes(tmp_pat
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 @pytest.mark.parametrize(
-    ("strategy", "nodes", "ranks", "devices"), [("ddp2", 2, 2, 2), ("ddp2", 2, 4, 1), ("dp", 1, 1, 3)]
+    ("strategy", "nodes", "ranks", "devices"),
+    [
+        pytest.param("ddp2", 2, 2, 2, marks=pytest.mark.extended),
+        pytest.param("ddp2", 2, 4, 1, marks=pytest.mark.extended),
+        ("dp", 1, 1, 3),
+    ],
 )
 def test_step_end_of_a_lightning_module_sees_the_batch_of_the_node(tmp_path, strategy, nodes, ranks, devices):
     topology = {"nodes": nodes, "ranks": ranks, "devices": devices}

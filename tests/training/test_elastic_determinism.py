@@ -329,21 +329,19 @@ FEATURES = {
 }
 
 
-#: Features that every run tests; `--long` adds the others.
-ALWAYS_TESTED = {
-    "shared layers",
-    "mixture",
-    "16-mixed",
-    "tokens",
-    "two optimizers",
-    "one grain per rank",
-    "two grains without buffers",
-}
+#: Features that every run tests, and those of the extended tests; `--long` adds the others.
+ALWAYS_TESTED = {"mixture", "16-mixed", "tokens", "two optimizers"}
+EXTENDED = {"shared layers", "one grain per rank", "two grains without buffers"}
 
 
 @pytest.mark.parametrize(
     "feature",
-    [each if each in ALWAYS_TESTED else pytest.param(each, marks=pytest.mark.long) for each in FEATURES],
+    [
+        name
+        if name in ALWAYS_TESTED
+        else pytest.param(name, marks=pytest.mark.extended if name in EXTENDED else pytest.mark.long)
+        for name in FEATURES
+    ],
 )
 def test_features_do_not_change_a_bit(tmp_path, feature):
     settings = FEATURES[feature]
@@ -643,7 +641,7 @@ def errors_with_shards(strategy: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.extended), "zero3"])
 def test_optimizers_that_do_not_support_shards_are_refused(strategy):
     adafactor, adagrad, rprop = run_on_ranks(errors_with_shards, strategy, world_size=2)[0]
     assert adafactor.startswith("Adafactor needs complete rows and columns of each parameter, so it cannot")
@@ -702,7 +700,7 @@ def test_overflow_of_the_loss_scale_skips_the_step_on_all_ranks(tmp_path):
     assert_same(results(tmp_path / "two", [(2, 4)], **settings), reference)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.extended)])
 def test_bad_gradient_reaches_the_loss_guard(tmp_path, value):
     class Bad(Net):
         def training_step(self, batch, batch_idx):

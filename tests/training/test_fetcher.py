@@ -108,7 +108,7 @@ def test_invalid_dataset_is_refused(dataset, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", [torch.arange(11), ShardedDataset([4, 0, 7]), ShardedDataset([11])])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.extended)])
 def test_validation_sees_every_sample_once_on_any_ranks(dataset, num_workers):
     for world_size in (1, 3, 5):
         seen = []

@@ -228,7 +228,10 @@ def test_validation_after_an_excluded_step_has_the_usual_names(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "num_workers"), [(6, 0), (7, 0), (7, 1)])
+@pytest.mark.parametrize(
+    ("step", "num_workers"),
+    [pytest.param(6, 0, marks=pytest.mark.extended), pytest.param(7, 0, marks=pytest.mark.extended), (7, 1)],
+)
 def test_a_rolled_back_run_leaves_the_batch_out(tmp_path, step, num_workers):
     module = fit(tmp_path, Net({step: NAN}), on_bad_loss="rollback", num_workers=num_workers)
     assert same(module.state_dict(), by_hand({step}))
@@ -318,7 +321,7 @@ def test_run_stops_if_it_cannot_be_rolled_back(tmp_path, step, data, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("policy", ["skip", pytest.param("rollback", marks=pytest.mark.extended)])
 def test_many_bad_steps_in_a_row_end_the_run(tmp_path, policy):
     bad = dict.fromkeys(range(4, 4 + MAX_CONSECUTIVE), NAN)
     with pytest.raises(BadLoss, match=rf"In step {max(bad)}, .* {len(bad)} consecutive steps were bad"):

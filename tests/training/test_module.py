@@ -108,7 +108,7 @@ def test_options_of_log_without_effect_are_noted_once(capsys):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["ddp", "ddp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("ddp2", marks=pytest.mark.extended), "zero3"])
 def test_logged_values_are_means_over_all_ranks(tmp_path, strategy):
     check(run_on_ranks(train_logging, tmp_path, {"strategy": strategy}, group=False)[0])
 
@@ -168,7 +168,8 @@ def test_cpu_is_used_although_there_are_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("strategy", "size", "mean"),
     [
-        *((name, 5, 4.0) for name in ("ddp", "zero1", "zero2", "zero3")),
+        *((name, 5, 4.0) for name in ("ddp", "zero3")),
+        *(pytest.param(name, 5, 4.0, marks=pytest.mark.extended) for name in ("zero1", "zero2")),
         pytest.param("horovod", 5, 4.0, marks=needs_horovod),
         ("ddp2", 10, 9.0),
     ],

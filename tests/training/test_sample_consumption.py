@@ -129,7 +129,7 @@ def test_stream_without_state_reports_repeated_samples():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [1, pytest.param(3, marks=pytest.mark.extended)])
 def test_workers_read_the_same_stream(num_workers):
     lengths = [9, 2, 0, 14, 5]
     uninterrupted = consumed_samples(

@@ -211,44 +211,6 @@ def test_stop_is_forwarded_and_the_run_resumes(tmp_path):
         assert torch.allclose(result["weights"][name], value, rtol=1e-9, atol=1e-12), name
 
 
-WHOLE_BATCH = """
-import torch, hpctrain
-from torch import nn
-
-class Seen(hpctrain.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-    def training_step(self, batch, batch_idx):
-        rows, names = batch["rows"], batch["names"]
-        parts.append(len(rows))
-        assert names == "one"
-        return {"out": self.net(rows), "part": torch.tensor(len(rows))}
-
-    def training_step_end(self, outputs):
-        seen.append((len(outputs["out"]), outputs["part"].tolist()))
-        return outputs["out"].pow(2).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-parts, seen = [], []
-collate = lambda rows: {"rows": torch.stack([row for row, in rows]), "names": "one"}
-trainer = hpctrain.Trainer(max_steps=2, global_batch_size=10, strategy="dp", devices=3, collate_fn=collate)
-trainer.fit(Seen(), torch.utils.data.TensorDataset(torch.randn(20, 3)))
-print(parts, seen)
-"""
-
-
-@pytest.mark.long
-def test_dp_splits_the_batch_and_step_end_sees_all_of_it(tmp_path):
-    (tmp_path / "script.py").write_text(WHOLE_BATCH)
-    printed = run_command([sys.executable, "script.py"], VARIABLES, cwd=tmp_path, timeout=110).stdout
-    assert "'ddp' is faster" in printed
-    assert printed.splitlines()[-1] == "[4, 3, 3, 4, 3, 3] [(10, [4, 3, 3]), (10, [4, 3, 3])]"
-
-
 def test_dp_is_refused_with_several_ranks(tmp_path):
     run_forked(
         SCRIPT,

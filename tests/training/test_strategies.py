@@ -97,7 +97,11 @@ def test_one_and_fifty_steps_are_those_of_one_process(tmp_path, strategy, ranks)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", [{}, {"lightning": True}], ids=["Module", "LightningModule"])
+@pytest.mark.parametrize(
+    "kind",
+    [{}, pytest.param({"lightning": True}, marks=pytest.mark.extended)],
+    ids=["Module", "LightningModule"],
+)
 def test_twelve_steps_of_both_kinds_of_modules_are_those_of_one_process(tmp_path, kind):
     if kind and find_spec("lightning") is None:
         pytest.skip("Lightning is not installed")
@@ -112,6 +116,7 @@ def test_twelve_steps_of_both_kinds_of_modules_are_those_of_one_process(tmp_path
         assert result["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-12), name
 
 
+@pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightning_module_is_refused_with_strategies_that_compute_elsewhere(tmp_path):
@@ -590,7 +595,7 @@ def thaw(strategy: str) -> None:
         trainer.fit(Thawing(), torch.ones(32, 2))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.extended)])
 @pytest.mark.ranks
 def test_parameters_that_are_trained_only_later_are_refused(strategy):
     run_on_ranks(thaw, strategy, group=False)

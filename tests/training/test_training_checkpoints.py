@@ -23,7 +23,6 @@ from hpctrain.checkpoint.store import CheckpointStore
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.errors import CheckpointError, UserError
 from hpctrain.files import read_json_lines
-from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.stopping.signal_recorder import read_stop_grace
 from hpctrain.runtime.stopping.stop_signals import StopFlag
@@ -155,17 +154,6 @@ def test_unknown_monitor_metric_is_reported_with_available_ones(tmp_path):
         fit(tmp_path, keep_best=1, monitor="accuracy", validate_every=2)
 
 
-def test_local_tier_gets_saves_first_and_is_clean_at_the_end(tmp_path):
-    tier = tmp_path / "fast"
-    tier.mkdir()
-    fit(tmp_path / "run", 6, local_checkpoints=tier)
-    saved = [(event["step"], event["tier"]) for event in events(tmp_path / "run", "checkpoint")]
-    assert saved[0] == (2, "local")
-    assert (6, "shared") in saved
-    assert steps(tmp_path / "run")[-1] == 6
-    assert list(tier.iterdir()) == []
-
-
 def test_keep_best_without_validation_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"keep_best=2 .*monitor='val_loss'.* no validation set"):
         fit(tmp_path, keep_best=2)
@@ -222,22 +210,6 @@ def test_unverified_checkpoints_are_set_aside_and_reported(tmp_path, monkeypatch
         )
         assert sentence in resumed["broken"]
         assert f"hpctrain: {sentence}" in output
-
-
-def test_records_are_buffered_until_they_can_be_written(tmp_path):
-    messages: list[str] = []
-    folder = tmp_path / "run"
-    lines = BufferedLineWriter(folder / "metrics.jsonl", messages.append)
-    for i in range(3):
-        lines.append({"step": i})
-    assert len(messages) == 1
-    assert "No such file or directory" in messages[0]
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"torn": ')
-    lines.append({"step": 3})
-    lines.flush()
-    assert [record["step"] for record in read_json_lines(folder / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert "is writable again" in messages[1]
 
 
 @pytest.mark.parametrize(("save_s", "mtbf_s"), [(1.0, 600.0), (60.0, DAY), (120.0, 3600.0)])
@@ -342,14 +314,22 @@ def test_final_save_must_fit_into_the_grace_period(left_s, write_s, in_flight_s,
     assert plan_final_save(left_s, write_s, in_flight_s) is plan
 
 
-def test_remaining_grace_counts_from_the_signal():
-    flag = StopFlag()
+def test_remaining_grace_counts_from_the_signal(tmp_path):
+    flag, run = StopFlag(), RunDir(tmp_path)
     grace = read_stop_grace({"HPCTRAIN_STOP_GRACE": "SIGTERM=30,SIGUSR2=120,requeue=300"})
-    assert seconds_until_kill(flag, grace) == math.inf
+    assert seconds_until_kill(flag, grace, None) == math.inf
     flag.record(15, None)
-    assert 29 < seconds_until_kill(flag, grace) <= 30
-    assert 299 < seconds_until_kill(flag, grace, for_requeue=True) <= 300
-    assert seconds_until_kill(flag, read_stop_grace({})) == math.inf
+    assert 29 < seconds_until_kill(flag, grace, None) <= 30
+    assert 299 < seconds_until_kill(flag, grace, "requeue") <= 300
+    assert seconds_until_kill(flag, read_stop_grace({}), None) == math.inf
+    # Slurm ends a cancelled job after KillWait. Early stopping leaves its own reason.
+    for reason, key in ((None, None), ("", "cancel"), ("worse than the others", None)):
+        if reason is not None:
+            run.cancel_request.write_text(reason)
+        assert run.grace_key(0) == key
+    for text, left_s in (("SIGTERM=30", 30), ("SIGTERM=30,cancel=5", 5)):
+        grace = read_stop_grace({"HPCTRAIN_STOP_GRACE": text})
+        assert left_s - 1 < seconds_until_kill(flag, grace, "cancel") <= left_s
     with pytest.raises(UserError, match="HPCTRAIN_STOP_GRACE is 'soon'"):
         read_stop_grace({"HPCTRAIN_STOP_GRACE": "soon"})
 
@@ -436,28 +416,6 @@ def test_optimizer_states_keep_their_type(tmp_path):
     for name, value in saved.items():
         assert own[name].dtype == value.dtype, name
         assert torch.equal(own[name], value), name
-
-
-class TwoOptimizers(Line):
-    """Two optimizers for different parameters, each with a schedule."""
-
-    def configure_optimizers(self):
-        optimizers = [torch.optim.AdamW([self.layer.weight], lr=0.1), torch.optim.SGD([self.layer.bias], 0.1)]
-        return optimizers, [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}
-            for optimizer in optimizers
-        ]
-
-
-def test_optimizers_schedulers_and_extra_state_are_restored(tmp_path):
-    uninterrupted = fit(tmp_path / "whole", 6, TwoOptimizers())
-    fit(tmp_path / "parts", 3, TwoOptimizers())
-    resumed = fit(tmp_path / "parts", 6, TwoOptimizers())
-    assert torch.equal(resumed.layer.weight, uninterrupted.layer.weight)
-    assert torch.equal(resumed.layer.bias, uninterrupted.layer.bias)
-    assert resumed.seen["steps"] == uninterrupted.seen["steps"] == 6
-    assert torch.equal(resumed.seen["mean"], uninterrupted.seen["mean"])
-    assert resumed.seen["words"] == ("a", None, 0.1)
 
 
 def test_random_state_has_a_constant_shape():

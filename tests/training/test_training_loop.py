@@ -55,11 +55,15 @@ def state_of(module: nn.Module) -> list[float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (1, "ddp"),
+        *(pytest.param(3, name, marks=pytest.mark.extended) for name in ("ddp", "zero1")),
+        (3, "zero3"),
+    ],
+)
 def test_gradient_norm_is_clipped_over_all_parameters(tmp_path, ranks, strategy):
-    if ranks == 1 and strategy != "ddp":
-        pytest.skip("one rank has nothing in parts")
     module = Regression()
     optimizer, norms = module.configure_optimizers(), []
     for number, batch in batches(6):
@@ -87,7 +91,9 @@ def test_gradients_are_unscaled_before_clipping_in_float16(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (3, "ddp"), (2, "zero3")])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "ddp"), pytest.param(3, "ddp", marks=pytest.mark.extended), (2, "zero3")]
+)
 def test_mean_over_tokens_is_over_the_global_batch(tmp_path, ranks, strategy):
     """Means of micro-batches with different numbers of tokens must not be averaged equally."""
     module = Tokens()
@@ -114,7 +120,9 @@ def test_micro_batch_without_tokens_adds_nothing_to_the_loss():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "ddp"), (3, "ddp"), (2, "zero1")])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "ddp"), pytest.param(3, "ddp", marks=pytest.mark.extended), (2, "zero1")]
+)
 def test_alternating_optimizers_see_the_whole_batch_in_order(tmp_path, ranks, strategy):
     module = Gan()
     optimizers = module.configure_optimizers()
@@ -226,7 +234,7 @@ def test_submodules_keep_their_modes_and_validation_keeps_the_training_loss(tmp_
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("names", ["order", "other", "time"])
+@pytest.mark.parametrize("names", [pytest.param("order", marks=pytest.mark.extended), "other", "time"])
 def test_metrics_must_have_equal_names_on_every_rank(tmp_path, names):
     """Otherwise, more metrics on one rank would crash both."""
     if names == "order":
@@ -280,7 +288,7 @@ def test_short_steps_with_joint_messages_are_logged_individually(tmp_path, ranks
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.extended), 3])
 def test_test_and_predict_see_every_sample_once_in_order(tmp_path, ranks):
     result = train(tmp_path, "regression", 3, ranks=ranks)
     module = Regression()

@@ -113,9 +113,10 @@ class LocalBackend:
 
     def cancel(self, jobs: Sequence[JobRecord]) -> None:
         for job in jobs:
-            # A pending task finds the request in its folder.
-            if not _waits_in_array(job.run):
-                _signal_supervisor(job.run, signal.SIGTERM)
+            run = job.run
+            # A pending task of an array finds the request in its folder.
+            if not (run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)):
+                _signal_supervisor(run, signal.SIGTERM)
 
     def requeue(self, jobs: Sequence[JobRecord]) -> None:
         for job in jobs:
@@ -142,10 +143,6 @@ class LocalBackend:
             RunState.FAILED,
             f"the supervisor exited without reporting a result (log: {shlex.quote(str(run.slurm_log))})",
         )
-
-
-def _waits_in_array(run: RunDir) -> bool:
-    return run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)
 
 
 def _await_start(run: RunDir) -> None:

@@ -9,96 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends.backend import PreflightResult
+from hpctrain.jobs.backends.cost_estimate import estimate_cost
+from hpctrain.jobs.backends.job_request import JobRequest
 from hpctrain.jobs.backends.mounts import path_notes
-from hpctrain.jobspec.job_directives import job_directives
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm import parsing
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
-from hpctrain.slurm.duration import format_time_limit
-from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env, strip_job_env
-from hpctrain.slurm.job_array import JobArray
-from hpctrain.slurm.job_test import JobTest, describe_start
+from hpctrain.slurm.environment import strip_job_env
+from hpctrain.slurm.job_requests import JobTest, describe_start
+from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.slurm.pending_reasons import REMEDIES, suggest_remedy
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
 from hpctrain.text import join_or, pluralize, suggest
 
 _QOS_FLAGS = ("sacctmgr", "--noheader", "--parsable2", "--readonly", "show", "qos", "format=Name,Flags")
-_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 _RESUBMIT_HINT = "Submit the run again with the same --run-dir to continue."
 _SUCCESSOR_NOTE = "continues in a successor job, which starts after the previous job has ended"
-
-
-class JobRequest(Struct, frozen=True):
-    """The options of a job as sbatch reads them."""
-
-    spec: JobSpec
-    directives: Mapping[str, str]
-    """Options in the job script, by long name."""
-    variables: Mapping[str, str]
-    """Environment of sbatch. Its SBATCH_* variables are the sources of options in the script."""
-
-    @classmethod
-    def from_spec(cls, spec: JobSpec, environ: Mapping[str, str]) -> JobRequest:
-        directives = job_directives(spec)
-        return cls(spec, directives, sbatch_env(environ, directives))
-
-    def value(self, key: str) -> str:
-        return self.directives.get(key, "")
-
-    def origin(self, key: str) -> str:
-        """Return the flag or variable that sets an option, for messages."""
-        variable = SBATCH_VARIABLES.get(key, "")
-        return variable if variable in self.variables else f"--{key}"
-
-    @property
-    def partitions(self) -> list[str]:
-        return [name for name in self.value("partition").split(",") if name]
-
-    @property
-    def time_limit_s(self) -> float | None:
-        """The requested time limit; None if it is unlimited or not given."""
-        return parsing.parse_time_limit(self.value("time"))
-
-    @property
-    def cpus_per_node(self) -> int:
-        return self.spec.ntasks_per_node * (self.spec.cpus_per_task or 1)
-
-    @property
-    def memory_option(self) -> str | None:
-        return next((key for key in _MEMORY if key in self.directives), None)
-
-    @property
-    def memory_per_node_mib(self) -> int:
-        """Requested MiB of memory per node; 0 means no request, or all memory."""
-        if (option := self.memory_option) is None:
-            return 0
-        units = {"mem": 1, "mem-per-cpu": self.cpus_per_node, "mem-per-gpu": self.spec.gpus_per_node}
-        return (parsing.parse_size_mib(self.value(option)) or 0) * units[option]
-
-    @property
-    def whole_nodes(self) -> bool:
-        return self.directives.get("exclusive") in ("", "exclusive")
-
-    def describe(self) -> str:
-        """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib`."""
-        spec, minimum = self.spec, self.spec.least_granted
-        nodes = (
-            pluralize(minimum, "node")
-            if minimum == spec.most_granted
-            else f"{minimum} to {spec.most_granted} nodes"
-        )
-        kind = f"{spec.gpu_type} " if spec.gpu_type else ""
-        size = [pluralize(spec.gpus_per_node, f"{kind}GPU")] if spec.gpus_per_node else []
-        size.append(pluralize(self.cpus_per_node, "CPU"))
-        size += [f"{mib} MiB of memory"] if (mib := self.memory_per_node_mib) else []
-        excluded = f", not on {hosts}" if (hosts := self.value("exclude")) else ""
-        features = f" and the features {constraint}" if (constraint := self.value("constraint")) else ""
-        return f"{nodes}, each with {', '.join(size)}{features}{excluded}"
 
 
 def explain_refusal(refusal: str, request: JobRequest, site: Site) -> str:
@@ -231,10 +160,7 @@ def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> I
 
 
 def _lifting_qos(site: Site, ask: RunQuery) -> Mapping[str | None, Sequence[str]]:
-    """Return the names of the QOS with each flag that lifts a limit of partitions.
-
-    Flags of a QOS have no effect unless QOS are enforced (seen with Slurm 22.05).
-    """
+    """Return the names of the QOS with each flag that lifts a limit, if QOS are enforced (Slurm 22.05)."""
     if site.slurm is None or "qos" not in site.slurm.enforced or site.slurm.enforces_limits != "NO":
         return {}
     lifting: dict[str | None, list[str]] = {}
@@ -249,10 +175,7 @@ def _lifting_qos(site: Site, ask: RunQuery) -> Mapping[str | None, Sequence[str]
 
 
 def waits_for_nodes(request: JobRequest, partitions: Sequence[Partition]) -> bool:
-    """Return true if a partition has enough large nodes, but some are out of service.
-
-    `sbatch --test-only` then rejects a job that sbatch accepts (seen with Slurm 22.05).
-    """
+    """Return true if fitting nodes are out of service, and `--test-only` thus rejects what sbatch accepts."""
     for partition in partitions:
         fitting = [group for group in partition.groups if _fits(request, group)]
         has_enough = sum(group.num for group in fitting) >= request.spec.least_granted
@@ -345,31 +268,3 @@ def preflight_slurm(
     return PreflightResult(
         tuple(notes), lambda: (describe_start(request.directives, *test.answer), *cost), refusal
     )
-
-
-def estimate_cost(request: JobRequest, partitions: Sequence[Partition], site: Site) -> str:
-    spec = request.spec
-    num_tasks = len(JobArray.parse(array).indices) if (array := request.value("array")) else 1
-    gpus, cpus = spec.gpus_per_node, request.cpus_per_node
-    groups = [group for partition in partitions for group in partition.groups if group.num_gpus >= gpus]
-    is_linear = site.slurm is not None and site.slurm.select == "linear"
-    whole_nodes = request.whole_nodes or is_linear or any(partition.whole_nodes for partition in partitions)
-    if groups and whole_nodes:
-        gpus = max(group.num_gpus for group in groups) if gpus else 0
-        cpus = max(group.cpus for group in groups)
-    amount, unit = (gpus, "GPU") if gpus else (cpus, "CPU")
-    size = f"{pluralize(spec.nodes, 'node')} × {pluralize(amount, unit)}"
-    if num_tasks > 1:
-        size = f"{num_tasks} tasks × {size}"
-    limits = (
-        [request.time_limit_s]
-        if "time" in request.directives
-        else [partition.time_without_option_s for partition in partitions]
-    )
-    if not limits or None in limits:
-        name = " " + join_or(partition.name for partition in partitions) if partitions else ""
-        return f"No cost estimate ({size}): neither --time nor partition{name} sets a time limit."
-    limit_s = max(limit for limit in limits if limit is not None)
-    hours = num_tasks * spec.most_granted * amount * limit_s / 3600
-    cost = pluralize(round(hours, 2) if hours < 100 else round(hours), f"{unit}-hour")
-    return f"Maximum cost: {cost} ({size} × {format_time_limit(limit_s)}) per allocation."

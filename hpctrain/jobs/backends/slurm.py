@@ -100,7 +100,8 @@ class SlurmBackend:
                 ) from error
             if is_transient(str(error)):
                 raise SchedulerError(f"The job was not submitted: {error}. Try again later.") from error
-            from hpctrain.jobs.backends.site_check import JobRequest, explain_refusal
+            from hpctrain.jobs.backends.job_request import JobRequest
+            from hpctrain.jobs.backends.site_check import explain_refusal
             from hpctrain.slurm.site_facts import Site
 
             site = self._site[0] if self._site else Site()

@@ -176,10 +176,7 @@ def check_network() -> Iterator[Finding]:
 
 
 def check_runs_folder(folder: Path, environ: Mapping[str, str], *, other_machines: bool) -> list[Finding]:
-    """Return findings on the folder in which runs are created, which may not exist yet.
-
-    An unresponsive file server blocks the process that accesses it, so it is a process of its own.
-    """
+    """Return findings on the runs folder, from a process that an unresponsive file server may block."""
     try:
         facts = run_python_probe(["-m", __name__, str(folder)], environ, _FOLDER_LIMIT_S)
     except ProbeFailed as error:

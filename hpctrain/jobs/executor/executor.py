@@ -22,7 +22,7 @@ from hpctrain.jobs.runs.run import find_run
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.records.call_payload import CallPayload, FunctionCall
-from hpctrain.slurm.duration import format_time_limit
+from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.text import suggest
 
 log = logging.getLogger("hpctrain")

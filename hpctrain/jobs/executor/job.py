@@ -93,10 +93,7 @@ R = TypeVar("R", covariant=True)
 
 
 class JobFailed(RunFailed, FailedJobError):
-    """Failure of the function. The message contains the rank that failed first and the traceback.
-
-    The exception itself, if it could be pickled, is the cause (`__cause__`).
-    """
+    """Failure of the function, caused by its exception if that could be pickled."""
 
     rank: int | None = None
     """The rank that failed first; None if no rank could be started."""

@@ -19,7 +19,7 @@ from hpctrain.jobs.options.option_table import SubmitOptions
 from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm.batch_header import BatchHeader, parse_batch_header, shell_of
-from hpctrain.slurm.duration import parse_duration
+from hpctrain.slurm.parsing import parse_duration
 from hpctrain.slurm.sbatch_options import BATCH_KEYS
 
 #: Options of the command sbatch, not of the job.
@@ -135,10 +135,7 @@ def build_batch_spec(
     cwd: Path,
     **shape: Any,
 ) -> tuple[JobSpec, dict[str, str]]:
-    """Return the specification of a batch script, and the origins of its directives.
-
-    `options` are the values without their sources, after changes of the submission.
-    """
+    """Return the specification of a batch script, and the origins of its directives."""
     directives, origins = _directives(values)
     if "dependency" in directives:  # resolved
         directives |= {"dependency": options.get("sbatch", {})["dependency"]}

@@ -92,10 +92,7 @@ def find_option(key: str, location: str) -> Option | None:
 
 
 def parse_option(key: str, value: object, label: str, source: OptionSource) -> Iterator[OptionValue]:
-    """Yield the value of an option, or one for each of its entries; None removes values from weaker sources.
-
-    `key` is the name of the option, or of one of its entries, such as `env.NAME`; errors contain `label`.
-    """
+    """Yield the value of an option or an entry (`env.NAME`), or one per entry; None removes weaker ones."""
     name, _, entry = key.partition(".")
     if name == "sbatch" and isinstance(value, Mapping):
         for sbatch_name, sbatch_value in value.items():

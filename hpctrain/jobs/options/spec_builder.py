@@ -24,7 +24,7 @@ from hpctrain.jobspec.notify import DEFAULT_STALL_S, NOTIFICATION_KINDS, NotifyC
 from hpctrain.jobspec.restart_policy import parse_rule_changes
 from hpctrain.jobspec.shell_setup import ShellSetup, is_conda_prefix
 from hpctrain.rundir import ARCHIVE_SUFFIX, RunDir
-from hpctrain.slurm.duration import parse_duration
+from hpctrain.slurm.parsing import parse_duration
 from hpctrain.text import is_count, pluralize
 
 #: Default parent of run folders, relative to the folder of the submission.

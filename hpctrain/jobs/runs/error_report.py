@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain.record_types import Event, FailureRecord, read_record
 from hpctrain.records.crash_output import fold, useful_lines
-from hpctrain.records.log_tail import read_last_lines
+from hpctrain.records.log_tail import output_range, read_last_lines
 from hpctrain.rundir import RunDir
 from hpctrain.text import format_ranks
 
@@ -48,9 +48,9 @@ def details(run: RunDir, failure: Event, ranks: Collection[int] = ()) -> Iterato
         if ranks:
             record = records[rank]
             yield f"rank {rank} on {record.node or record.host}: {_summary(record)}"
-        yield from _details(records[rank])
+        yield from _details(run, failure.attempt, records[rank])
     if not in_full and not ranks and failure.log:
-        yield from _end_of(failure.log)
+        yield from _end_of(run, failure.attempt, failure.log)
     if not ranks:
         summaries = {rank: _summary(record) for rank, record in records.items() if rank not in in_full}
         for summary, group in groupby(
@@ -77,20 +77,22 @@ def crashed_log_tail(run: RunDir, attempt: int) -> list[str]:
     for rank in run.ranks(attempt):
         log = run.rank_log(attempt, rank)
         if any("Traceback (most recent" in line for line in read_last_lines(log, _SEARCHED_LINES)):
-            return list(_end_of(str(log)))
+            return list(_end_of(run, attempt, str(log)))
     return []
 
 
-def _details(record: FailureRecord) -> Iterator[str]:
+def _details(run: RunDir, attempt: int, record: FailureRecord) -> Iterator[str]:
     if record.traceback:
         yield from fold(record.traceback).rstrip().split("\n")
         yield f"log: {record.log}"
     else:
-        yield from _end_of(record.log)
+        yield from _end_of(run, attempt, record.log)
 
 
-def _end_of(log: str) -> Iterator[str]:
-    lines = useful_lines(read_last_lines(Path(log), _SEARCHED_LINES))[-_LAST_LINES:]
+def _end_of(run: RunDir, attempt: int, log: str) -> Iterator[str]:
+    is_rank_log = Path(log).name == run.rank_log(attempt, 0).name
+    within = output_range(run, attempt) if is_rank_log else (0, None)
+    lines = useful_lines(read_last_lines(Path(log), _SEARCHED_LINES, within=within))[-_LAST_LINES:]
     yield f"last lines of {log}:" if lines else f"log: {log}"
     yield from (f"  {line}" for line in lines)
 

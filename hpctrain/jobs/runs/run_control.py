@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 
 from hpctrain.errors import RunNotFound, SchedulerError, SpecError
-from hpctrain.files import write_atomic
 from hpctrain.jobs.backends import open_backend
 from hpctrain.jobs.backends.backend import Backend
 from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller
@@ -61,10 +59,8 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
             f"asked to save. To restart them from their own checkpoint: scontrol requeue {status.job_id}"
         )
     _request(_jobs_of(held), environ, lambda backend, jobs: backend.release_hold(jobs))
-    # Preemptions send the same signal: without this file, the ranks expect to be killed soon.
     for job in running:
-        with suppress(OSError):  # then the ranks assume the short grace time of a preemption
-            write_atomic(job.requeue_request, f"{statuses[job].attempt}\n", durable=False)
+        job.request_requeue(statuses[job].attempt or 0)
     try:
         preempt(running, environ)
     except SchedulerError:

@@ -15,7 +15,7 @@ from hpctrain.jobs.runs.run import Run
 from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller, UnknownStateTracker
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.record_types import Event, LogLength
-from hpctrain.records.log_tail import FileTail, RecordTail, read_last_records
+from hpctrain.records.log_tail import FileTail, RecordTail, output_range, read_last_records
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.states import RunState
@@ -91,9 +91,9 @@ class RankLogReader:
         self._next_listing = time.monotonic() + _LISTING_INTERVAL_S
         for rank in self._run.ranks(self._attempt):
             if rank not in self._tails and (not self._wanted or rank in self._wanted):
-                self._tails[rank] = FileTail(
-                    self._run.rank_log(self._attempt, rank), self._offsets.get(rank, 0)
-                )
+                begin, _ = output_range(self._run, self._attempt)
+                log = self._run.rank_log(self._attempt, rank)
+                self._tails[rank] = FileTail(log, self._offsets.get(rank, begin))
                 self._queue.append(rank)
         if self._tails and not self._width:
             world_size = _world_size(self._run, self._attempt) or len(self._tails)
@@ -102,6 +102,8 @@ class RankLogReader:
             self._width = len(str(max(world_size - 1, *self._tails)))
 
     def _read(self, rank: int, tail: FileTail, size: int | None = None) -> Iterator[str]:
+        _, end = output_range(self._run, self._attempt)
+        size = end if size is None else size
         while text := tail.read(size, most_bytes=_PIECE_BYTES):
             if not self._labels_ranks and not self._label:
                 self.mark = rank, tail.position

@@ -182,16 +182,26 @@ def _describe_end(record: RunRecord, view: JobStateView | None) -> str:
             f"{view.words}, but its batch script exited before any rank started; look for an `exit` in "
             "--setup and in the files that it sources"
         )
-    return f"{view.words} before any rank started"
+    if record.run.slurm_log.exists():
+        return f"{view.words} before any rank started"
+    return (
+        f"{view.words} before any rank started, and without any output. Either the folder of --output does "
+        "not exist or is not writable on the first node, or the node has a problem: "
+        f"scontrol show job {record.job_id}"
+    )
 
 
-def _cause(record: RunRecord, explanation: str) -> tuple[str, str]:
-    """Return the cause of the failure from the best available source, and the log to read."""
+def _cause(record: RunRecord, explanation: str) -> tuple[str, str | None]:
+    """Return the cause of the failure from the best available source, and the log to read, if any."""
     finished, failure = record.finished, record.failure
     causes = [event.cause for event in (finished, failure) if event is not None]
     cause = next(filter(None, [*causes, explanation]), "the run recorded no cause")
     log = failure.log if failure is not None else None
-    return cause, log or str(record.run.slurm_log if finished is None else record.run.supervisor_log)
+    if log is None and finished is not None:
+        log = str(record.run.supervisor_log)
+    elif log is None and (record.started is not None or record.run.slurm_log.exists()):
+        log = str(record.run.slurm_log)
+    return cause, log
 
 
 def _last_step_and_loss(path: Path) -> tuple[int | None, float | None]:
@@ -214,11 +224,11 @@ def _is_loss(value: object) -> bool:
 def _newest_checkpoint(run: RunDir) -> str | None:
     if (step := next(committed_steps(run.checkpoints), None)) is not None:
         return str(run.checkpoint(step))
-    newest = newest_script_checkpoint(run.checkpoints, _checkpoint_pattern(run))
+    newest = newest_script_checkpoint(run.checkpoints, checkpoint_pattern(run))
     return None if newest is None else str(newest[0])
 
 
-def _checkpoint_pattern(run: RunDir) -> str | None:
+def checkpoint_pattern(run: RunDir) -> str | None:
     with suppress(OSError, SpecError):
         # Parsing YAML is slow.
         if b"\ncheckpoints: null\n" not in read_regular(run.spec):

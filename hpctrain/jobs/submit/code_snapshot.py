@@ -254,7 +254,6 @@ class CodeSnapshot(Struct, frozen=True):
             ) from error
         script = None if self.script is None else str(copy / self.script)
         source = str(self.repository.root)
-        source = str(self.repository.root)
         return CodeRef(source=source, copy=str(copy), script=script, limit_mb=self.limit_mb)
 
     @contextmanager

@@ -82,10 +82,7 @@ def _resolve_runs(options: SubmitOptions, cwd: Path, environ: Mapping[str, str])
 def resolve_dependency(
     text: str, cwd: Path, environ: Mapping[str, str], runs_dir: str
 ) -> tuple[str, list[str]]:
-    """Return the dependency with runs replaced by jobs, and notes for the user.
-
-    A run that has ended as required is omitted, because Slurm forgets ended jobs; the result may be empty.
-    """
+    """Return the dependency with runs replaced by jobs, without those that have ended; and notes."""
     separator = "?" if "?" in text else ","
     conditions: list[str] = []
     notes: list[str] = []
@@ -155,10 +152,7 @@ def _apply_srun_variables(options: SubmitOptions, environ: Mapping[str, str]) ->
 
 
 def _choose_cpus(options: SubmitOptions, site: Site) -> Iterator[str]:
-    """Give each rank its share of the CPUs of the nodes, unless the user requests CPUs.
-
-    A job that uses half of the GPUs of a node gets half of its CPUs, so that other jobs can use the rest.
-    """
+    """Give each rank its GPUs' share of the CPUs of a node, unless the user requests CPUs."""
     gpu_type, gpus, ntasks = node_shape(options)
     if not gpus or "cpus_per_task" in options:
         return

@@ -21,8 +21,8 @@ from hpctrain.jobspec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.duration import format_time_limit
 from hpctrain.slurm.environment import loaded_modules
+from hpctrain.slurm.parsing import format_time_limit
 
 _SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
 #: Seconds: ranks may take a minute to start; with less time they may not reach a first checkpoint.
@@ -44,6 +44,8 @@ def check_job(
     notes = [*_check_options(spec, settings), *_short_time_notes(spec, settings)] if is_run else []
     notes += _check_program(spec, environ)
     _check_environment(spec, environ)
+    if spec.program == "batch" and spec.backend == "slurm":
+        notes += _check_output_folders(spec)
     if is_run:
         _check_staged_sources(spec)
         notes += _check_run_folder(spec, settings, environ)
@@ -174,6 +176,8 @@ def _check_script(script: Path) -> None:
         raise SpecError(
             f"The script {str(script)!r} has a syntax error on line {error.lineno}: {error.msg}."
         ) from None
+    except SpecError:
+        raise
     except ValueError as error:
         raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
@@ -182,6 +186,12 @@ def _check_shebang(script: Path) -> None:
     """Reject a script for another interpreter, which Python would report as a syntax error."""
     with open(script, "rb") as file:
         line = file.readline(256)
+        has_directives = b"#SBATCH" in line + file.read(65_536)
+    if has_directives and not line.startswith(b"#!"):
+        raise SpecError(
+            f"The script {str(script)!r} has #SBATCH lines, but no #! line, which sbatch requires, too. "
+            "Begin the script with #!/bin/bash."
+        )
     interpreter = line[2:].decode(errors="replace").strip() if line.startswith(b"#!") else ""
     if script.suffix in _SHELL or (interpreter and "python" not in interpreter):
         reason = f"begins with #!{interpreter}" if interpreter else f"ends in {script.suffix}"
@@ -202,6 +212,25 @@ def _check_environment(spec: JobSpec, environ: Mapping[str, str]) -> None:
     spec.shell.check_files(environ)
     if spec.container is not None:
         spec.container.check_files()
+
+
+def _check_output_folders(spec: JobSpec) -> Iterator[str]:
+    """Check the folders of --output and --error, without which Slurm ends a job before it starts."""
+    for option in ("output", "error"):
+        path = spec.directives.get(option, "")
+        # Slurm replaces patterns, such as %j, and creates no folder.
+        folder = os.path.dirname(path.replace("%%", "\0").partition("%")[0]).replace("\0", "%")
+        if not path or (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+            continue
+        state = "is not writable" if os.path.isdir(folder) else "does not exist"
+        problem = (
+            f"The folder {folder!r} of --{option} {state}. Without it, Slurm ends the job before the script "
+            "starts, and without any output."
+        )
+        if Path(folder).is_relative_to(spec.workdir):
+            remedy = "Change its permissions" if os.path.isdir(folder) else f"Create it: mkdir -p {folder}"
+            raise SpecError(f"{problem} {remedy}.")
+        yield f"Warning: on this machine, {problem[0].lower()}{problem[1:]}"
 
 
 def _check_staged_sources(spec: JobSpec) -> None:

@@ -226,10 +226,7 @@ def _damage(checkpoint: Path) -> Iterator[str]:
 def compare_environments(
     recorded: Iterable[Mapping[str, Any]], repeated_records: Collection[Mapping[str, Any]]
 ) -> list[str]:
-    """Return a sentence per fact that differs: code, settings, versions, devices.
-
-    Each environment of a recorded attempt is compared with the most similar one of the verification.
-    """
+    """Return a sentence per fact that differs from the most similar environment of the verification."""
     facts: dict[str, None] = {}
     for environment in recorded:
         differences = min(

@@ -202,15 +202,16 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
             start_signal_recorder(leave_in_time)
             exit_on_stop_signal()
     environ: Mapping[str, str] = os.environ
+    # The output of a command shows its other exceptions.
+    _record_exceptions(run, attempt, ranks, UserError if address is None else BaseException)
     if address is not None:
-        _record_exceptions(run, attempt, ranks)
         _sidecars.append(start_node_sampler(run, ranks, os.environ))
         # The processes of a batch script may be independent.
         environ = {**ranks.torch_variables(), **os.environ, INDEPENDENT_RANKS_VARIABLE: "1"}
     is_main = ranks.is_main if address is not None else launch[1] == "0"
     observer = ProcessObserver(run, attempt, ranks, environ, records_steps=is_main)
     compile_cache.install(run, ranks, os.environ)
-    observer.start(connect)
+    observer.start(connect if address is not None else partial(reconnect_or_die, connect))
     return partial(_after_step, observer)
 
 
@@ -228,33 +229,24 @@ def _group_facts(ranks: Ranks, *, in_step: bool) -> dict[str, object]:
     return {"group": name, "world_size": ranks.world_size, "host": host, "in_step": in_step}
 
 
-def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks) -> None:
-    """Write a failure file if an exception ends this process."""
-    report = sys.excepthook
+def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks, recorded: type[BaseException]) -> None:
+    """Write a failure file if such an exception ends this process."""
+    report, log = sys.excepthook, run.rank_log(attempt, ranks.rank if recorded is UserError else 0)
     environ = {**ranks.torch_variables(), **os.environ, "RANK": str(ranks.rank)}
 
     def report_and_record(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         report(kind, error, trace)
-        if not is_exiting():
-            log = run.rank_log(attempt, 0)
+        if issubclass(kind, recorded) and not is_exiting():
             write_failure(run.failure(attempt, ranks.rank), failure_record(error, environ), log, environ)
 
     sys.excepthook = report_and_record
 
 
 def _after_step(observer: ProcessObserver) -> None:
-    """Check the process after an optimizer step. An error of the user becomes the failure of the rank."""
     _claim_training(os.getpid())
-    try:
-        observer.after_step()
-    except UserError as error:
-        run, attempt, rank = observer.run, observer.attempt, observer.ranks.rank
-        environ = {**os.environ, "RANK": str(rank)}
-        record = failure_record(error, environ)
-        write_failure(run.failure(attempt, rank), record, run.rank_log(attempt, rank), environ)
-        raise
+    observer.after_step()
 
 
 def connect_to_worker(name: str) -> Connection:
@@ -265,6 +257,15 @@ def connect_to_worker(name: str) -> Connection:
         connected.close()
         raise PermissionError(f"the socket {name} belongs to another user")
     return Connection(connected)
+
+
+def reconnect_or_die(connect: Callable[[], Connection]) -> Connection:
+    """Connect to the worker, or end this process, because a killed worker cannot end it."""
+    try:
+        return connect()
+    except ConnectionRefusedError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
 
 
 def _is_own_process(connected: socket.socket) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import sys
 import threading
@@ -24,7 +25,8 @@ class StepLog:
     """Writes a line for the steps since the last line. Only rank 0 of an attempt has a log.
 
     Steps are counted from the state that the optimizer has loaded. If the state has no number of steps, such
-    as for SGD, the attempt is assumed to continue after the last recorded step.
+    as for SGD, the attempt is assumed to continue after the last recorded step. Of several programs that a
+    batch script runs at once, only the first has its steps recorded.
     """
 
     def __init__(self, run: RunDir, attempt: int) -> None:
@@ -33,6 +35,7 @@ class StepLog:
         self._first_step: int | None = None
         """Number of steps before this attempt; None until its first step."""
         self._written = 0
+        self._is_recorded: bool | None = None
         self._since = 0.0
         self._data_s = self._exchange_s = 0.0
         self._writing = threading.Lock()
@@ -61,11 +64,14 @@ class StepLog:
 
     def _write(self) -> None:
         step, now = activity.optimizer_steps, time.perf_counter()
-        if activity.logs_metrics or has_started() or step == self._written:
+        if activity.logs_metrics or has_started() or step == self._written or self._is_recorded is False:
             return
         first_step: int | None = None
         if self._first_step is None:
             try:
+                self._is_recorded = self._is_first_program()
+                if not self._is_recorded:
+                    return
                 # The time of the steps in the first line is unknown.
                 self._first_step, self._since = self._begin(), now
             except OSError:
@@ -81,6 +87,17 @@ class StepLog:
         self._metrics.append(StepRecord(*place, spent=spent, first_step=first_step).line())
         self._written, self._since = step, now
         self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
+
+    def _is_first_program(self) -> bool:
+        # Of this process alone, and until its end; other locks would be inherited by its data workers.
+        try:
+            fd = os.open(self._run.log_index(self._attempt, 0), os.O_WRONLY | os.O_CREAT, 0o644)
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # such as a file system without locks
+            pass
+        return True
 
     def _begin(self) -> int:
         """Return the number of steps before this attempt, and record this number if a state was loaded."""

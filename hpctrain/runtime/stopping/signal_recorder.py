@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from hpctrain.errors import EXIT_CONTINUE, UserError
-from hpctrain.rundir import STOP_GRACE_VARIABLE
+from hpctrain.rundir import CANCEL_GRACE_KEY, STOP_GRACE_VARIABLE
 
 #: SIGTERM announces preemption, SIGUSR2 the time limit (NCCL uses SIGUSR1).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
@@ -38,12 +38,13 @@ def read_stop_grace(environ: Mapping[str, str]) -> dict[str, float]:
     text = environ.get(STOP_GRACE_VARIABLE, "")
     try:
         pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
-        return {name.strip(): float(seconds) for name, _, seconds in pairs}
+        grace = {name.strip(): float(seconds) for name, _, seconds in pairs}
     except ValueError:
         raise UserError(
             f"{STOP_GRACE_VARIABLE} is {text!r}, but must list signals with grace times in seconds, for "
             "example SIGTERM=30,SIGUSR2=120."
         ) from None
+    return {CANCEL_GRACE_KEY: grace[signal.SIGTERM.name], **grace} if signal.SIGTERM.name in grace else grace
 
 
 class _SignalRecord:
@@ -80,10 +81,7 @@ _record: _SignalRecord | None = None
 
 
 def start_signal_recorder(leave_in_time: Callable[[signal.Signals, float], None]) -> None:
-    """Start to record stop signals, and to end this process if a script's handler is stuck.
-
-    After a signal, a thread repeatedly calls `leave_in_time` with the signal and the seconds since then.
-    """
+    """Record stop signals; after one, a thread repeatedly calls `leave_in_time` with signal and seconds."""
     global _record
     _record = _SignalRecord()
     arguments = (_record, leave_in_time)

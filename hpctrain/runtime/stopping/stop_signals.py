@@ -29,13 +29,12 @@ from hpctrain.record_types import RankPhase
 from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     CHECKPOINTS_VARIABLE,
-    REQUEUE_GRACE_KEY,
     RUN_DIR_VARIABLE,
     RunDir,
 )
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.release_devices import release_devices, release_devices_within
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
-from hpctrain.runtime.stopping.release_devices import release_devices, release_devices_within
 from hpctrain.runtime.stopping.signal_recorder import (
     STOP_SIGNALS,
     clear_stop_signals,
@@ -201,10 +200,7 @@ def release_limit_s() -> float:
 
 
 def leave_in_time(number: signal.Signals, passed_s: float) -> None:
-    """Exit shortly before this rank would be killed, unless it saves, or the script decides when to exit.
-
-    Another thread calls this repeatedly after a signal, because the main thread may be in native code.
-    """
+    """Exit shortly before this rank would be killed, unless it saves; another thread calls this again."""
     handler = signal.getsignal(number)
     flag = getattr(handler, "__self__", None)
     may_leave = flag.may_leave if isinstance(flag, StopFlag) else handler is _exit_for_signal
@@ -230,7 +226,7 @@ def _grace_s(number: signal.Signals) -> float:
     with contextlib.suppress(UserError):
         grace = read_stop_grace(os.environ)
         run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
-        return grace.get(REQUEUE_GRACE_KEY if run.is_asked_to_requeue(attempt) else number.name, math.inf)
+        return grace.get(run.grace_key(attempt) or number.name, math.inf)
     return math.inf
 
 

@@ -60,9 +60,10 @@ class FailureAnalyzer:
                 return self._diagnose_stop(result)
             # Only the script has ended ranks, such as a server, or a launcher the peers of a failed rank.
             result.monitor.is_stopping = False
-            if result.outcome is AttemptOutcome.DONE:
+            if result.outcome is AttemptOutcome.DONE and not self._ends_in_failure(result):
                 return AttemptEnd(EndKind.DONE, self._describe_hidden_failures(result))
-            if result.outcome is AttemptOutcome.STOPPED:
+            if result.outcome in (AttemptOutcome.DONE, AttemptOutcome.STOPPED):
+                # Many scripts end in a command such as `echo`, whose exit code hides that of the ranks.
                 return self._analyze_failure(result, hosts, {})
         early_exits = self._early_exits(result, len(hosts) * self.spec.ntasks_per_node)
         match result.outcome:
@@ -110,6 +111,15 @@ class FailureAnalyzer:
             log.warning("cannot determine whether this job is preempted (%s); assuming that it is", error)
             is_preempted = True
         return is_preempted or self._is_near_limit()
+
+    def _ends_in_failure(self, result: AttemptResult) -> bool:
+        """Return true if ranks of a batch script failed, and the script did not survive it."""
+        failures = read_failures(self.run, result.attempt)
+        if any(failure.time >= result.survived_until for failure in failures):
+            return True
+        return not result.survived_until and any(
+            killed_tasks(self.run.slurm_log, result.job_log_offset, log_path="")
+        )
 
     def _describe_hidden_failures(self, result: AttemptResult) -> str | None:
         """Return a remark on failures of ranks that a batch script has not reported by its exit code."""
@@ -329,7 +339,7 @@ class FailureAnalyzer:
     ) -> AttemptEnd:
         """Record a failure; by default, with the log of the rank."""
         if log_path is None and rank >= 0:
-            log_path = str(self.run.rank_log(attempt, rank))
+            log_path = str(self.run.rank_log(attempt, 0 if self.spec.program == "batch" else rank))
         facts = {"rank": rank, "host": host, "cause": cause, "log": log_path, **fields, "class": kind}
         self.run.log_event("failure", attempt, **facts)
         hint = f" (log: {log_path})" if log_path else ""

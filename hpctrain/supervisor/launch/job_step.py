@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
-from hpctrain.cluster.ports import bind_socket
+from hpctrain.cluster.ports import bind_socket, store_options
 from hpctrain.slurm.srun_step import StepEnded, TaskExit
 
 
@@ -82,10 +82,8 @@ class Launcher(Protocol):
     address: str
     """Address of the supervisor's host for the tasks."""
 
-    def start(
-        self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
-    ) -> JobStep:
-        """Start one task per rank; `beside` is true if the step shares the nodes with a running step."""
+    def start(self, command: list[str], variables: Mapping[str, str], emit: EmitEvent) -> JobStep:
+        """Start one task per rank."""
 
 
 class RendezvousStore:
@@ -117,14 +115,8 @@ class RendezvousStore:
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        self._store = TCPStore(
-            "127.0.0.1",
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=self._socket.detach(),
-            use_libuv=not torch.__version__.startswith("2.6."),  # which would not accept the socket
-        )
+        options = store_options(self._socket.detach(), torch.__version__)
+        self._store = TCPStore("127.0.0.1", self._port, **options)
 
     def __enter__(self) -> Self:
         return self

@@ -17,17 +17,13 @@ from hpctrain.cluster.visible_gpus import VISIBLE_VARIABLE, gpu_variables, visib
 from hpctrain.errors import SpecError
 from hpctrain.jobspec.job_directives import srun_options
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.rundir import ATTEMPT_VARIABLE, CPU_BINDING_VARIABLE, LIFELINE_VARIABLE
+from hpctrain.rundir import ATTEMPT_VARIABLE, CPU_BINDING_VARIABLE, LIFELINE_VARIABLE, STANDBY_VARIABLE
 from hpctrain.slurm.command import job_step_name
 from hpctrain.slurm.environment import apply_env_defaults, own_job_id
 from hpctrain.slurm.srun_step import JOB_SHAPE_VARIABLES, SrunStep, StepEnded, TaskExit
+from hpctrain.supervisor.launch.container_command import containerize
 from hpctrain.supervisor.launch.job_step import EmitEvent
-from hpctrain.supervisor.launch.task_command import (
-    containerize,
-    job_variables,
-    prefixed,
-    restore_names_command,
-)
+from hpctrain.supervisor.launch.task_command import job_variables, prefixed, restore_names_command
 from hpctrain.telemetry.sampling.nvml import count_gpus
 
 #: Maximum number of nodes to try for a route: with a hanging resolver, each try takes seconds.
@@ -51,11 +47,9 @@ class SrunLauncher:
         self._job_id = own_job_id(environ)
         self._environ = {name: value for name, value in environ.items() if name not in JOB_SHAPE_VARIABLES}
 
-    def start(
-        self, command: list[str], variables: Mapping[str, str], emit: EmitEvent, *, beside: bool = False
-    ) -> SrunStep:
+    def start(self, command: list[str], variables: Mapping[str, str], emit: EmitEvent) -> SrunStep:
         spec = self._spec
-        name = job_step_name(int(variables[ATTEMPT_VARIABLE]), waits=beside)
+        name = job_step_name(int(variables[ATTEMPT_VARIABLE]), waits=STANDBY_VARIABLE in variables)
         options = [f"--job-name={name}", *srun_options(spec, len(self.hosts))]
         if len(self.hosts) < self._num_granted:
             options.append(f"--nodelist={compress_hostlist(self.hosts)}")
@@ -92,14 +86,7 @@ class LocalLauncher:
         self._gpus = visible_gpus(environ)
         self._num_steps = 0
 
-    def start(
-        self,
-        command: list[str],
-        variables: Mapping[str, str],
-        emit: EmitEvent,
-        *,
-        beside: bool = False,  # noqa: ARG002 (all processes share one machine)
-    ) -> LocalStep:
+    def start(self, command: list[str], variables: Mapping[str, str], emit: EmitEvent) -> LocalStep:
         spec = self._spec
         num_nodes = len(self.hosts)
         count, num_ranks = num_nodes * spec.processes_per_node, num_nodes * spec.ntasks_per_node

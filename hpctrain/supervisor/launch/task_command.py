@@ -1,41 +1,24 @@
-"""Build the commands and variables of a step's processes, in a container with Pyxis or apptainer if asked.
+"""Build the commands and variables of a step's processes.
 
 Every user of a node can read all command lines, so the values of `--env` are passed only in the environment.
-A container mounts the run folder, the working directory, the code and hpctrain itself, so an image requires
-only Python and PyTorch. A rank's environment variables override those of the image.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster import compress_hostlist
-from hpctrain.errors import SpecError
 from hpctrain.files import open_regular
-from hpctrain.jobspec.container import APPTAINER_PROGRAMS
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.rundir import ENV_PREFIX, GPUS_PER_TASK_VARIABLE, LIFELINE_VARIABLE, RunDir
+from hpctrain.rundir import ENV_PREFIX, GPUS_PER_TASK_VARIABLE, RunDir
 from hpctrain.slurm.batch_header import shell_of
+from hpctrain.supervisor.launch.container_command import CONTAINER_PACKAGES
 
-#: Folder of the package in the container; its parent folder is not mounted, because it contains the host's
-#: PyTorch.
-_PACKAGES = "/opt/hpctrain"
 _BOOT = (
-    f"import runpy, sys; sys.path.insert(0, {_PACKAGES!r}); "
+    f"import runpy, sys; sys.path.insert(0, {CONTAINER_PACKAGES!r}); "
     "runpy.run_module('hpctrain.runtime.{name}', run_name='__main__', alter_sys=True)"
-)
-
-#: Identity and devices of a rank; Slurm sets these variables for each task.
-_TASK_VARIABLES = (
-    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
-    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURMD_NODENAME"),
-    *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"),
-    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-    LIFELINE_VARIABLE,
 )
 
 
@@ -92,58 +75,3 @@ def restore_names_command(command: list[str], names: Iterable[str]) -> list[str]
     unset = [f"--unset={ENV_PREFIX}{name}" for name in names]
     split = " ".join(f"{name}=${{{ENV_PREFIX}{name}}}" for name in names)
     return ["/usr/bin/env", *unset, f"--split-string={split}", *command]
-
-
-@dataclass(frozen=True)
-class ContainerCommand:
-    command: list[str]
-    srun_options: tuple[str, ...] = ()
-
-
-def containerize(
-    spec: JobSpec, command: list[str], names: Iterable[str], path: str | None
-) -> ContainerCommand:
-    """Wrap a task's command in the container of the job; unchanged without a container."""
-    container = spec.container
-    if container is None:
-        return ContainerCommand(command)
-    variables = list(dict.fromkeys([*_TASK_VARIABLES, *names, *container.env]))
-    if container.runtime == "pyxis":
-        options = (
-            f"--container-image={container.image_name}",
-            f"--container-mounts={','.join(_mounts(spec))}",
-            f"--container-workdir={spec.workdir}",
-            f"--container-env={','.join(variables)}",
-        )
-        return ContainerCommand(command, options)
-    program = next(filter(None, (shutil.which(name, path=path) for name in APPTAINER_PROGRAMS)), None)
-    if program is None:
-        raise SpecError(
-            f"Neither {' nor '.join(APPTAINER_PROGRAMS)} is on the PATH of the job ({path}), so "
-            f"the job cannot run the container image {container.image!r} (--container-image). Load a module "
-            "that provides apptainer or singularity (--module)."
-        )
-    command_line = [program, "exec", *(["--nv"] if spec.gpus_per_node else [])]
-    for mount in _mounts(spec):
-        command_line += ["--bind", mount]
-    command_line += ["--pwd", spec.workdir, container.image_name, *command]
-    return ContainerCommand(["/bin/sh", "-c", _export(variables, Path(program).name), "sh", *command_line])
-
-
-def _export(names: Collection[str], program: str) -> str:
-    """Return a shell line that also exports variables under apptainer's names, then runs its arguments."""
-    prefix = f"{program.upper()}ENV_"
-    exports = [f'[ -z "${{{name}+set}}" ] || export {prefix}{name}="${name}"' for name in names]
-    return "; ".join([*exports, 'exec "$@"'])
-
-
-def _mounts(spec: JobSpec) -> list[str]:
-    """Return the mounts by destination; mounts of the user replace default mounts."""
-    assert spec.container is not None
-    package = Path(__file__).resolve().parents[2]
-    folders = sorted(set(spec.folders.values()))
-    outer = [path for path in folders if not any(path.startswith(f"{parent}/") for parent in folders)]
-    mounts = {path: f"{path}:{path}" for path in outer}
-    mounts[f"{_PACKAGES}/hpctrain"] = f"{package}:{_PACKAGES}/hpctrain:ro"
-    mounts |= {mount.split(":")[1]: mount for mount in spec.container.mounts}
-    return list(mounts.values())

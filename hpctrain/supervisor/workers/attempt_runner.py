@@ -33,10 +33,10 @@ from hpctrain.rundir import (
     RunDir,
 )
 from hpctrain.supervisor.job_control import EARLY_SIGNAL_TOLERANCE_S, JobControl, known_seconds_left
-from hpctrain.supervisor.launch.batch import BatchStep
 from hpctrain.supervisor.launch.job_step import Launcher, RendezvousStore, StepEvent
 from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
+from hpctrain.supervisor.workers.batch_launcher import BatchStep
 from hpctrain.supervisor.workers.node_steps import Stager
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 from hpctrain.text import pluralize
@@ -100,7 +100,7 @@ class AttemptRunner:
                     rendezvous.serve()
                     outcome = monitor.wait(step)
                     if isinstance(step, BatchStep):
-                        survived_until = step.survived_until()
+                        survived_until = step.survived_until
                 finally:
                     self.worker_group.stop_monitoring()
                     step.close()

@@ -122,9 +122,6 @@ class HangDetector:
         if (state := self.ranks.get(rank)) is not None:
             state.last_message_at = now
 
-    def remove_rank(self, rank: int) -> None:
-        self.ranks.pop(rank, None)
-
     def discount_pause(self, seconds: float) -> None:
         """Discount a pause of both the ranks and the supervisor, such as a suspended job."""
         for state in self.ranks.values():

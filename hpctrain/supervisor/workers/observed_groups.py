@@ -39,8 +39,9 @@ class ObservedGroups:
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[int, _Group] = {}
         self._num_members = 0
-        self._has_ranks_outside_steps = False
-        #: Times of the newest launch of a group, and of the end of the last rank, in seconds since the epoch.
+        #: True if no srun has started some ranks.
+        self.has_ranks_outside_steps = False
+        #: Times of the newest launch after the first, and of the end of the last rank, since the epoch.
         self._launched_at = self._left_at = 0.0
         self._stop_signal: signal.Signals | None = None
         self._asked: set[int] = set()
@@ -48,7 +49,7 @@ class ObservedGroups:
     def join(self, introduction: Mapping[str, Any]) -> int:
         """Add a process to its group, and return its key."""
         name, rank, host = str(introduction["group"]), int(introduction["rank"]), str(introduction["host"])
-        self._has_ranks_outside_steps |= not introduction["in_step"]
+        self.has_ranks_outside_steps |= not introduction["in_step"]
         group = self._groups.get(name)
         if group is None or (not group.ranks and rank in group.hosts):
             hosts: dict[int, str] = {}
@@ -58,8 +59,9 @@ class ObservedGroups:
                 lambda rank: hosts.get(rank, "an unknown host"),
                 int(introduction["world_size"]),
             )
+            if self._groups:
+                self._launched_at = system.time()
             group = self._groups[name] = _Group(monitor, hosts, members)
-            self._launched_at = system.time()
         key, self._num_members = self._num_members, self._num_members + 1
         for stale in [member for member, its_rank in group.ranks.items() if its_rank == rank]:
             del group.ranks[stale], self._group_of[stale]
@@ -96,12 +98,8 @@ class ObservedGroups:
     def has_ranks(self) -> bool:
         return bool(self._group_of)
 
-    def has_ranks_outside_steps(self) -> bool:
-        """Return true if no srun has started some ranks."""
-        return self._has_ranks_outside_steps
-
     def survived_until(self) -> float:
-        """Return the time until which the script survived failures of ranks, in seconds since the epoch.
+        """Return the time until which the script survived failures of ranks; 0 if it survived none.
 
         It survived a failure if it started other ranks, or ran for a while without any.
         """

@@ -69,7 +69,8 @@ class RankMonitor:
         #: Time of the last discounted pause, and end of the last recorded one.
         self._discounted_at = self._recorded_until = -math.inf
         self._modules: dict[int, list[str]] = {}
-        self._changed: set[str] = set()
+        #: Environment variables that a rank has changed.
+        self.changed: set[str] = set()
         self._reported: set[int] = set()
 
     def on_message(self, rank: int, message: RankMessage) -> None:
@@ -85,7 +86,7 @@ class RankMonitor:
             times = StepTimes(message.step, *message.spent, *message.timed)
             self._straggler_detector.on_heartbeat(rank, times)
             self._modules[rank] = message.modules
-            self._changed.update(message.changed)
+            self.changed.update(message.changed)
         elif message.stop_signal is not None:
             self._emit(RankSignalled(rank, message.stop_signal))
         elif self._probe is not None and message.told is not None:
@@ -94,7 +95,7 @@ class RankMonitor:
             self._probe.written.add(rank)
 
     def on_disconnect(self, rank: int) -> None:
-        self._hang_detector.remove_rank(rank)
+        self._hang_detector.ranks.pop(rank, None)
         self._empty_since = None if self._hang_detector.ranks else system.monotonic()
 
     @property
@@ -108,10 +109,6 @@ class RankMonitor:
 
     def are_connected(self, ranks: Iterable[int]) -> bool:
         return all(rank in self._hang_detector.ranks for rank in ranks)
-
-    @property
-    def changed(self) -> list[str]:
-        return sorted(self._changed)
 
     def on_tick(self) -> None:
         now = system.monotonic()

@@ -20,9 +20,9 @@ from hpctrain.files import read_json, write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.record_types import PartDuration, RankMessage, read_record
 from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
-from hpctrain.supervisor.launch.batch import BatchStep
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
 from hpctrain.supervisor.launch.task_command import worker_command
+from hpctrain.supervisor.workers.batch_launcher import BatchLauncher
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.observed_groups import ObservedGroups
@@ -86,28 +86,22 @@ class WorkerGroup:
         startup = StartupRecord(self._run, attempt, world_size, host_of, self._job_started_at)
         self._job_started_at = None
         environ = {**rendezvous, **variables(attempt)}
-        step = self._start_from_standby(attempt, hosts, environ, emit)
-        if step is None:
-            command = worker_command(spec, len(hosts))
-            step = self._launcher.start(command, {**environ, **self._server.variables, **new_secret()}, emit)
         send = partial(self._server.send, attempt)
-        monitor: RankMonitor | ObservedGroups
+        groups: ObservedGroups | None = None
 
         def new_monitor(
             send: Callable[[Mapping[str, Any]], int], host_of: Callable[[int], str], world_size: int
         ) -> RankMonitor:
             return RankMonitor(self._run, attempt, step, send, emit, self._limits, host_of, world_size)
 
-        if isinstance(step, BatchStep):
-            monitor = ObservedGroups(send, new_monitor)
-            step.stop_ranks, step.has_ranks = monitor.stop, monitor.has_ranks
-            step.survived_until = monitor.survived_until
-            step.has_ranks_outside_steps = monitor.has_ranks_outside_steps
-        else:
-            monitor = new_monitor(send, host_of, world_size)
+        if isinstance(self._launcher, BatchLauncher):
+            groups = self._launcher.groups = ObservedGroups(send, new_monitor)
+        step: JobStep = self._start_from_standby(attempt, hosts, environ, emit) or self._launcher.start(
+            worker_command(spec, len(hosts)), {**environ, **self._server.variables, **new_secret()}, emit
+        )
         with self._lock:
-            self._attempt, self._monitor = attempt, monitor
-            self._startup = None if isinstance(monitor, ObservedGroups) else startup
+            self._attempt, self._monitor = attempt, groups or new_monitor(send, host_of, world_size)
+            self._startup = startup if groups is None else None
             self._standby_variables = variables
             self._imported_at, self._standby_started = None, False
         return step
@@ -149,10 +143,9 @@ class WorkerGroup:
     def on_tick(self) -> None:
         with self._lock:
             monitor = self._monitor
-        if isinstance(monitor, ObservedGroups):
+        if monitor is not None:
             monitor.on_tick()
-        elif monitor is not None:
-            monitor.on_tick()
+        if isinstance(monitor, RankMonitor):
             self._start_standby_when_due(monitor)
 
     def _send_requests(self) -> None:
@@ -209,7 +202,7 @@ class WorkerGroup:
             message = (
                 "not starting standby workers: the script sets environment variables that imports may read "
             )
-            log.info(message + "(%s). Set them with --env instead", ", ".join(changed))
+            log.info(message + "(%s). Set them with --env instead", ", ".join(sorted(changed)))
             return
         # The file system may hang, but this thread must keep receiving from the ranks.
         system.Thread(target=self._start_standby, args=(monitor, modules), daemon=True).start()
@@ -248,7 +241,7 @@ class StandbyWorkers:
         self._ready: set[int] = set()
         self._is_broken = False
         environ = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
-        self._step = launcher.start(command, environ, self._on_event, beside=True)
+        self._step = launcher.start(command, environ, self._on_event)
 
     def on_message(self, rank: int, message: RankMessage) -> None:
         if message.ready:

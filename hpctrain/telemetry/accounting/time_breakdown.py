@@ -283,10 +283,7 @@ class TimeBreakdown:
         waits: bool = False,
         reports_steps: bool | None = None,
     ) -> TimeBreakdown:
-        """Compute the breakdown until the current time of an active run, or else until the last record.
-
-        `waits` is true if the run is in the queue, according to the scheduler.
-        """
+        """Compute the breakdown until now for an active run, or else until the last record."""
         timeline, saves = read_timeline_events(events, metrics)
         if not timeline:
             return cls()
@@ -362,10 +359,7 @@ class Goodput:
 def compute_goodput(
     breakdown: TimeBreakdown, metrics: Iterable[StepRecord] = (), first_step: int = 0
 ) -> Goodput:
-    """Return the goodput ratios of a run. `metrics` are the records of the steps that count.
-
-    `first_step` is the number of steps before the run, if it began with an imported checkpoint.
-    """
+    """Return the goodput ratios of a run, from the records of the steps that count, after `first_step`."""
     if not breakdown.knows_lost_work:
         return Goodput(ettr=None, training=None)
     totals = breakdown.totals_us

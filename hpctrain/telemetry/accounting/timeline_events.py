@@ -76,11 +76,7 @@ class BlockedSpan:
 def read_timeline_events(
     events: Iterable[Event], metrics: Iterable[StepRecord]
 ) -> tuple[list[TimelineEvent], list[BlockedSpan]]:
-    """Return timeline events in order, and the spans in which saves or pauses blocked training.
-
-    The lines of each file are in the order of writing. A time before the previous line, such as from
-    unsynchronized host clocks, is replaced with the previous time.
-    """
+    """Return timeline events with times that never decrease, and the spans of saves or pauses."""
     turns: list[TimelineEvent] = []
     steps: list[TimelineEvent] = []
     saves: dict[int, BlockedSpan] = {}

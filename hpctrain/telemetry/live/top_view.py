@@ -147,6 +147,9 @@ class TopView:
                 speed = steps / seconds
         if speed and step is not None and self._last_step is not None:
             left_s = max(0, self._last_step - step) / speed
+        total_s, data_s = (
+            sum(record.spent.get(name, 0.0) for record in self._recent) for name in ("all", "data")
+        )
         return TopSnapshot(
             run_id=run_id,
             state=state,
@@ -161,7 +164,7 @@ class TopView:
             no_number_since=self._no_number_since,
             steps_per_s=speed,
             left_s=left_s,
-            waiting_for_data=self._waiting_for_data(),
+            waiting_for_data=data_s / total_s if total_s else None,
             slowest=self._slowest,
             losses=list(self._losses.values()),
             gpus=[
@@ -173,18 +176,9 @@ class TopView:
             log=list(log),
         )
 
-    def _waiting_for_data(self) -> float | None:
-        total_s, data_s = (
-            sum(record.spent.get(name, 0.0) for record in self._recent) for name in ("all", "data")
-        )
-        return data_s / total_s if total_s else None
-
 
 def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[str, str]]:
-    """Return lines of at most `width` columns, each with a kind that selects its color.
-
-    The lines that remain of `height` show events and the log.
-    """
+    """Return lines for a terminal of this size, each with a kind that selects its color."""
     width = max(_NARROWEST, width)
     lines = [("title", _title(snapshot))]
     if snapshot.words:

@@ -206,10 +206,7 @@ class GpuMetrics:
         self._num_gpus = len(paths) * max((len(gpus) for _, gpus in self._newest.values()), default=0)
 
     def values(self, time: float) -> dict[str, float]:
-        """Return the measurements to send with a step that ended at `time`, again until `mark_sent`.
-
-        A newer measurement belongs to a later step.
-        """
+        """Return the measurements to send with a step that ended at `time`, again until `mark_sent`."""
         nodes = {node for node in self._unsent if self._newest[node][0] <= time + _TOLERANCE_S}
         self._offered = nodes
         if self._num_gpus <= _MAX_GPUS:

@@ -112,11 +112,7 @@ def find_loggers(given: str | Logger | Iterable[str | Logger]) -> list[Logger]:
 
 
 def _convert_lightning_logger(logger: Any) -> Logger:
-    """Return the logger here that writes to the destination of Lightning's logger.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the logger that writes to the destination of Lightning's logger, or raise an error."""
     kind = type(logger).__name__
     if kind != "NeptuneLogger" and getattr(logger, "_prefix", None):
         raise UserError(

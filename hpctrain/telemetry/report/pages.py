@@ -103,10 +103,7 @@ def render_page(
     live: LiveParts | None = None,
     **context: Any,
 ) -> str:
-    """Render a template; all content of the run is escaped, or part of a JSON block.
-
-    The script of the page draws the charts. `live` is set for pages of `hpctrain serve`.
-    """
+    """Render a template; all content of the run is escaped, or part of a JSON block for the charts."""
     import jinja2
     from markupsafe import Markup
 
@@ -365,10 +362,7 @@ def build_timeline(run_data: RunData) -> dict[str, list[dict[str, Any]]]:
 
 
 def render_comparison(runs: Sequence[RunData], *, live: LiveParts | None = None) -> str:
-    """Return a page that compares several runs: figures, overlaid curves and time breakdowns.
-
-    See `render_page`.
-    """
+    """Return a page that compares several runs: figures, overlaid curves and time breakdowns."""
     varying = varying_hparams([run.hparams for run in runs])
     ordered = _best_first(runs) if varying else list(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.curves.names))

@@ -178,10 +178,7 @@ def _read_sweep_ranking(path: Path, changed_ns: int) -> SweepRanking:  # noqa: A
 
 
 def common_ranking(best_values: Iterable[BestValue | None]) -> tuple[str | None, Mode | None]:
-    """Return the metric by which most of the runs are ranked, and its direction.
-
-    Runs that have logged no other metric than the training loss do not count, unless there are no others.
-    """
+    """Return metric and direction by which most runs are ranked, preferably not the training loss."""
     counts = Counter((best.metric, best.mode) for best in best_values if best is not None)
     if not counts:
         return None, None

@@ -108,10 +108,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
 
 
 def count_visible(installed: Sequence[str], listed: Sequence[str] | None) -> int:
-    """Return the number of devices in `listed` before the first nonexistent device.
-
-    `installed` contains the UUIDs of GPUs. MIG devices are assumed to exist. None lists all.
-    """
+    """Return the number of devices in `listed` before the first that is not installed; None lists all."""
 
     def exists(entry: str) -> bool:
         if is_count(entry):
@@ -130,10 +127,7 @@ def list_gpu_uuids() -> list[str]:
 
 
 def list_bus_ids(environ: Mapping[str, str]) -> list[str]:
-    """Return PCI addresses of the visible GPUs of NVIDIA or AMD, in the order of `cuda:N`.
-
-    An address is a name in /sys/bus/pci/devices, such as `0000:3b:00.0`.
-    """
+    """Return the PCI addresses of the visible GPUs, such as `0000:3b:00.0`, in the order of `cuda:N`."""
     with GpuReader() as reader:
         installed = [(index, uuids, _bus_id(gpu)) for index, uuids, gpu in reader.places]
     if not installed:

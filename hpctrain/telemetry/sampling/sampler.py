@@ -164,7 +164,9 @@ class TelemetrySampler:
 
     def read(self) -> None:
         self._readings.append(self._gpus.read())
-        if self._clock() - self._line_began >= self._line_s:
+        is_early = self._clock() - self._started < FIRST_LINES_DURATION_S
+        interval_s = FIRST_LINE_INTERVAL_S if is_early else LATER_LINE_INTERVAL_S
+        if self._clock() - self._line_began >= interval_s:
             self.flush()
 
     def flush(self) -> None:
@@ -181,11 +183,6 @@ class TelemetrySampler:
         }
         self._write(line)
         self._counted, self._readings, self._line_began = self._readings[-1], [], self._clock()
-
-    @property
-    def _line_s(self) -> float:
-        is_early = self._clock() - self._started < FIRST_LINES_DURATION_S
-        return FIRST_LINE_INTERVAL_S if is_early else LATER_LINE_INTERVAL_S
 
     def _write(self, line: Mapping[str, Any]) -> None:
         record = {"time": self._now(), "host": self._host, **line}
@@ -229,11 +226,7 @@ def _combine(name: str, values: Sequence[Any], earlier: Any) -> Any:
 
 
 def format_prometheus(run_id: str, line: Mapping[str, Any]) -> str:
-    """Return a gauge for each number in a line of a node, and one per GPU for each list of numbers.
-
-    The format is that of the Prometheus documentation, "Exposition formats", version 0.0.4, for the textfile
-    collector of node_exporter.
-    """
+    """Return gauges of all numbers in a line, for node_exporter ("Exposition formats", version 0.0.4)."""
     common = {"run": run_id, "host": str(line["host"])}
     samples: list[str] = []
     for name, value in line.items():

@@ -37,11 +37,7 @@ _BAGUA = {"gradient_allreduce": "allreduce"}
 
 
 class BaguaStrategy:
-    """Lightning's strategy of this name: `ddp` with one of Bagua's algorithms, as implemented here.
-
-    Attributes:
-        trainer_settings: the settings of the Trainer with the same meaning.
-    """
+    """Lightning's strategy of this name: `ddp` with one of Bagua's algorithms, as implemented here."""
 
     def __init__(self, algorithm: str = "gradient_allreduce", **arguments: Any) -> None:
         """Choose an algorithm by Bagua's name, with the arguments of the `Algorithm` here.

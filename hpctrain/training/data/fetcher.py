@@ -190,7 +190,9 @@ def _columns(dataset: Any, name: str, *, strict: bool) -> list[Any] | None:
         columns = list(dataset)
     else:
         columns = [dataset]
-    if not columns or not all(_is_column(column) for column in columns):
+    if not columns or not all(
+        (isinstance(column, torch.Tensor) or _is_array(column)) and column.ndim for column in columns
+    ):
         if isinstance(dataset, Mapping) and columns and strict:
             raise UserError(
                 f"{name} is a dict, so each of its values must be a tensor or a numeric NumPy array with "
@@ -203,10 +205,6 @@ def _columns(dataset: Any, name: str, *, strict: bool) -> list[Any] | None:
             return None
         raise UserError(f"The tensors or arrays of {name} have different lengths: {lengths}.")
     return columns
-
-
-def _is_column(value: Any) -> bool:
-    return (isinstance(value, torch.Tensor) or _is_array(value)) and value.ndim >= 1
 
 
 def _is_array(value: Any) -> bool:

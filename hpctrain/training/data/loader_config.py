@@ -87,7 +87,9 @@ class LoaderWorkers:
         before = set(multiprocessing.active_children())
         with _signals_blocked():
             self._results: Iterator[Any] | None = iter(loader)
-            _exclude_from_death_handler(self._results)
+            # Keep torch's SIGCHLD handler, which raises in the main thread, from reporting these workers.
+            torch._C._remove_worker_pids(id(self._results))
+            vars(self._results)["_worker_pids_set"] = False
         # At exit, multiprocessing sends SIGTERM and waits, but data workers ignore SIGTERM.
         atexit.register(self._end_at_exit)
         self._processes: list[BaseProcess] = sorted(
@@ -168,12 +170,6 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _exclude_from_death_handler(results: Any) -> None:
-    """Keep torch's SIGCHLD handler, which raises in the main thread, from reporting these workers."""
-    torch._C._remove_worker_pids(id(results))
-    results._worker_pids_set = False
 
 
 def _initialize_worker(

@@ -33,10 +33,7 @@ _BATCHES_PER_GROUP = 50
 
 
 class LengthGroupedBatchSampler(Sampler[list[int]]):
-    """Random batches of samples with similar lengths, which need little padding.
-
-    Each sample occurs once per epoch.
-    """
+    """Random batches of samples with similar lengths, which need little padding; each once per epoch."""
 
     def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
         """Set up the groups.

@@ -135,9 +135,6 @@ class StatefulBatchSampler(Sampler[list[int]]):
             indices = self._plan.rank_batch(step, DataRank(0, self._data_rank.world_size)).indices[:1]
         return [int(index) for index in indices]
 
-    def _restart(self, step: int) -> None:
-        self._start = step
-
 
 class _BatchIterator(Iterator[list[int]]):
     """The remaining batches of an epoch.
@@ -185,8 +182,7 @@ class _BatchIterator(Iterator[list[int]]):
         return {"step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._step = state_dict["step"]
-        self._sampler._restart(self._step)
+        self._step = self._sampler._start = state_dict["step"]
 
 
 def _undo_draw(before: torch.Tensor) -> None:

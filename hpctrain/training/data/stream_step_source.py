@@ -198,7 +198,8 @@ class StreamStepSource(StepSource):
             self._cursor, epoch = batch.after, batch.epoch
             self._lengths = {key: lengths for key, lengths in self._lengths.items() if key >= epoch}
             self._step += 1
-            of_ranks = self._rank_of_samples(batch)
+            shards, numbers = batch.picks.unbind(1)
+            of_ranks = owner_rank(shards, numbers, self._stream.num_shards, self._data_rank.world_size)
             picks = batch.picks[of_ranks == self._data_rank.rank]
             rank_batch = RankBatch(
                 self._step,
@@ -239,10 +240,6 @@ class StreamStepSource(StepSource):
     @property
     def finished(self) -> bool:
         return not self._upcoming
-
-    def _rank_of_samples(self, batch: StreamBatch) -> torch.Tensor:
-        shard, number = batch.picks.unbind(1)
-        return owner_rank(shard, number, self._stream.num_shards, self._data_rank.world_size)
 
     def _micro_batches(self, samples: list[Any], ranges: list[tuple[int, int]]) -> Iterator[MicroBatch]:
         for low, high in ranges:

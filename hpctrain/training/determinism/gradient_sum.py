@@ -140,10 +140,7 @@ class GradientBucket:
         self.waiting = max(self.num_hooks, 1)
 
     def add(self, tensor: SummedTensor, term: torch.Tensor, exponent: int) -> None:
-        """Add a term, rounded to integers, toward zero.
-
-        The term is not changed: a gradient may share memory with tensors that the backward pass still needs.
-        """
+        """Add a term, rounded toward zero, without changing it: the backward pass may still need it."""
         is_first = tensor in self._missing
         self._missing.discard(tensor)
         if self.adds_floats:

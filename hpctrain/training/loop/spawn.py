@@ -43,11 +43,7 @@ def spawn_ranks(
     environ: Mapping[str, str],
     **arguments: Any,
 ) -> SpawnResult:
-    """Start a process with `train(**arguments)` for each place, and wait for all processes.
-
-    The processes do not import the script again, so the script needs no `if __name__ == "__main__"`.
-    Definitions in the script are pickled with the arguments.
-    """
+    """Start a process with `train(**arguments)`, pickled with the script's definitions, for each place."""
     call = dumps((train, arguments), caller, list(arguments.items()))
     with (
         # Rank 0 listens on this port.

@@ -69,8 +69,7 @@ class StepExchange:
     """Exchange of metrics and requests after each step.
 
     The message of a step is sent during the next step, so no step waits, except before a validation, a save
-    or a stop: no checkpoint is saved after a bad loss. If updates are to be skipped, the message contains the
-    loss of the next step, and is received before its update.
+    or a stop, or before an update that may be skipped: no checkpoint is saved after a bad loss.
     """
 
     def __init__(self, shared: Components, validator: Validator, checkpoints: TrainingCheckpoints) -> None:
@@ -124,10 +123,7 @@ class StepExchange:
         return False
 
     def complete_step(self, rank_batch: RankBatch, metrics: MetricAccumulator) -> StepFlags | None:
-        """Exchange a trained step; return the requests if a validation, a save or a stop follows it.
-
-        The state then contains the metrics of the step. Otherwise, they arrive during the next step.
-        """
+        """Exchange a trained step; return the requests if a validation, a save or a stop follows it."""
         shared, state = self._shared, self._shared.state
         state.step, state.epoch = rank_batch.step, rank_batch.epoch
         if self._failed is not None:

@@ -292,10 +292,7 @@ class TrainStep:
 
 
 class TokenCounter:
-    """Weights of losses that are means over tokens, as if each sample had one token, until a final factor.
-
-    The token count of the global batch is available only after the last micro-batch of every rank.
-    """
+    """Weights of losses that are means over tokens, whose global number is known only at the end."""
 
     def __init__(self, context: DistributedContext, world_size: int) -> None:
         self._context, self._world_size = context, world_size

@@ -153,10 +153,7 @@ def _evaluate_batches(
 def _pad_to_longest(
     batches: Iterator[tuple[int, Any]], context: DistributedContext
 ) -> Iterator[tuple[int, Any]]:
-    """Collective. Yield as many (number of samples, batch) as the rank with the most batches.
-
-    A rank without remaining batches yields its last batch, or that of another rank, with 0 samples.
-    """
+    """Collective. Yield as many batches as the rank with the most; spare batches have 0 samples."""
     spare: tuple[int, Any] | None = None
     batch = next(batches, None)
     while ranks := [rank for rank, has in enumerate(context.all_gather(batch is not None)) if has]:

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 from hpctrain.errors import BadLoss
@@ -40,8 +41,8 @@ class SpikeDetector:
     def limit(self) -> float:
         if len(self._sorted) < _MIN_LOSSES:
             return math.inf
-        middle = _median(self._sorted)
-        deviation = _median(sorted(abs(loss - middle) for loss in self._sorted)) / 0.6745
+        middle = median(self._sorted)
+        deviation = median(abs(loss - middle) for loss in self._sorted) / 0.6745
         deviation = max(deviation, _MIN_DEVIATION * abs(middle))
         return middle + self.threshold * deviation if deviation else math.inf
 
@@ -130,8 +131,3 @@ def read_excluded_steps(events: Iterable[Event]) -> list[int]:
         for event in events
         if event.kind == "bad_loss" and event.action == "rollback" and event.step
     ]
-
-
-def _median(ordered: list[float]) -> float:
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

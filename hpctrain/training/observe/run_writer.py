@@ -109,8 +109,8 @@ class RunWriter:
         self._folders = {path.parent for path in paths.values()}
         self._make_folders()
 
-    def is_asked_to_requeue(self) -> bool:
-        return self.run is not None and self.run.is_asked_to_requeue(self._attempt)
+    def grace_key(self) -> str | None:
+        return None if self.run is None else self.run.grace_key(self._attempt)
 
     def write_event(self, kind: EventKind, **fields: Any) -> None:
         self._append("events", event_record(kind, self._attempt, **fields))

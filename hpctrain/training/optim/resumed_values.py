@@ -51,7 +51,11 @@ def configured_values(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> d
     """Return the values of newly created optimizers and schedulers, before training changes them."""
     return {
         "optimizers": [
-            [_group_values(group) for group in optimizer.param_groups] for optimizer in optimizers
+            [
+                {name: _plain(group[name]) for name in group if name != "params"}
+                for group in optimizer.param_groups
+            ]
+            for optimizer in optimizers
         ],
         "schedulers": [dict(_scheduler_values(scheduler.state_dict())) for scheduler in schedulers],
     }
@@ -107,11 +111,7 @@ def check_ends(
     *,
     can_change: bool,
 ) -> list[str]:
-    """Return messages on schedules that end before training does.
-
-    Raises:
-        UserError: a schedule cannot continue, or callbacks did not apply the longer one of the script.
-    """
+    """Return messages on schedules that end before training; refuse one that cannot continue."""
     messages = []
     for scheduler, period in schedules:
         end = _end(scheduler)
@@ -169,10 +169,6 @@ def _differs(value: Any, name: str, old: Mapping[str, Any], original: Mapping[st
 
 def _item(values: Sequence[Any] | None, number: int) -> Any:
     return None if values is None or number >= len(values) else values[number]
-
-
-def _group_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in group.items() if name != "params"}
 
 
 def _scheduler_values(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from hpctrain.checkpoint.interval import (
 )
 from hpctrain.errors import EXIT_CONTINUE, DiskFull
 from hpctrain.record_types import RankPhase
-from hpctrain.rundir import REQUEUE_GRACE_KEY, VERIFY_STEPS_VARIABLE, VERIFY_SYNC_STEPS_VARIABLE, RunDir
+from hpctrain.rundir import VERIFY_STEPS_VARIABLE, VERIFY_SYNC_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.stop_signals import StopFlag
@@ -135,12 +135,14 @@ def _parse(text: str) -> list[int]:
     return [int(step) for step in text.split(",") if step]
 
 
-def seconds_until_kill(stop: StopFlag, grace_s: Mapping[str, float], *, for_requeue: bool = False) -> float:
-    """Return the seconds until this rank is killed; infinite if unknown, or without a stop signal."""
+def seconds_until_kill(stop: StopFlag, grace_s: Mapping[str, float], key: str | None) -> float:
+    """Return the seconds until this rank is killed; infinite if unknown, or without a stop signal.
+
+    The `key` of the grace time is that of a request, if any; otherwise, the signal.
+    """
     if stop.signal_name is None:
         return math.inf
-    name = REQUEUE_GRACE_KEY if for_requeue else stop.signal_name
-    return stop.received_at + grace_s.get(name, math.inf) - time.monotonic()
+    return stop.received_at + grace_s.get(key or stop.signal_name, math.inf) - time.monotonic()
 
 
 class FinalSavePlan(Enum):

@@ -59,10 +59,7 @@ class _InFlight(NamedTuple):
 
 
 class TrainingCheckpoints:
-    """Checkpoints of a training run, one save at a time to limit memory; all methods are collective.
-
-    Exit completes a save in flight; an error aborts it. Without a run folder, nothing is saved.
-    """
+    """Checkpoints of a training run, one save at a time to limit memory; all methods are collective."""
 
     def __init__(self, components: Components, environ: Mapping[str, str]) -> None:
         run, history = components.log.run, None
@@ -294,10 +291,8 @@ class TrainingCheckpoints:
     def _save_within_deadline(self, store: CheckpointStore, signal_name: str | None) -> bool:
         """Save within the deadline; on rank 0, return True if this step's state is in the run folder."""
         self._collect_finished(store)
-        for_requeue = self._context.broadcast_from_main(self._log.is_asked_to_requeue())
-        left_s = self._context.all_reduce_min(
-            seconds_until_kill(self._parts.stop, self._grace_s, for_requeue=for_requeue)
-        )
+        key = self._context.broadcast_from_main(self._log.grace_key())
+        left_s = self._context.all_reduce_min(seconds_until_kill(self._parts.stop, self._grace_s, key))
         ends_at = time.monotonic() + min(left_s, MAX_SAVE_S)
         write_s = self._write_s
         in_flight_s = None if self._in_flight is None else time.monotonic() - self._in_flight.since
@@ -335,8 +330,7 @@ class TrainingCheckpoints:
 
     def _left_to_begin_s(self) -> float:
         """Return the seconds until a save must begin in order to complete before this rank is killed."""
-        for_requeue = self._log.is_asked_to_requeue()
-        left_s = seconds_until_kill(self._parts.stop, self._grace_s, for_requeue=for_requeue)
+        left_s = seconds_until_kill(self._parts.stop, self._grace_s, self._log.grace_key())
         return left_s - longest_save_s(self._write_s or 0.0)
 
     def _close(self, store: CheckpointStore, timeout_s: float | None = None) -> list[CommittedSave]:

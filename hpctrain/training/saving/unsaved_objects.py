@@ -121,10 +121,7 @@ def _numbers(host: object) -> dict[str, int | float]:
 
 
 def _is_counted(kinds: Iterable[type], name: str) -> bool:
-    """Return true if a method computes the number from its earlier value, unless it measures time or memory.
-
-    Other numbers, such as the size of the latest batch, do not depend on earlier steps.
-    """
+    """Return true if a method computes the number from its earlier value, and measures no time or memory."""
     counts = re.compile(rf"\w+\.{name} (\S+= |= .*\.{name}\b)")
     for function in (value for kind in kinds for value in vars(kind).values() if inspect.isfunction(value)):
         code = inspect.unwrap(function).__code__

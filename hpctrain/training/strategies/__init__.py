@@ -96,10 +96,7 @@ def resolve_strategy(settings: TrainerConfig, environ: Mapping[str, str]) -> Non
 
 
 def check_launch(settings: TrainerConfig, ranks: Ranks, environ: Mapping[str, str]) -> None:
-    """Check that this process has the devices and nodes that the script requests.
-
-    A restart or a verification may have fewer nodes and ranks than the first attempt.
-    """
+    """Check that this process has the requested devices; the nodes only in the first attempt."""
     given = settings.given
     if settings.accelerator == "gpu" and not torch.cuda.is_available():
         visible = environ.get(VISIBLE_VARIABLE)

@@ -156,11 +156,7 @@ class _Step(nn.Module):
 
 
 def regroup_buckets(model: object) -> None:
-    """Regroup the gradient buckets of a model before its first step; existing gradients are removed.
-
-    Does nothing with other models, with `find_unused_parameters`, with which torch never regroups, and with
-    `static_graph`, with which torch records the first pass.
-    """
+    """Regroup the gradient buckets before the first step, unless torch never does; removes gradients."""
     if isinstance(model, DistributedDataParallel) and not (
         model.find_unused_parameters or model.static_graph
     ):

@@ -67,11 +67,10 @@ def run_on_devices(
     num_samples: int,
     devices: tuple[torch.device, ...],
 ) -> Any:
-    """Split a batch, run a step on a copy of the module on each device, and log the means of logged values.
+    """Split a batch, run a step on a copy of the module per device, and return outputs and log means.
 
-    Returns:
-        The outputs of all devices, on the first one: tensors joined along dimension 0, and scalars as a
-        vector, or as their mean over the samples if the module does not end the step itself.
+    Tensors are joined along dimension 0, and scalars become a vector, or their mean over the samples if the
+    module does not end the step itself.
     """
     num_samples = max(1, num_samples)
     devices = devices[:num_samples]

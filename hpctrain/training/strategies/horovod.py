@@ -126,10 +126,7 @@ def _import_horovod() -> Any:
 
 
 def _restore_torch_interface(optimizer: Any) -> None:
-    """Restore features of torch's optimizers that Horovod's optimizer lacks.
-
-    LR schedulers wrap `step`, and warn if it was replaced later; `zero_grad` accepts an argument.
-    """
+    """Restore what LR schedulers and `zero_grad` of torch's optimizers have and Horovod's lack."""
     step, zero_grad = optimizer.step, optimizer.zero_grad
     optimizer.zero_grad = lambda set_to_none=True: zero_grad()  # noqa: ARG005
 

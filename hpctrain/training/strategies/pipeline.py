@@ -36,11 +36,7 @@ _MICRO_BATCHES_PER_STAGE = 4
 
 
 def pipeline_micro_batch_sizes(num_samples: int, max_size: int | None, num_stages: int) -> list[int]:
-    """Return the number of samples of each micro-batch of a pipeline, in descending order.
-
-    Stages allocate memory for one size at a time. Equal sizes are more efficient than two sizes, unless the
-    number of micro-batches doubles or halves.
-    """
+    """Return the sizes of micro-batches, in descending order; equal sizes save memory, so they come first."""
     if max_size is None:
         default = min(_MICRO_BATCHES_PER_STAGE * num_stages, num_samples)
         counts = range(default, default // 2, -1)
@@ -231,10 +227,7 @@ class Pipeline(Strategy):
             schedule.step()
 
     def _find_shapes(self, batch: Any, arguments: tuple[int, ...]) -> tuple[Any, Any]:
-        """Return this rank's stage input and output for micro-batches with the shapes of `batch`.
-
-        For new shapes, one micro-batch passes through the stages without gradients; all state is preserved.
-        """
+        """Return this rank's stage input and output for such a batch; a new shape passes all stages once."""
         shapes = tuple(
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
             for leaf in pytree.tree_leaves(batch)
@@ -276,10 +269,7 @@ class Pipeline(Strategy):
     def _run_stage(
         self, inputs: torch.Tensor, batch: Any, arguments: tuple[int, ...], seed: int = 0
     ) -> torch.Tensor:
-        """Return the output of this rank's stage for `inputs`; the first stage starts from the batch.
-
-        The training step draws the same random numbers from `seed` as in `_finish_step`.
-        """
+        """Return the stage's output; the first stage draws the same numbers from `seed` as `_finish_step`."""
         if self.context.ranks.rank > 0:
             output: torch.Tensor = self._layers(inputs)
             return output

@@ -67,10 +67,7 @@ class ZeRO1(DataParallelBase):
 
 
 class FullyShardedBase(Strategy):
-    """Strategy in which each rank stores rows of all parameters, with their gradients and optimizer state.
-
-    A block of the module is gathered from all ranks for its computation.
-    """
+    """Strategy in which each rank stores rows of all parameters, and a block is gathered for its use."""
 
     in_lockstep = True
     has_complete_state = False
@@ -342,10 +339,7 @@ class _Root(nn.Module):
 
 
 def _find_wrap_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model: the elements of the innermost Sequential, ModuleList and ModuleDict.
-
-    A block that shares a parameter with the rest of the model is excluded, and gathered with the rest.
-    """
+    """Return the innermost elements of containers, except blocks that share a parameter with the rest."""
     counts = _count_occurrences(module)
     blocks = dict.fromkeys(_blocks(module))
     return [

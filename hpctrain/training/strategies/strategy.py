@@ -158,11 +158,7 @@ class Strategy:
         return nullcontext()
 
     def evaluation_step(self, method: str, batch: Any, batch_idx: int, num_samples: int) -> tuple[Any, float]:
-        """Call a method of the module without gradients, such as `validation_step`, and its `_end` method.
-
-        Returns:
-            The method's result, and the number of samples that it represents.
-        """
+        """Call a method such as `validation_step` without gradients; return its result, and its samples."""
         output = getattr(self.module, method)(batch, batch_idx)
         return self.end_evaluation_step(method, output), num_samples
 

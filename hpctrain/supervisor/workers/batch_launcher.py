@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from signal import Signals
 
 import msgspec
 from msgspec.structs import replace
@@ -28,23 +28,21 @@ from hpctrain.rundir import (
 from hpctrain.slurm.command import list_steps
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_queries import query_job
-from hpctrain.slurm.job_requests import signal_steps
+from hpctrain.slurm.job_requests import kill_steps, signal_steps
 from hpctrain.supervisor.launch.job_step import EmitEvent, SignalReceived
 from hpctrain.supervisor.launch.step_launchers import LocalStep, address_of_this_host, local_array_variables
+from hpctrain.supervisor.workers.observed_groups import ObservedGroups
 
 #: The folders with hpctrain and its dependencies, for Python environments without them.
 _PACKAGES = [str(Path(__file__).parents[3]), str(Path(msgspec.__file__).parents[1])]
-#: Seconds between two checks for ranks that are stopping, or requests of an unresponsive controller.
+#: Seconds between two checks for ranks that are stopping.
 _POLL_S = 0.1
-#: Seconds for the list of job steps, and for requests to end them: together with a last try, less than the
-#: supervisor waits for the end of a killed step.
-_STEPS_LISTED_S, _KILL_LIMIT_S = 10.0, 25.0
+#: Seconds to end the job steps: with a last try, less than the supervisor waits for the end of a killed step.
+_KILL_LIMIT_S = 25.0
 #: Seconds between two queries for a preemption, each an RPC to the controller.
 _PREEMPTION_INTERVAL_S = 10.0
 #: A signal that only the batch script receives (sbatch(1), --signal).
 _BATCH_SIGNAL = re.compile(r"R?BR?:(?:SIG)?(\w+)(?:@\d+)?", re.ASCII | re.IGNORECASE)
-
-_StopRanks = Callable[[signal.Signals], object]
 
 
 def spec_of_allocation(spec: JobSpec, environ: Mapping[str, str]) -> JobSpec:
@@ -71,26 +69,30 @@ def link_output(log: Path, fd: int) -> None:
             log.symlink_to(target)
 
 
+def link_rank_log(run: RunDir, attempt: int) -> None:
+    """Let the log of the script show its output, and record the length before it; see `output_range`."""
+    with suppress(OSError):
+        # Before the link, which readers look for.
+        record = {"time": round(system.time(), 2), "rank": 0, "bytes": os.fstat(1).st_size}
+        run.write(run.log_index(attempt, 0), f"{json.dumps(record)}\n")
+    link_output(run.rank_log(attempt, 0), 1)
+
+
 class BatchLauncher:
     """Starts the batch script of the run."""
+
+    groups: ObservedGroups
+    """Receiver of the heartbeats of the next step."""
 
     def __init__(self, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self.hosts = _hosts(spec, environ)
         self.spares: list[str] = []
-        in_slurm = spec.backend == "slurm"
-        self.address = address_of_this_host(self.hosts) if in_slurm else "127.0.0.1"
+        self.address = address_of_this_host(self.hosts)
         self._spec, self._environ = spec, environ
 
-    def start(
-        self,
-        command: list[str],
-        variables: Mapping[str, str],
-        emit: EmitEvent,
-        *,
-        beside: bool = False,  # noqa: ARG002
-    ) -> BatchStep:
+    def start(self, command: list[str], variables: Mapping[str, str], emit: EmitEvent) -> BatchStep:
         spec, attempt = self._spec, int(variables[ATTEMPT_VARIABLE])
-        link_output(RunDir(Path(spec.run_dir)).rank_log(attempt, 0), 1)
+        link_rank_log(RunDir(Path(spec.run_dir)), attempt)
         run_variables = {name: value for name, value in variables.items() if name.startswith("HPCTRAIN_")}
         environ = {**self._environ, **spec.env, **run_variables}
         names = [*run_variables, CHILD_VARIABLE]
@@ -111,21 +113,23 @@ class BatchLauncher:
             environ["SLURM_RESTART_COUNT"] = str(max(attempt, int(environ.get("SLURM_RESTART_COUNT", "0"))))
         if environ.pop(PREDECESSOR_VARIABLE, None) is not None:
             environ["SLURM_SUBMIT_DIR"] = spec.workdir
-        return BatchStep(spec, command, environ, emit)
+        return BatchStep(spec, command, environ, emit, self.groups)
 
 
 class BatchStep(LocalStep):
     """The process of the batch script, and the job steps that it has started."""
 
     def __init__(
-        self, spec: JobSpec, command: list[str], environ: Mapping[str, str], emit: EmitEvent
+        self,
+        spec: JobSpec,
+        command: list[str],
+        environ: Mapping[str, str],
+        emit: EmitEvent,
+        groups: ObservedGroups,
     ) -> None:
-        #: Ask the observed ranks to stop; return true if some have not exited yet; and return the time until
-        #: which the script has survived failures of ranks.
-        self.stop_ranks: _StopRanks = bool
-        self.has_ranks: Callable[[], bool] = bool
-        self.survived_until: Callable[[], float] = float
-        self.has_ranks_outside_steps: Callable[[], bool] = bool
+        self._groups = groups
+        #: Time until which the script has survived failures of ranks, in seconds since the epoch.
+        self.survived_until = 0.0
         self._is_stopping, self._ended = False, system.Event()
         self._job_id = own_job_id(environ) if spec.backend == "slurm" else None
         self._outer, self._batch_signal = strip_job_env(environ), batch_signal(spec)
@@ -137,27 +141,24 @@ class BatchStep(LocalStep):
         if number == signal.SIGKILL:
             super().signal(number)  # The job steps follow in `_end`.
         elif number == signal.SIGQUIT:
-            self._signal_steps(number)
+            if self._job_id is not None and (steps := list_steps(self._job_id, self._outer)):
+                signal_steps(steps, number, self._outer)
         elif number == self._batch_signal:
             with suppress(ProcessLookupError):
                 os.kill(self._processes[0].pid, number)
         else:
             self._is_stopping = True
-            self.stop_ranks(number)
-            if not self.has_ranks():  # The script and its programs are not observed.
+            self._groups.stop(number)
+            if not self._groups.has_ranks():  # The script and its programs are not observed.
                 super().signal(signal.SIGTERM)
 
     def _watch_preemption(self, emit: EmitEvent) -> None:
         """Report a preemption if no srun has started some ranks: in the grace time, Slurm signals steps."""
         while self._job_id is not None and not self._ended.wait(_PREEMPTION_INTERVAL_S):
             with suppress(SchedulerError):
-                if self.has_ranks_outside_steps() and query_job(self._job_id, self._outer).preempted:
+                if self._groups.has_ranks_outside_steps and query_job(self._job_id, self._outer).preempted:
                     emit(SignalReceived(signal.SIGTERM))
                     return
-
-    def _signal_steps(self, number: Signals) -> None:
-        if self._job_id is not None and (steps := list_steps(self._job_id, self._outer, _STEPS_LISTED_S)):
-            signal_steps(steps, number, self._outer)
 
     def _wait_for(self, rank: int) -> None:
         is_stopped = False
@@ -165,30 +166,19 @@ class BatchStep(LocalStep):
             ended = os.waitid(os.P_PID, self._processes[rank].pid, os.WEXITED | os.WNOWAIT)
             is_stopped = ended is not None and ended.si_code == os.CLD_KILLED
         # A stop signal ends a shell immediately, but its ranks train to the common step, or save.
-        while (self._is_stopping or is_stopped) and self.has_ranks() and not self._killed:
+        while (self._is_stopping or is_stopped) and self._groups.has_ranks() and not self._killed:
             system.sleep(_POLL_S)
         super()._wait_for(rank)
 
     def _end(self) -> None:
-        """End the steps in the background, as Slurm does at the end of a batch script."""
+        """End the steps in the background, as Slurm does at the end of a batch script; others may follow."""
         for waiter in self._waiters:
             waiter.join()
         self._ended.set()
-        self._kill_steps()
+        self.survived_until = self._groups.survived_until()
+        if self._job_id is not None:
+            kill_steps(self._job_id, self._outer, _KILL_LIMIT_S)
         super()._end()
-
-    def _kill_steps(self) -> None:
-        deadline = system.monotonic() + _KILL_LIMIT_S
-        while True:
-            try:
-                return self._signal_steps(signal.SIGKILL)
-            except SchedulerError as error:
-                if "Invalid job id" in str(error):
-                    return None  # They have ended in the meantime.
-                if system.monotonic() >= deadline:
-                    print(f"hpctrain: cannot end the job steps of the batch script: {error}", flush=True)
-                    return None
-            system.sleep(_POLL_S)
 
 
 def _hosts(spec: JobSpec, environ: Mapping[str, str]) -> list[str]:

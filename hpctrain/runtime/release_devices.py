@@ -1,9 +1,12 @@
-"""Wait for gloo's threads before the interpreter exits."""
+"""Release the devices and communicators of a rank without interrupting an exchange with other ranks."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 #: Name of the torch threads that run gloo's exchanges.
@@ -58,3 +61,25 @@ def _asleep() -> dict[str, str] | None:
             return None
         counts[task] = fields["voluntary_ctxt_switches"]
     return counts
+
+
+def release_devices_within(limit_s: float) -> None:
+    """Release the devices in another thread; a lost peer may block it forever."""
+    thread = threading.Thread(target=release_devices, name="hpctrain-release", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def release_devices() -> None:
+    """Complete the work on the devices, then destroy communicators: a cut collective may harm GPU links."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    with suppress(Exception):
+        if torch.cuda.is_initialized():
+            for device in range(torch.cuda.device_count()):
+                # Another device would get a context, and need memory for it.
+                if torch._C._cuda_hasPrimaryContext(device):
+                    torch.cuda.synchronize(device)
+    with suppress(Exception):
+        if "torch.distributed" in sys.modules:
+            shut_down_process_group()

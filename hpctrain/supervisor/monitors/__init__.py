@@ -1,0 +1,1 @@
+"""Watch an attempt from threads of the supervisor, and stop its ranks."""
