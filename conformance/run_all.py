@@ -280,7 +280,7 @@ def write_page(suites: list[dict[str, Any]], record: dict[str, Any]) -> str:
     groups = group_programs(record.get("programs", {}).get("programs", {}))
     lines += ["", "A disturbed program continued:", ""]
     lines += [f"- {how}: {', '.join(names)}" for how, names in groups.items()]
-    lines += [f"- not at all: {names}, which {reason}" for reason, names in NOT_RUN.items()]
+    lines += [f"- not run: {names}, which {reason}" for reason, names in NOT_RUN.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -255,8 +255,8 @@ PROGRAMS = [
     ),
 ]
 
-#: Programs that do not run here, by reason. On several CPU ranks, torchtitan calls torch.cuda.set_device, PyTorch
-#: Geometric's examples call init_process_group("nccl"), and that of pytorch/examples trains without DDP.
+#: Programs that do not run here, by reason. On several CPU ranks, torchtitan calls torch.cuda.set_device,
+#: PyTorch Geometric calls init_process_group("nccl"), and pytorch/examples trains without DDP.
 NOT_RUN = {
     "need GPUs": "torchtitan, minGPT-ddp, pytorch/examples imagenet, PyTorch Geometric multi_gpu",
     "downloads its data": "DeepSpeed's CIFAR-10 example",
