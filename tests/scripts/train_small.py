@@ -45,12 +45,11 @@ if __name__ == "__main__":
     options = dict(word.split("=", 1) for word in sys.argv[2:])
     norm = json.loads(options.pop("norm", "true"))
     step_s = float(options.pop("step_s", "0"))
-    num_val = int(options.pop("num_val", "77"))
     settings = {"checkpoint_every": 4, **{name: json.loads(value) for name, value in options.items()}}
     settings = {"global_batch_size": 32, "seed": 1} | settings
     trainer = hpctrain.Trainer(max_steps=int(sys.argv[1]), **settings)
     module = Small(norm, step_s)
-    trainer.fit(module, dataset(), dataset(num_val))
+    trainer.fit(module, dataset(), dataset())
     if trainer.is_main:
         checksum = sum(float(p.detach().double().sum()) for p in module.parameters())
         print(json.dumps({"metrics": trainer.metrics, "checksum": checksum, "step": trainer.step}))
