@@ -323,6 +323,13 @@ def test_wrong_results_exclude_the_node_and_limit_the_checkpoint(run):
     assert excluded["hosts"] == ["n2"]
 
 
+def test_command_whose_shell_reports_a_kill_was_killed(run):
+    attempts = [[TaskExit(0, 137), StepEnded(137)]] * 2 + [DONE]
+    assert supervise(run, attempts, program="command") == 0
+    assert {failure["class"] for failure in events_of(run, "failure")} == {"killed"}
+    assert "SIGKILL" in events_of(run, "failure")[0]["cause"]
+
+
 def test_wrong_results_on_the_only_node_restart_once(run):
     write_corruption(run, 0, FAULTY)
     write_corruption(run, 1, FAULTY)

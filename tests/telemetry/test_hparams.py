@@ -149,3 +149,12 @@ def test_training_records_hparams_and_passes_them_to_loggers(tmp_path):
         content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
         logged = HParamsPluginData.FromString(content).session_start_info.hparams
         assert {name: value.number_value for name, value in logged.items()} == {"lr": 0.1, "model.width": 1}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"), [(("acc", "lr"), "loss"), (("acc", "val_b", "val_a"), "val_a")]
+)
+def test_runs_are_not_ranked_by_metrics_of_unknown_direction(tmp_path, metrics, expected):
+    history = started_run()
+    history.steps(1, 3, every=1, **dict.fromkeys(metrics, 0.5))
+    assert read_results(write_run(tmp_path / "r", history), None, None).best.metric == expected

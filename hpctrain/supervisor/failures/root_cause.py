@@ -40,6 +40,10 @@ _GPU = re.compile(
     r"|nvlink.*error|device(?:\(s\))? is/are busy or unavailable|devices? unavailable|no cuda-capable device",
     re.IGNORECASE,
 )
+#: Signals of crashes and kills. A shell whose command they ended exits with 128 + the number (POSIX).
+_FATAL_SIGNALS = frozenset(
+    {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL, signal.SIGSEGV}
+)
 _GPU_OOM = re.compile(r"cuda out of memory|cublas_status_alloc_failed|hip out of memory", re.IGNORECASE)
 _OOM = re.compile(r"can't allocate memory|cannot allocate memory|\bbad_alloc\b", re.IGNORECASE)
 _COLLECTIVE = re.compile(
@@ -100,7 +104,9 @@ def collect_failures(
         return list(failures.values())
     ranks_per_process = spec.ntasks_per_node // spec.processes_per_node
     for task in exits:
-        rank = task.rank * ranks_per_process
+        rank, number = task.rank * ranks_per_process, (task.code or 0) - 128
+        if spec.program == "command" and number in _FATAL_SIGNALS:
+            task = TaskExit(task.rank, None, number, task.out_of_memory)
         if task.out_of_memory and rank in failures:
             # Such as an exception of a rank whose data worker was killed.
             failures[rank] = replace(failures[rank], out_of_memory=True)

@@ -204,11 +204,9 @@ def find_best(
     if isinstance(settings, Mapping):
         monitor, direction = str(settings.get("monitor", monitor)), str(settings.get("mode", direction))
     if metric is None:
-        # Of other metrics, those of the validation are first, and the loss is last.
-        names = sorted(
-            curves.names, key=lambda name: (name != monitor, not name.startswith("val"), name == "loss")
-        )
-        metric = next(iter(names), None)
+        # The direction of other metrics, such as an accuracy, is unknown.
+        names = (name for name in curves.names if name in (monitor, "loss") or name.startswith("val"))
+        metric = min(names, key=lambda name: (name != monitor, name == "loss", name), default=None)
     if metric is None:
         return None
     if mode is None:
