@@ -280,6 +280,8 @@ def test_page_in_a_browser_follows_the_run(server, folder, tmp_path):
         browser.focus_with_tab("digits")
         browser.press("Enter")
         wait_for(lambda: browser.evaluate("document.title").startswith("digits"), 30, "the page of the run")
+        chart = "document.querySelectorAll('#loss-chart canvas').length"
+        wait_for(lambda: browser.evaluate(chart) == 1, 30, "the chart, whose button is then ready")
         browser.evaluate("document.getElementById('loss-chart-log').click()")
         steps = "document.querySelector('.figures dd').textContent"
         before = int(browser.evaluate(steps))
@@ -287,7 +289,7 @@ def test_page_in_a_browser_follows_the_run(server, folder, tmp_path):
         wait_for(lambda: browser.evaluate(steps) == str(before + 20), 60, "the new steps in the page")
         assert browser.evaluate("document.getElementById('loss-chart-log').ariaPressed") == "true"
         assert browser.evaluate("document.documentElement.dataset.state") == "live"
-        assert browser.evaluate("document.querySelectorAll('#loss-chart canvas').length") == 1
+        assert browser.evaluate(chart) == 1
         assert browser.console == []
         assert {address.split("/")[2] for address in browser.requests} == {f"127.0.0.1:{server.port}"}
 
