@@ -132,7 +132,11 @@ class ReplicaCheck:
         return [torch.cat([halves, halves * halves])]
 
     def verify(self, sums: Sequence[float]) -> None:
-        """Compare the replicas, from the sums of `message` over all ranks; all raise `SilentCorruption`."""
+        """Compare the replicas, from the sums of `message` over all ranks.
+
+        Raises:
+            SilentCorruption: on all ranks: the replicas differ.
+        """
         low, high, low_squares, high_squares = map(int, sums)
         num_ranks = self._context.ranks.world_size
         if num_ranks * low_squares != low**2 or num_ranks * high_squares != high**2:

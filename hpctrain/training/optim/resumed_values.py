@@ -111,7 +111,11 @@ def check_ends(
     *,
     can_change: bool,
 ) -> list[str]:
-    """Return messages on schedules that end before training; refuse one that cannot continue."""
+    """Return messages on schedules that end before training does.
+
+    Raises:
+        UserError: a schedule cannot continue, or callbacks did not apply the longer one of the script.
+    """
     messages = []
     for scheduler, period in schedules:
         end = _end(scheduler)
