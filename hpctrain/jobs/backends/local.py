@@ -113,10 +113,9 @@ class LocalBackend:
 
     def cancel(self, jobs: Sequence[JobRecord]) -> None:
         for job in jobs:
-            run = job.run
-            # A pending task of an array finds the request in its folder.
-            if not (run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)):
-                _signal_supervisor(run, signal.SIGTERM)
+            # A pending task finds the request in its folder.
+            if not _waits_in_array(job.run):
+                _signal_supervisor(job.run, signal.SIGTERM)
 
     def requeue(self, jobs: Sequence[JobRecord]) -> None:
         for job in jobs:
@@ -154,6 +153,10 @@ def _await_start(run: RunDir) -> None:
                 f"The ranks of the run {run.path} have not started yet. Try again in a few seconds."
             )
         time.sleep(0.05)
+
+
+def _waits_in_array(run: RunDir) -> bool:
+    return run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)
 
 
 def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:

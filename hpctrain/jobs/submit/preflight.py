@@ -228,8 +228,8 @@ def _check_output_folders(spec: JobSpec) -> Iterator[str]:
             "starts, and without any output."
         )
         if Path(folder).is_relative_to(spec.workdir):
-            remedy = "Change its permissions" if os.path.isdir(folder) else f"Create it: mkdir -p {folder}"
-            raise SpecError(f"{problem} {remedy}.")
+            create = f"Create it: mkdir -p {shlex.quote(folder)}"
+            raise SpecError(f"{problem} {'Change its permissions.' if os.path.isdir(folder) else create}")
         yield f"Warning: on this machine, {problem[0].lower()}{problem[1:]}"
 
 
