@@ -12,7 +12,7 @@ from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_status import UnknownStateTracker
+from hpctrain.jobs.runs.status_poller import UnknownStateTracker
 from hpctrain.records import checkpoint_health, successor
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import JobRecord, JobStateView, RunState
