@@ -12,7 +12,7 @@ from hpctrain.jobs.backends import open_backend
 from hpctrain.jobs.runs.run_status import RunStatus, derive_status, summarize_array
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.records.run_record import RunRecord, read_run_record
-from hpctrain.records.successor import is_continued_by_other_job
+from hpctrain.records.submit_successor import is_continued_by_other_job
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import JobStateView, RunState
 
