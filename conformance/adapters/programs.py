@@ -223,7 +223,8 @@ PROGRAMS = [
         resumes=OWN_CHECKPOINT,
         script="[ -e out/run/last.pth.tar ] && resume='--resume out/run/last.pth.tar'\n"
         "python train.py --data-dir=images --device=cpu --model=resnet10t --num-classes=5 --img-size=32 -b=8 "
-        "--epochs=15 --workers=1 --output=out --experiment=run --checkpoint-hist=2 --log-interval=8 $resume\n",
+        "--epochs=15 --workers=1 --output=out --experiment=run --checkpoint-hist=2 --log-interval=8 "
+        "$resume\n",
     ),
     Program(
         name="open_clip",
