@@ -135,6 +135,7 @@ def add_costs(results: Results, strategy: str, rounds: int) -> None:
 def train_alternately(strategy: str, rounds: int) -> dict[str, Any]:
     """Return the time and the CPU time of a step in each round, and data on copies, as one of two ranks."""
     import hpctrain
+    from hpctrain.checkpoint.interval import CopyInterval
     from hpctrain.training.saving import state_copies
 
     class Net(hpctrain.Module):
@@ -154,13 +155,13 @@ def train_alternately(strategy: str, rounds: int) -> dict[str, Any]:
     data = torch.utils.data.TensorDataset(torch.randn(4096, WIDTH))
     measured: dict[str, list[Any]] = {"plain": [], "copying": [], "every": []}
     intervals: list[Any] = []
-    create = state_copies.CopyInterval.__init__
+    create = CopyInterval.__init__
 
     def record(interval: Any, fixed: int | None) -> None:
         create(interval, fixed)
         intervals.append(interval)
 
-    state_copies.CopyInterval.__init__ = record  # type: ignore[method-assign]
+    CopyInterval.__init__ = record  # type: ignore[method-assign]
     folder, steps = Path(os.environ.pop("HPCTRAIN_RUN_DIR")), COSTS[strategy][0]
     memory = state_copies._SHARED_MEMORY = folder / f"memory-{os.environ['GROUP_RANK']}"
     memory.mkdir(exist_ok=True)

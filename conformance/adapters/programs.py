@@ -17,6 +17,8 @@ EXACTLY, OWN_CHECKPOINT, STARTS_OVER = "exactly", "from its own checkpoint", "fr
 ONE_RANK = ("--nodes=1", "--ntasks-per-node=1")
 FOUR_RANKS = ("--nodes=2", "--ntasks-per-node=2")
 BATCH_SCRIPT = "job.sbatch"
+#: With the source code of the program, and that of hpctrain.
+SOURCE_PATH = f"src:{Path(__file__).resolve().parents[2]}"
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ PROGRAMS = [
         resumes=EXACTLY,
         script="latest=$(ls -d out/checkpoint-*/trainer_state.json 2>/dev/null | sort -V | tail -n 1)\n"
         "python run_clm.py --config_name=model --tokenizer_name=model --train_file=text/0.txt --do_train "
-        "--validation_file=text/1.txt --use_cpu --output_dir=out --save_steps=20 --max_steps=80 "
+        "--validation_file=text/1.txt --use_cpu --output_dir=out --save_steps=20 --max_steps=400 "
         "--report_to=none --block_size=64 --per_device_train_batch_size=1 "
         "${latest:+--resume_from_checkpoint=${latest%/*}}\n",
     ),
@@ -209,7 +211,7 @@ PROGRAMS = [
         "export TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1\n"
         "[ -e out/checkpoint.pth ] && resume='--resume=out/checkpoint.pth'\n"
         "python train.py --data-path=images --device=cpu --model=squeezenet1_1 --batch-size=16 --workers=1 "
-        "--epochs=4 --val-resize-size=64 --val-crop-size=64 --train-crop-size=64 --output-dir=out $resume\n",
+        "--epochs=30 --val-resize-size=64 --val-crop-size=64 --train-crop-size=64 --output-dir=out $resume\n",
     ),
     Program(
         name="timm",
@@ -221,14 +223,21 @@ PROGRAMS = [
         resumes=OWN_CHECKPOINT,
         script="[ -e out/run/last.pth.tar ] && resume='--resume out/run/last.pth.tar'\n"
         "python train.py --data-dir=images --device=cpu --model=resnet10t --num-classes=5 --img-size=32 -b=8 "
-        "--epochs=4 --workers=1 --output=out --experiment=run --checkpoint-hist=2 --log-interval=8 $resume\n",
+        "--epochs=15 --workers=1 --output=out --experiment=run --checkpoint-hist=2 --log-interval=8 "
+        "$resume\n",
     ),
     Program(
         name="open_clip",
         source="open_clip",
         prepare=write_clip,
         submit=(
-            *(*FOUR_RANKS, "--env=PYTHONPATH=src", "-m", "open_clip_train.main", "--dataset-type=synthetic"),
+            *(
+                *FOUR_RANKS,
+                f"--env=PYTHONPATH={SOURCE_PATH}",
+                "-m",
+                "open_clip_train.main",
+                "--dataset-type=synthetic",
+            ),
             *("--train-num-samples=256", "--batch-size=8", "--epochs=8", "--workers=0", "--device=cpu"),
             *("--model=local-dir:model", "--precision=fp32", "--fsdp", "--logs=logs", "--name=run"),
             *("--resume=latest", "--save-most-recent"),

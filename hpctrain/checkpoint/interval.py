@@ -1,10 +1,12 @@
-"""Choose the checkpoint interval from the costs of a save and of an interruption. Imports no torch."""
+"""Choose the intervals of checkpoints and of copies in memory from their costs. Imports no torch."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from hpctrain.record_types import Event
 
@@ -12,6 +14,12 @@ from hpctrain.record_types import Event
 NODE_MTBF_S = 86_400.0
 #: Minimum interval in seconds; shorter intervals have no benefit.
 MIN_INTERVAL_S = 10.0
+#: Seconds between two checkpoints of a library that measures no costs.
+LIBRARY_INTERVAL_S = 600.0
+#: Maximum share of the training time that copies in memory take.
+_MAX_SHARE = 0.02
+#: Copies whose cost is measured. The first copies also allocate memory.
+_NUM_MEASURED, _NUM_WARM_UP = 5, 2
 #: Allowance for a save that is slower than all earlier saves, in seconds and as a factor.
 SAVE_MARGIN_S, _SAVE_MARGIN_FACTOR = 2.0, 1.25
 
@@ -79,3 +87,23 @@ class InterruptionHistory:
         inverse: the prior without history, and about T / k with a long history.
         """
         return (prior_s + self.node_seconds) / (1 + self.count)
+
+
+class CopyInterval:
+    """Steps between two copies: fixed, or chosen by rank 0 from the measured cost of a copy."""
+
+    def __init__(self, fixed: int | None) -> None:
+        self.every = self.wanted = fixed or 1
+        self._is_fixed = fixed is not None
+        self._measured: deque[tuple[float, float]] = deque(maxlen=_NUM_MEASURED)
+        self._num_ignored = 0
+
+    def on_copied(self, cost_s: float, step_s: float) -> None:
+        if self._is_fixed:
+            return
+        if self._num_ignored < _NUM_WARM_UP:
+            self._num_ignored += 1
+            return
+        self._measured.append((cost_s, step_s))
+        cost, step = (median(values) for values in zip(*self._measured, strict=True))
+        self.wanted = max(1, math.ceil(cost / (_MAX_SHARE * max(step, 1e-6))))

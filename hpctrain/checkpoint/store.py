@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpctrain.checkpoint.find_latest_valid import find_latest_valid, set_aside
 from hpctrain.checkpoint.format.dcp_format import StoredChunk, build_tables, rank_file_name
 from hpctrain.checkpoint.format.manifest import FileEntry, Manifest
 from hpctrain.checkpoint.format.write_plan import WriteItem
@@ -29,8 +30,6 @@ from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, complete_file
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, SaveAborted, describe_exception
 from hpctrain.checkpoint.io.loading import (
     LoadedCheckpoint,
-    VerifiedCheckpoint,
-    check_shared,
     list_shared_steps,
     load,
 )
@@ -38,7 +37,7 @@ from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.staging import StagedState, StateStager
 from hpctrain.checkpoint.tier.local_tier import LocalTier, TierCopyFailed
 from hpctrain.checkpoint.tier.memory_copies import commit_newest_copy
-from hpctrain.errors import CheckpointError, CorruptCheckpoint
+from hpctrain.errors import CheckpointError
 from hpctrain.rundir import checkpoint_folder_name
 
 __all__ = ["CheckpointStore", "CommittedSave", "LoadedCheckpoint", "Retention", "TierCopyFailed"]
@@ -215,14 +214,14 @@ class CheckpointStore:
         """Copy missing checkpoints from the local tier, delete it, and close."""
         if self._tier is None:
             return self.close()
-        _, broken = self._find_latest_valid()
+        _, broken = find_latest_valid(self._target, self._tier)
         return [*broken, *self.close(clean=True, timeout_s=timeout_s)]
 
     def load_newest(self, like: Any = None) -> tuple[LoadedCheckpoint | None, list[str]]:
         """Load the newest valid checkpoint, preferably finite, distributed as `like`."""
         if self._in_flight is not None:
             self._join(self._in_flight)
-        newest, broken = self._find_latest_valid()
+        newest, broken = find_latest_valid(self._target, self._tier)
         return load(self._coordinator, newest, like) if newest else None, broken
 
     def commit_newest_copy(self, folder: Path, limit: int | None = None) -> str | None:
@@ -238,7 +237,7 @@ class CheckpointStore:
             for later in sorted(saved_step for saved_step in steps if saved_step > step):
                 folder = target.directory.folder / checkpoint_folder_name(later)
                 problem = f"{folder} was saved after step {step}, the last verified step."
-                sentences.append(_set_aside(target, later, problem, "unverified"))
+                sentences.append(set_aside(target, later, problem, "unverified"))
         return sentences
 
     def add_score(self, step: int, score: float) -> None:
@@ -346,48 +345,6 @@ class CheckpointStore:
             return [f"No old checkpoint was deleted: {pruning.error}."]
         return pruning.result or []
 
-    def _find_latest_valid(self) -> tuple[VerifiedCheckpoint | None, list[str]]:
-        """Find the newest valid checkpoint, preferably a finite one; set newer ones aside."""
-        target, tier = self._target, self._tier
-        shared, held = set(list_shared_steps(target)), {} if tier is None else tier.gather_node_files()
-        broken: list[str] = []
-        checkpoint: VerifiedCheckpoint | None = None
-        not_finite: list[VerifiedCheckpoint] = []
-        for step in sorted(shared | held.keys(), reverse=True):
-            if step in shared:
-                try:
-                    checkpoint = check_shared(target, step)
-                except CorruptCheckpoint as error:
-                    broken.append(_set_aside(target, step, str(error)))
-            if checkpoint is None and tier is not None and step in held:
-                try:
-                    checkpoint = tier.find(step, held[step])
-                except CorruptCheckpoint as error:
-                    broken.append(_set_aside(tier.target, step, str(error)))
-            if checkpoint is None:
-                continue
-            if checkpoint.manifest.finite is not False:
-                break
-            not_finite.append(checkpoint)
-            checkpoint = None
-        if checkpoint is None and not_finite:
-            checkpoint = not_finite[0]
-        else:
-            for skipped in not_finite:
-                step, problem = skipped.manifest.step, not_finite_problem(skipped.folder)
-                if tier is not None and step in held:
-                    moved = _set_aside(tier.target, step, problem)
-                if skipped.folder.parent == target.directory.folder:
-                    moved = _set_aside(target, step, problem)
-                broken.append(moved)
-        if tier is not None:
-            tier.reset_to(checkpoint)
-        return checkpoint, broken
-
-
-def not_finite_problem(folder: Path) -> str:
-    return f"{folder} contains NaN or infinite values in the parameters or the optimizer state."
-
 
 def _describe_save(
     directory: CheckpointDir, manifest: Manifest, begun: float, notes: list[str]
@@ -409,17 +366,3 @@ def _abandon_at_exit(reference: weakref.ref[CheckpointStore]) -> None:
     if store is not None:
         store.abandon()
         store.wait(_EXIT_LIMIT_S)
-
-
-def _set_aside(target: CommitTarget, step: int, problem: str, suffix: str = "broken") -> str:
-    def rename() -> str | None:
-        # A node without a part of the checkpoint has nothing to rename.
-        if not target.is_leader or step not in target.directory.steps():
-            return None
-        return target.directory.quarantine(step, suffix).name
-
-    name = target.coordinator.run_on_all(rename, f"{problem} The checkpoint cannot be renamed")
-    names = target.coordinator.all_gather(name, "setting a checkpoint aside")
-    aside = next(filter(None, names), None)
-    outcome = f"renamed to {aside}" if aside else "deleted in the meantime"
-    return f"{problem} The checkpoint was {outcome}."

@@ -177,7 +177,7 @@ def short_path(path: Path | str) -> str:
 
 
 def describe_state(status: RunStatus) -> str:
-    from hpctrain.jobs.runs.run_status import describe_unknown
+    from hpctrain.jobs.runs.status_poller import describe_unknown
 
     # The state of a folder without a submission is always unknown.
     if status.unknown_s is not None:

@@ -35,7 +35,8 @@ def command(runs_dir: Path, profile: Path | None, as_json: bool) -> None:
     The only change is a temporary folder in the parent folder of the runs, which is removed afterwards.
     Exits with 1 if a problem prevents jobs from running.
     """
-    from hpctrain.jobs.doctor.run_checks import profile_options, run_checks, write_profile_file
+    from hpctrain.jobs.doctor.run_checks import run_checks
+    from hpctrain.jobs.doctor.site_profile import profile_options, write_profile_file
     from hpctrain.jobs.options.resolved_options import resolve_options
 
     site = resolve_options({}, cwd=Path.cwd(), environ=os.environ).habits

@@ -18,14 +18,9 @@ import click
 from hpctrain.cli.common import INTERRUPTED, echo_log
 from hpctrain.errors import UserError
 from hpctrain.jobs.runs.run_log_reader import LogMark, LogPosition
-from hpctrain.remote.login_node import (
-    LocalCode,
-    LoginNode,
-    collect_facts,
-    find_problems,
-    send_code,
-)
+from hpctrain.remote.login_node import LoginNode, collect_facts, find_problems
 from hpctrain.remote.protocol import CLUSTER_VARIABLE, RECORD_START
+from hpctrain.remote.send_code import LocalCode, send_code
 from hpctrain.remote.ssh_connection import SSH_FAILED
 
 #: Commands that submit the code of this machine.

@@ -142,7 +142,7 @@ def list_command(runs_dir: Path, as_json: bool) -> None:
 
 
 def _row(status: RunStatus, time_now: float) -> tuple[str, ...]:
-    from hpctrain.jobs.runs.run_status import describe_unknown
+    from hpctrain.jobs.runs.status_poller import describe_unknown
     from hpctrain.slurm.states import RunState
 
     note = status.words if status.tasks is not None else ""

@@ -29,8 +29,9 @@ from hpctrain.cli.common import (
 )
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.batch_options import BatchScript
+from hpctrain.jobs.options.find_replacement import find_replacement
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, Option, OptionValue
-from hpctrain.jobs.options.option_parser import find_replacement, option_names
+from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission

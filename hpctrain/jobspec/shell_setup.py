@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
 
 from hpctrain.errors import SpecError
-
-#: `conda env list` takes about a second, and longer on a busy file system.
-_CONDA_LIMIT_S = 30.0
 
 
 class ShellSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,44 +43,6 @@ class ShellSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return str(self.environment / "bin" / "python")
         # The path is unknown until the environment is activated.
         return "python" if self.conda else None
-
-    def check_files(self, environ: Mapping[str, str]) -> None:
-        # Modules and shell lines may provide conda in the job only.
-        if self.conda and self.environment is None and not (self.modules or self.setup):
-            _check_conda(self.conda, environ)
-        if self.environment is None or (self.environment / "bin" / "python").exists():
-            return
-        option = "--venv" if self.venv else "--conda"
-        raise SpecError(
-            f"{str(self.environment)!r} ({option}) is not a Python environment: it has no bin/python. "
-            "Check its path."
-        )
-
-
-def _check_conda(name: str, environ: Mapping[str, str]) -> None:
-    conda = shutil.which(environ.get("CONDA_EXE") or "conda", path=environ.get("PATH"))
-    if conda is None:
-        raise SpecError(
-            f"The environment {name!r} (--conda) requires conda, which was not found through PATH or "
-            "CONDA_EXE. Load the conda module (--module), or set --conda to the path of the environment."
-        )
-    try:
-        listed = subprocess.run(
-            [conda, "env", "list", "--json"],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_CONDA_LIMIT_S,
-            check=True,
-        )
-        environments = {"base", *(Path(path).name for path in json.loads(listed.stdout)["envs"])}
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError):
-        return  # conda may still work on the nodes.
-    if name not in environments:
-        raise SpecError(
-            f"{conda} has no environment {name!r} (--conda). Available environments: "
-            f"{', '.join(sorted(environments))}."
-        )
 
 
 def is_conda_prefix(value: str) -> bool:

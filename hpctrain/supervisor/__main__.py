@@ -10,7 +10,7 @@ from hpctrain.supervisor.watchdog import run_under_watchdog
 make_stdio_lossy()
 deaths = run_under_watchdog(os.environ)
 
-from hpctrain.slurm.job_end import prepare_job_end  # noqa: E402
+from hpctrain.slurm.prepare_job_end import prepare_job_end  # noqa: E402
 from hpctrain.supervisor.batch_main import main  # noqa: E402
 from hpctrain.supervisor.launch.step_launchers import kill_session  # noqa: E402 (the waiting parent process does not need this)
 

@@ -12,7 +12,7 @@ from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.record_types import Event
 from hpctrain.records.lease import LeaseHeld
 from hpctrain.records.run_record import RunRecord, read_run_record, summarize_events
-from hpctrain.records.successor import claim_successor, record_successor
+from hpctrain.records.submit_successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.job_control import JobControl, SlurmSuccessors
 from hpctrain.supervisor.policy.job_intent import OwnershipDecision, OwnershipState, decide_ownership

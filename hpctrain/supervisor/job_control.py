@@ -15,11 +15,16 @@ from hpctrain.files import file_size, open_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.record_types import LeaseHolder
 from hpctrain.records.lease import Lease
-from hpctrain.records.successor import JobChanges, can_start, excluded_nodes, find_successor, submit_successor
+from hpctrain.records.submit_successor import (
+    JobChanges,
+    can_start,
+    excluded_nodes,
+    find_successor,
+    submit_successor,
+)
 from hpctrain.rundir import BATCH_PID_VARIABLE, PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import own_job_id, strip_job_env
-from hpctrain.slurm.job_end import is_evicted
 from hpctrain.slurm.job_queries import query_job, query_seconds_left
 from hpctrain.slurm.job_requests import (
     kill_steps,
@@ -29,6 +34,7 @@ from hpctrain.slurm.job_requests import (
     update_requeued_job,
 )
 from hpctrain.slurm.node_queries import find_draining_nodes, find_idle_nodes, find_lost_nodes, query_nodes
+from hpctrain.slurm.prepare_job_end import is_evicted
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.records.run_record import read_run_record
-from hpctrain.records.successor import JobChanges
+from hpctrain.records.submit_successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_transient
 from hpctrain.supervisor.job_control import JobControl

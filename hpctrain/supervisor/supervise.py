@@ -13,7 +13,7 @@ from hpctrain.cluster.processes import kill_orphans
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
-from hpctrain.records.successor import JobChanges
+from hpctrain.records.submit_successor import JobChanges
 from hpctrain.rundir import EventKind, RunDir
 from hpctrain.supervisor.acquire_run import acquire_run
 from hpctrain.supervisor.failures.diagnosis import FailureAnalyzer

@@ -11,7 +11,7 @@ import sys
 import pytest
 from helpers.commands import environment
 from helpers.processes import assert_no_process_left
-from helpers.run_histories import FAILURE, RunHistory
+from helpers.run_histories import FAILURE, RunHistory, started_run, write_run
 from helpers.waiting import wait_for
 
 from hpctrain.rundir import RunDir
@@ -282,3 +282,14 @@ def test_failures_before_the_last_submission_are_found_by_attempt(hpctrain, tmp_
         assert result.stdout.splitlines()[0] == "attempt 0: rank 0: ValueError: first"
         none = hpctrain("logs", "r", "--errors", "--attempt", "1", *options)
         assert none.stdout == ""
+
+
+def test_file_of_the_errors_of_a_batch_script_is_named(hpctrain, tmp_path):
+    run = write_run(tmp_path / "r", started_run(), script="job.sh")
+    log = run.rank_log(0, 0)
+    log.parent.mkdir(parents=True)
+    log.touch()
+    run.slurm_log.symlink_to(tmp_path / "e.txt")
+    run.batch_script.touch()
+    message = f"The script writes its errors to {tmp_path / 'e.txt'} (--error)."
+    assert message in hpctrain("logs", "r").stderr

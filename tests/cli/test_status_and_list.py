@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.run_histories import started_run, write_run
+from helpers.run_histories import make_spec, started_run, write_run
 from helpers.terminal import run_on_terminal
 
 from hpctrain.cli.serve import RunPages
@@ -116,6 +116,14 @@ def test_status_of_a_restarted_run_without_checkpoints(hpctrain, tmp_path):
     run.checkpoints.mkdir()
     (run.checkpoints / "last.pt").touch()
     assert "checkpoint  r/checkpoints/last.pt" in hpctrain("status", "r").stdout
+
+
+def test_status_of_a_batch_script_names_the_pattern_of_its_checkpoints(hpctrain, tmp_path):
+    run = write_run(tmp_path / "r", started_run())
+    run.spec.write_text(make_spec(checkpoints=f"{tmp_path}/out/*.pt").text())
+    run.batch_script.touch()
+    run.attempt_logs(0).mkdir(parents=True)
+    assert "none: no file matches out/*.pt (--checkpoints) yet" in hpctrain("status", "r").stdout
 
 
 def test_list_prints_a_header(hpctrain, tmp_path):

@@ -11,7 +11,7 @@ from power_loss import Disk, crash_states, record, write_tree
 from hpctrain.files import read_json_lines
 from hpctrain.records.lease import Lease, newest_lease
 from hpctrain.records.run_record import read_run_record
-from hpctrain.records.successor import claim_successor, record_successor
+from hpctrain.records.submit_successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir
 
 _NO_SLURM = {"PATH": ""}

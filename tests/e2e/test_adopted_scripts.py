@@ -298,6 +298,23 @@ def test_crash_that_the_exit_code_hides_is_a_failure(tmp_path, lines):
 
 
 @pytest.mark.extended
+def test_worker_of_torchrun_that_was_killed_is_named(tmp_path):
+    """Its peer only reports a lost connection."""
+    script = (
+        "import os, signal, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    torchrun = "torchrun --standalone --nproc-per-node=2 train.py"
+    run = run_script(tmp_path / "job", torchrun, {"train.py": script}, "--max-failures=1")
+    (failure,) = run.events("failure")
+    assert (failure["rank"], failure["class"], failure["failed_ranks"]) == (1, "killed", 2)
+    assert "SIGKILL" in failure["cause"]
+
+
+@pytest.mark.extended
 def test_crash_that_the_script_survived_is_noted(tmp_path):
     run = run_script(tmp_path, "python crash.py || true\npython -c 'import torch'", {"crash.py": CRASH})
     status = run.status()

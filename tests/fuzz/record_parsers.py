@@ -17,7 +17,7 @@ from hpctrain.errors import CheckpointError, RendezvousError, UserError
 from hpctrain.jobs.runs import error_report
 from hpctrain.jobs.verify.training_record import TrainingRecord
 from hpctrain.record_types import Event, StepRecord
-from hpctrain.records import checkpoint_health, lease, log_tail, run_record, successor
+from hpctrain.records import checkpoint_health, lease, log_tail, run_record, submit_successor
 from hpctrain.rundir import RunDir
 from hpctrain.sandbox.layout import SandboxLayout
 from hpctrain.supervisor.failures import gpu_faults, root_cause
@@ -92,7 +92,7 @@ def read_run_data() -> object:
 
 def read_claim() -> str:
     path = RUN.successor_claim("17")
-    return successor.claim_successor(RUN, "18", path.name.rpartition("-")[2])
+    return submit_successor.claim_successor(RUN, "18", path.name.rpartition("-")[2])
 
 
 def read_gpu_metrics() -> object:
@@ -171,7 +171,9 @@ PARSERS = [
         RUN.lease(0),
         lease.encode_holder(record_types.LeaseHolder("17", 0, "n1", 5)).decode(),
     ),
-    Parser(successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)),
+    Parser(
+        submit_successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)
+    ),
     of_run(root_cause.read_failures, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
     of_run(
         error_report.details,

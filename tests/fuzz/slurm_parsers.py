@@ -4,7 +4,7 @@ from fuzzing import Parser, with_answer
 
 from hpctrain.cluster import hostlist, slurm_ranks
 from hpctrain.errors import EnvironmentMismatch, SchedulerError, SpecError, UserError
-from hpctrain.records import successor
+from hpctrain.records import submit_successor
 from hpctrain.slurm import (
     command,
     config,
@@ -128,9 +128,9 @@ PARSERS = [
         with_answer(job_requests, lambda: job_requests.submit_job([], {})),
     ),
     Parser(
-        successor.replace_dependency,
+        submit_successor.replace_dependency,
         ["afterok:17(unfulfilled),afterany:18", "afterok:17?afterany:17"],
-        call=lambda text: successor.replace_dependency(text, "17", "18"),
+        call=lambda text: submit_successor.replace_dependency(text, "17", "18"),
     ),
     Parser(
         srun_step.parse_task_report,

@@ -11,7 +11,7 @@ from hpctrain.cluster.env_variables import read_hosts
 from hpctrain.errors import EnvironmentMismatch, SchedulerError
 from hpctrain.record_types import LeaseHolder
 from hpctrain.records.lease import newest_lease
-from hpctrain.records.successor import claim_successor
+from hpctrain.records.submit_successor import claim_successor
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import command, job_requests
 from hpctrain.slurm.command import is_answer_lost, list_rank_steps

@@ -7,7 +7,7 @@ from fuzzing import Parser, write_file
 from hpctrain import files, text
 from hpctrain.jobspec import redaction
 from hpctrain.records import crash_output
-from hpctrain.slurm import job_end
+from hpctrain.slurm import prepare_job_end
 from hpctrain.supervisor.failures import root_cause
 from hpctrain.supervisor.failures.root_cause import RankFailure
 from hpctrain.supervisor.policy import history
@@ -69,7 +69,7 @@ PARSERS = [
     Parser(root_cause.classify, ERRORS, call=classify_message),
     Parser(history.normalize_cause, ["rank 3 on n1: ValueError: at 0xdeadbeef"]),
     Parser(
-        job_end._EVICTED.search,
+        prepare_job_end._EVICTED.search,
         ["slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***"],
         slow=[("", "error: *** JOB 1", "\n")],
     ),

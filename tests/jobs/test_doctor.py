@@ -25,9 +25,8 @@ from hpctrain.jobs.doctor.run_checks import (
     check_accounting,
     config_findings,
     partition_findings,
-    probe_options,
-    write_profile_file,
 )
+from hpctrain.jobs.doctor.site_profile import probe_options, write_profile_file
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.site_facts import NodeGroup, Partition, Site, SiteConventions, discover_site
 

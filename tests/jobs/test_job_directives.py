@@ -9,7 +9,7 @@ from hpctrain.files import make_folder
 from hpctrain.jobs.options.option_parser import parse_sbatch_option
 from hpctrain.jobs.options.spec_builder import build_spec
 from hpctrain.jobspec.job_directives import directives_after_start, job_directives
-from hpctrain.records.successor import JobChanges, submit_successor
+from hpctrain.records.submit_successor import JobChanges, submit_successor
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.batch_header import directive_lines, quote_directive
 from hpctrain.slurm.job_array import MAX_TASKS, JobArray

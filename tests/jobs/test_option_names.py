@@ -11,7 +11,7 @@ from msgspec import to_builtins
 from hpctrain.cli.main import cli
 from hpctrain.cli.resume import _program
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.option_parser import find_replacement
+from hpctrain.jobs.options.find_replacement import find_replacement
 from hpctrain.jobs.options.resolved_options import resolve_options
 
 

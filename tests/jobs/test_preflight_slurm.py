@@ -129,6 +129,12 @@ def test_refusal_of_slurm_has_a_remedy(submission, options, reason, remedy):
     assert not os.path.exists(job.spec.run_dir)
 
 
+def test_refusal_names_the_requested_nodes(submission):
+    node = f"strict-{os.getpid()}-1"
+    refusal = submission(nodelist=node, gpus_per_node=3).preflight.refusal()
+    assert f"requests 1 node, each with 3 GPUs, 3 CPUs, on {node}" in " ".join(refusal.split())
+
+
 def test_refused_resubmission_leaves_the_run_folder_unchanged(submission):
     run, _ = submit_prepared(submission())
     try:

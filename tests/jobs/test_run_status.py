@@ -12,8 +12,8 @@ from hpctrain.errors import SchedulerError
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_status import UnknownStateTracker
-from hpctrain.records import checkpoint_health, successor
+from hpctrain.jobs.runs.status_poller import UnknownStateTracker
+from hpctrain.records import checkpoint_health, submit_successor
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.states import JobRecord, JobStateView, RunState
 
@@ -291,7 +291,7 @@ def test_successor_that_completed_during_the_lookup_is_not_recorded_again(fake_s
         run_dir.log_event("finished", 1, state="COMPLETED", exit_code=0, cause=None)
         return "18"
 
-    monkeypatch.setattr(successor, "find_successor", find_late)
+    monkeypatch.setattr(submit_successor, "find_successor", find_late)
     status = run.status()
     assert (status.state, status.job_id) == (RunState.COMPLETED, "18")
 

@@ -9,7 +9,7 @@ from helpers.commands import environment
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends.mounts import find_mount
 from hpctrain.jobs.doctor.probe import DoctorReport
-from hpctrain.jobs.doctor.run_checks import profile_options
+from hpctrain.jobs.doctor.site_profile import profile_options
 from hpctrain.jobs.options.resolved_options import resolve_options
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig, parse_config

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.errors import SchedulerError
-from hpctrain.records import lease, successor
+from hpctrain.records import lease, submit_successor
 from hpctrain.supervisor import acquire_run, requeuer, supervise
 from hpctrain.supervisor.job_control import SlurmNodes
 from hpctrain.supervisor.monitors.scale_up_monitor import ScaleUpMonitor
@@ -40,9 +40,9 @@ def _drop_newest(self: Retention, scores: Any, *_: object) -> set[int]:
 def _submit_again(run: Any, spec: Any, job_id: str, environ: Any, changes: Any) -> str:
     for _ in range(20):
         try:
-            return successor._submit(run, spec, job_id, environ, changes)
+            return submit_successor._submit(run, spec, job_id, environ, changes)
         except SchedulerError:
-            successor.system.sleep(1.0)
+            submit_successor.system.sleep(1.0)
     raise SchedulerError("no answer")
 
 
@@ -61,7 +61,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     ],
     "claim twice": [
         (acquire_run, "decide_ownership", _ignore_claim),
-        (successor, "_submit_once", _submit_again),
+        (submit_successor, "_submit_once", _submit_again),
     ],
     "restart an ended run": [(acquire_run, "recorded_end", lambda _: None)],
     "a replaced holder keeps its lease": [

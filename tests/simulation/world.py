@@ -17,7 +17,7 @@ from hpctrain.record_types import LeaseHolder
 from hpctrain.records.lease import EXPIRY_S, RENEW_INTERVAL_S, encode_holder
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir, event_record
-from hpctrain.slurm.job_end import prepare_job_end
+from hpctrain.slurm.prepare_job_end import prepare_job_end
 from hpctrain.supervisor import batch_main
 from simulation import simulated_system as system
 from simulation.config import Fault, ForeignProgram, SimConfig

@@ -6,7 +6,7 @@ import pytest
 from helpers.run_histories import make_spec
 
 from hpctrain.errors import SchedulerError
-from hpctrain.records.successor import JobChanges
+from hpctrain.records.submit_successor import JobChanges
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import config, job_requests, node_queries
 from hpctrain.slurm.node_queries import NodeRecord, node_trouble, parse_nodes

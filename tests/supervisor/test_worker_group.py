@@ -6,7 +6,7 @@ from hpctrain import system
 from hpctrain.jobs.runs.run_log_reader import describe_event
 from hpctrain.record_types import PartDuration, RankMessage
 from hpctrain.rundir import RunDir
-from hpctrain.supervisor.workers.worker_group import StartupRecord
+from hpctrain.supervisor.workers.startup_record import StartupRecord
 from hpctrain.telemetry.startup_parts import StartupPart, durations_s
 
 PARTS = [part.value for part in StartupPart if part is not StartupPart.JOB]

@@ -11,12 +11,12 @@ from helpers.waiting import wait_for
 from torch import nn
 
 import hpctrain
+from hpctrain.checkpoint.interval import CopyInterval
 from hpctrain.checkpoint.tier import memory_copies
 from hpctrain.errors import DiskFull
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import ATTEMPT_VARIABLE, RunDir
 from hpctrain.training.saving import state_copies
-from hpctrain.training.saving.state_copies import CopyInterval
 
 LAST_STEP, FAILED_STEP, MAX_REPEATED = 12, 9, 2
 

@@ -23,8 +23,8 @@ from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.data.sample_order import SampleOrder
 from hpctrain.training.loop.train_step import lr_factor
 from hpctrain.training.observe import environment_info
+from hpctrain.training.optim.module_transforms import activation_checkpointing
 from hpctrain.training.optim.optimizer_setup import only_trainable
-from hpctrain.training.optim.step_transforms import activation_checkpointing
 from hpctrain.training.trainer_config import TrainerConfig
 
 SCRIPT = SCRIPTS / "train_regression.py"

@@ -78,6 +78,7 @@ class JobRequest(Struct, frozen=True):
         size = [pluralize(spec.gpus_per_node, f"{kind}GPU")] if spec.gpus_per_node else []
         size.append(pluralize(self.cpus_per_node, "CPU"))
         size += [f"{mib} MiB of memory"] if (mib := self.memory_per_node_mib) else []
-        excluded = f", not on {hosts}" if (hosts := self.value("exclude")) else ""
+        hosts = {"on": self.value("nodelist"), "not on": self.value("exclude")}
+        places = "".join(f", {place} {names}" for place, names in hosts.items() if names)
         features = f" and the features {constraint}" if (constraint := self.value("constraint")) else ""
-        return f"{nodes}, each with {', '.join(size)}{features}{excluded}"
+        return f"{nodes}, each with {', '.join(size)}{features}{places}"

@@ -28,7 +28,8 @@ from hpctrain.text import format_ranks
 
 # Submitting a function does not require these modules.
 if TYPE_CHECKING:
-    from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller
+    from hpctrain.jobs.runs.run_status import RunStatus
+    from hpctrain.jobs.runs.status_poller import StatusPoller
 
 
 class RunWatcher(InfoWatcher):
@@ -50,7 +51,7 @@ class RunWatcher(InfoWatcher):
                 self._last_status_check = -math.inf
 
     def status(self, run: Run, mode: str = "standard") -> RunStatus | None:
-        from hpctrain.jobs.runs.run_status import StatusPoller
+        from hpctrain.jobs.runs.status_poller import StatusPoller
 
         self.add_run(run)
         key = str(run.dir.path)
@@ -64,7 +65,7 @@ class RunWatcher(InfoWatcher):
             return self._statuses.get(key)
 
     def update(self) -> None:
-        from hpctrain.jobs.runs.run_status import StatusPoller
+        from hpctrain.jobs.runs.status_poller import StatusPoller
 
         with self._lock:
             active = [key for key in self._runs if key not in self._finished]
@@ -208,7 +209,7 @@ class Job(submitit.Job[R]):
         Raises:
             SchedulerError: the state was unknown for an hour without new output, or the run will never start.
         """
-        from hpctrain.jobs.runs.run_status import UnknownStateTracker
+        from hpctrain.jobs.runs.status_poller import UnknownStateTracker
 
         tracker = UnknownStateTracker()
         while (status := self.watcher.status(self.run)) is None or not status.state.ended:

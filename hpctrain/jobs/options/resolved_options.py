@@ -12,14 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 from msgspec import Struct
 
 from hpctrain.errors import SpecError
+from hpctrain.jobs.options.find_replacement import find_replacement
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
-from hpctrain.jobs.options.option_parser import (
-    find_option,
-    find_replacement,
-    flag_of,
-    option_names,
-    parse_option,
-)
+from hpctrain.jobs.options.option_parser import find_option, flag_of, option_names, parse_option
 from hpctrain.jobs.options.option_table import SubmitOptions, all_options
 from hpctrain.slurm.environment import SBATCH_VARIABLES, strip_job_env
 from hpctrain.slurm.sbatch_options import BATCH_KEYS, BATCH_OPTIONS, SBATCH_FLAGS, SBATCH_OPTIONAL_VALUES

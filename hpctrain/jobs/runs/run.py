@@ -19,7 +19,8 @@ from hpctrain.text import format_ranks, pluralize, suggest
 
 # Submitting a run does not require the status modules, so they are imported on use.
 if TYPE_CHECKING:
-    from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller, UnknownStateTracker
+    from hpctrain.jobs.runs.run_status import RunStatus
+    from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
     from hpctrain.record_types import Event
 
 #: A supervisor exits shortly after it has recorded the end.
@@ -95,7 +96,7 @@ class Run(Struct, frozen=True):
         """
         import logging
 
-        from hpctrain.jobs.runs.run_status import UNKNOWN_LIMIT_S, UnknownStateTracker, describe_unknown
+        from hpctrain.jobs.runs.status_poller import UNKNOWN_LIMIT_S, UnknownStateTracker, describe_unknown
         from hpctrain.slurm.states import RunState
 
         tracker = UnknownStateTracker(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
@@ -207,7 +208,7 @@ def query_statuses(runs: Sequence[Run], *, skip_unreadable: bool = False) -> lis
 
 
 def _poller(runs: Sequence[Run], *, skip_unreadable: bool = False) -> StatusPoller:
-    from hpctrain.jobs.runs.run_status import StatusPoller
+    from hpctrain.jobs.runs.status_poller import StatusPoller
 
     return StatusPoller([run.dir for run in runs], runs[0].environ, skip_unreadable=skip_unreadable)
 

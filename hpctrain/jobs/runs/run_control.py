@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from hpctrain.errors import RunNotFound, SchedulerError, SpecError
 from hpctrain.jobs.backends import open_backend
 from hpctrain.jobs.backends.backend import Backend
-from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.jobs.runs.status_poller import StatusPoller
 from hpctrain.jobspec.job_spec import BackendName
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.run_record import read_run_record

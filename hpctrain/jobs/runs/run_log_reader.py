@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from hpctrain.jobs.runs.error_report import details, report_failure
 from hpctrain.jobs.runs.run import Run
-from hpctrain.jobs.runs.run_status import RunStatus, StatusPoller, UnknownStateTracker
+from hpctrain.jobs.runs.run_status import RunStatus
+from hpctrain.jobs.runs.status_poller import StatusPoller, UnknownStateTracker
 from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.record_types import Event, LogLength
 from hpctrain.records.log_tail import FileTail, RecordTail, output_range, read_last_records

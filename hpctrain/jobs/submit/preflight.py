@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
@@ -25,6 +27,8 @@ from hpctrain.slurm.environment import loaded_modules
 from hpctrain.slurm.parsing import format_time_limit
 
 _SHELL = (".sh", ".bash", ".zsh", ".csh", ".sbatch", ".slurm")
+#: `conda env list` takes about a second, and longer on a busy file system.
+_CONDA_LIMIT_S = 30.0
 #: Seconds: ranks may take a minute to start; with less time they may not reach a first checkpoint.
 _MIN_S = 300.0
 #: Maximum number of seconds by which Slurm may send its signal early.
@@ -209,9 +213,44 @@ def _check_environment(spec: JobSpec, environ: Mapping[str, str]) -> None:
             f"The interpreter {str(python)!r} does not exist or is not executable. Run hpctrain with "
             "another interpreter."
         )
-    spec.shell.check_files(environ)
+    shell = spec.shell
+    # Modules and shell lines may provide conda in the job only.
+    if shell.conda and shell.environment is None and not (shell.modules or shell.setup):
+        _check_conda(shell.conda, environ)
+    if shell.environment is not None and not (shell.environment / "bin" / "python").exists():
+        option = "--venv" if shell.venv else "--conda"
+        raise SpecError(
+            f"{str(shell.environment)!r} ({option}) is not a Python environment: it has no bin/python. "
+            "Check its path."
+        )
     if spec.container is not None:
         spec.container.check_files()
+
+
+def _check_conda(name: str, environ: Mapping[str, str]) -> None:
+    conda = shutil.which(environ.get("CONDA_EXE") or "conda", path=environ.get("PATH"))
+    if conda is None:
+        raise SpecError(
+            f"The environment {name!r} (--conda) requires conda, which was not found through PATH or "
+            "CONDA_EXE. Load the conda module (--module), or set --conda to the path of the environment."
+        )
+    try:
+        listed = subprocess.run(
+            [conda, "env", "list", "--json"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_CONDA_LIMIT_S,
+            check=True,
+        )
+        environments = {"base", *(Path(path).name for path in json.loads(listed.stdout)["envs"])}
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+        return  # conda may still work on the nodes.
+    if name not in environments:
+        raise SpecError(
+            f"{conda} has no environment {name!r} (--conda). Available environments: "
+            f"{', '.join(sorted(environments))}."
+        )
 
 
 def _check_output_folders(spec: JobSpec) -> Iterator[str]:

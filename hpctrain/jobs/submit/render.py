@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpctrain._version import __version__
 from hpctrain.errors import SpecError
-from hpctrain.jobs.options.option_parser import find_replacement
+from hpctrain.jobs.options.find_replacement import find_replacement
 from hpctrain.jobspec.job_directives import job_directives, program_words, srun_options
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.redaction import redact_args

@@ -44,6 +44,10 @@ _GPU = re.compile(
 _FATAL_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL, signal.SIGSEGV}
 )
+#: Facts about a worker in the report that torchrun prints at its end (torch 2.6 to 2.14).
+_TORCHRUN_FACT = re.compile(
+    r" +(?:host +: (?P<host>[\w.-]+)|rank +: (?P<rank>\d{1,9})|exitcode +: -(?P<signal>\d{1,3}))\b", re.ASCII
+)
 _GPU_OOM = re.compile(r"cuda out of memory|cublas_status_alloc_failed|hip out of memory", re.IGNORECASE)
 _OOM = re.compile(r"can't allocate memory|cannot allocate memory|\bbad_alloc\b", re.IGNORECASE)
 _COLLECTIVE = re.compile(
@@ -119,14 +123,20 @@ def collect_failures(
 
 
 def killed_tasks(job_log: Path, since: int, log_path: str) -> Iterator[RankFailure]:
-    """Yield the first task of a batch script's steps that was killed, as srun reports it in the job's log."""
+    """Yield the first killed rank of a batch script, as srun or torchrun reports it in the job's log."""
     with suppress(OSError), open_regular(job_log) as file:
         file.seek(since)
+        worker: dict[str, str] = {}  # of torchrun
         for raw in file:
             line = raw.decode(errors="replace").rstrip("\n")
-            for task in parse_task_report(line):
+            tasks = parse_task_report(line)
+            host = line.split(": ")[2] if tasks else worker.get("host", "")
+            if match := _TORCHRUN_FACT.match(line):
+                worker |= {name: text for name, text in match.groupdict().items() if text}
+                if match["signal"] and "rank" in worker:
+                    tasks = [TaskExit(int(worker["rank"]), None, int(match["signal"]))]
+            for task in tasks:
                 if task.signal not in (None, signal.SIGTERM):
-                    host = line.split(": ")[2]
                     crash = find_crash_output(job_log, job_log, since, task.signal)
                     failure = _of_task(task.rank, host, task, crash)
                     yield replace(failure, log=log_path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.rundir import RunDir
-from hpctrain.slurm.job_end import REQUEUE_HOLD_S
+from hpctrain.slurm.prepare_job_end import REQUEUE_HOLD_S
 from hpctrain.supervisor.job_control import JobControl
 from hpctrain.supervisor.monitors.periodic_check import PeriodicCheck
 from hpctrain.supervisor.policy.history import History

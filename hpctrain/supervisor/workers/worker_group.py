@@ -1,34 +1,32 @@
-"""Start the ranks of each attempt, receive their messages, and keep standby workers."""
+"""Start the ranks of each attempt, from standby workers if possible, and receive their messages."""
 
 from __future__ import annotations
 
 import json
 import logging
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
 from msgspec import convert
-from msgspec.structs import asdict
 
 from hpctrain import system
 from hpctrain.authentication import new_secret
 from hpctrain.errors import HpctrainError, Unauthenticated
 from hpctrain.files import read_json, write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.record_types import PartDuration, RankMessage, read_record
-from hpctrain.rundir import ATTEMPT_VARIABLE, STANDBY_VARIABLE, RunDir
-from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher, StepEvent
+from hpctrain.record_types import RankMessage, read_record
+from hpctrain.rundir import RunDir
+from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
 from hpctrain.supervisor.launch.task_command import worker_command
 from hpctrain.supervisor.workers.batch_launcher import BatchLauncher
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.observed_groups import ObservedGroups
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
-from hpctrain.telemetry.startup_parts import StartupPart, describe_startup, durations_s
-from hpctrain.text import pluralize
+from hpctrain.supervisor.workers.standby_workers import StandbyWorkers
+from hpctrain.supervisor.workers.startup_record import StartupRecord
 
 log = logging.getLogger(__name__)
 
@@ -221,120 +219,8 @@ class WorkerGroup:
             log.warning("cannot start standby workers: %s", error)
 
 
-class StandbyWorkers:
-    """A step of ranks that have done the slow imports, and wait for the next attempt."""
-
-    def __init__(
-        self,
-        launcher: Launcher,
-        server: HeartbeatServer,
-        command: list[str],
-        variables: Mapping[str, str],
-        modules: Sequence[str],
-        world_size: int,
-    ) -> None:
-        self.attempt = int(variables[ATTEMPT_VARIABLE])
-        self.hosts = list(launcher.hosts)
-        self._server, self._world_size = server, world_size
-        self._lock = system.Lock()
-        self._emit: EmitEvent | None = None
-        self._ready: set[int] = set()
-        self._is_broken = False
-        environ = {**variables, STANDBY_VARIABLE: json.dumps(list(modules))}
-        self._step = launcher.start(command, environ, self._on_event)
-
-    def on_message(self, rank: int, message: RankMessage) -> None:
-        if message.ready:
-            self._ready.add(rank)
-            if len(self._ready) == self._world_size:
-                workers = pluralize(self._world_size, "standby worker")
-                log.info("%s ready for attempt %d", workers, self.attempt)
-        elif message.why is not None:
-            log.warning("standby worker %d failed: %s", rank, message.why)
-            self._is_broken = True
-
-    def is_usable(self, attempt: int, hosts: Sequence[str]) -> bool:
-        """Return true if all workers are connected; they may still be importing."""
-        if self._is_broken or (self.attempt, self.hosts) != (attempt, list(hosts)):
-            return False
-        return self._server.num_connected(attempt) == self._world_size
-
-    def activate(self, variables: Mapping[str, str], emit: EmitEvent) -> JobStep | None:
-        """Start training in the workers; None, and the step is closed, if one could not be reached."""
-        num_reached = self._server.send(self.attempt, {"go": dict(variables)})
-        with self._lock:
-            if num_reached < self._world_size:
-                self._is_broken = True
-            else:
-                self._emit = emit
-        if self._is_broken:
-            log.warning("attempt %d: a standby worker is unreachable, so new workers start", self.attempt)
-            self.close()
-            return None
-        log.info("attempt %d: using %s", self.attempt, pluralize(num_reached, "standby worker"))
-        return self._step
-
-    def close(self) -> None:
-        self._step.close()
-
-    def _on_event(self, event: StepEvent) -> None:
-        with self._lock:
-            emit = self._emit
-            if emit is None:
-                self._is_broken = True
-        if emit is not None:
-            emit(event)
-
-
 def _read_phase_durations(run: RunDir) -> dict[str, float]:
     try:
         return read_record(run.phase_durations, dict[str, float])
     except (OSError, ValueError):
         return {}
-
-
-#: Number of nodes in the record.
-_MAX_NODES = 16
-
-
-class StartupRecord:
-    def __init__(
-        self,
-        run: RunDir,
-        attempt: int,
-        world_size: int,
-        host_of: Callable[[int], str],
-        job_started_at: float | None,
-    ) -> None:
-        self._run, self._attempt, self._world_size, self._host_of = run, attempt, world_size, host_of
-        self._begun = system.time()
-        self._job_s = None if job_started_at is None else round(max(0.0, self._begun - job_started_at), 3)
-        self._durations: dict[int, dict[str, float]] = {}
-
-    def on_message(self, rank: int, message: RankMessage) -> None:
-        if message.startup is None or rank in self._durations:
-            return
-        self._durations[rank] = durations_s(self._begun, message.startup)
-        if len(self._durations) == self._world_size:
-            seconds, parts, slowest_nodes = self._summarize()
-            fields = {name: asdict(part) for name, part in parts.items()}
-            self._run.log_event(
-                "startup", self._attempt, seconds=seconds, parts=fields, slowest_nodes=slowest_nodes
-            )
-            log.info("attempt %d: %s", self._attempt, describe_startup(seconds, parts))
-
-    def _summarize(self) -> tuple[float, dict[str, PartDuration], dict[str, dict[str, float]]]:
-        job_s, ranks = self._job_s, self._durations
-        durations = {} if job_s is None else {StartupPart.JOB.value: PartDuration(job_s, job_s)}
-        for part in StartupPart:
-            if seconds := {rank: spent[part] for rank, spent in ranks.items() if part in spent}:
-                slowest = max(seconds, key=seconds.__getitem__)
-                median = round(statistics.median(seconds.values()), 3)
-                durations[part.value] = PartDuration(median, seconds[slowest], self._host_of(slowest))
-        nodes: dict[str, dict[str, float]] = {}
-        for rank, spent in ranks.items():
-            node = nodes.setdefault(self._host_of(rank), {})
-            node |= {name: max(seconds, node.get(name, 0.0)) for name, seconds in spent.items()}
-        slowest_nodes = sorted(nodes, key=lambda host: -sum(nodes[host].values()))[:_MAX_NODES]
-        total_s = max(sum(spent.values()) for spent in ranks.values())
-        return round(total_s, 3), durations, {host: nodes[host] for host in slowest_nodes}

@@ -46,6 +46,7 @@ from hpctrain.training.observe.logger_process import LoggerProcess
 from hpctrain.training.observe.loss_guard import MAX_CONSECUTIVE, LossGuard, bad_loss
 from hpctrain.training.observe.run_writer import Progress, RunWriter, StepResult
 from hpctrain.training.observe.step_timers import ComputeTimer, StepTimer
+from hpctrain.training.optim.module_transforms import activation_checkpointing, compile_steps
 from hpctrain.training.optim.optimizer_setup import (
     OptimizerSetup,
     check_trainable,
@@ -53,7 +54,6 @@ from hpctrain.training.optim.optimizer_setup import (
     parameters_of,
 )
 from hpctrain.training.optim.resumed_values import check_ends, inner_scheduler
-from hpctrain.training.optim.step_transforms import activation_checkpointing, compile_steps
 from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 from hpctrain.training.strategies import Strategy, find_strategy

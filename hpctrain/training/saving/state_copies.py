@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 
+from hpctrain.checkpoint.interval import CopyInterval
 from hpctrain.checkpoint.io.coordination import RankCoordinator
 from hpctrain.checkpoint.store import IO_TIMEOUT_S
 from hpctrain.checkpoint.tier.local_tier import tier_folder
@@ -23,33 +21,9 @@ from hpctrain.slurm.states import RunState
 from hpctrain.training.base import rng
 from hpctrain.training.components import Components
 
-#: Maximum share of the training time that copies take.
-_MAX_SHARE = 0.02
-#: Copies whose cost is measured. The first copies also allocate memory.
-_NUM_MEASURED, _NUM_WARM_UP = 5, 2
 _SHARED_MEMORY = Path("/dev/shm")
 #: Link to the run in its folder in memory.
 _RUN_LINK = "run"
-
-
-class CopyInterval:
-    """Steps between two copies: fixed, or chosen by rank 0 from the measured cost of a copy."""
-
-    def __init__(self, fixed: int | None) -> None:
-        self.every = self.wanted = fixed or 1
-        self._is_fixed = fixed is not None
-        self._measured: deque[tuple[float, float]] = deque(maxlen=_NUM_MEASURED)
-        self._num_ignored = 0
-
-    def on_copied(self, cost_s: float, step_s: float) -> None:
-        if self._is_fixed:
-            return
-        if self._num_ignored < _NUM_WARM_UP:
-            self._num_ignored += 1
-            return
-        self._measured.append((cost_s, step_s))
-        cost, step = (median(values) for values in zip(*self._measured, strict=True))
-        self.wanted = max(1, math.ceil(cost / (_MAX_SHARE * max(step, 1e-6))))
 
 
 class StateCopies:

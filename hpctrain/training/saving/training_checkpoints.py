@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 from torch import nn
 
+from hpctrain.checkpoint.find_latest_valid import not_finite_problem
 from hpctrain.checkpoint.format.manifest import Manifest, committed_steps
 from hpctrain.checkpoint.format.state_tree import STATE_KEY, split_tree
 from hpctrain.checkpoint.interval import NODE_MTBF_S, InterruptionHistory, longest_save_s
@@ -21,7 +22,6 @@ from hpctrain.checkpoint.store import (
     CommittedSave,
     LoadedCheckpoint,
     TierCopyFailed,
-    not_finite_problem,
 )
 from hpctrain.errors import EXIT_CONTINUE, BadLoss, CheckpointError, DiskFull, SilentCorruption, UserError
 from hpctrain.record_types import RankPhase
