@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpctrain.checkpoint.io.commit import CommitTarget
-from hpctrain.checkpoint.io.loading import (
-    VerifiedCheckpoint,
-    check_shared,
-    list_shared_steps,
-)
+from hpctrain.checkpoint.io.loading import VerifiedCheckpoint, check_shared, list_shared_steps
 from hpctrain.checkpoint.tier.local_tier import LocalTier
 from hpctrain.errors import CorruptCheckpoint
 

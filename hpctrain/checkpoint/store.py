@@ -28,11 +28,7 @@ from hpctrain.checkpoint.io.background_io import FileWriter, bytes_file_write
 from hpctrain.checkpoint.io.checkpoint_dir import CheckpointDir
 from hpctrain.checkpoint.io.commit import CommitTarget, RankWrite, complete_files, write_and_commit
 from hpctrain.checkpoint.io.coordination import PeerLost, RankCoordinator, SaveAborted, describe_exception
-from hpctrain.checkpoint.io.loading import (
-    LoadedCheckpoint,
-    list_shared_steps,
-    load,
-)
+from hpctrain.checkpoint.io.loading import LoadedCheckpoint, list_shared_steps, load
 from hpctrain.checkpoint.io.retention import Retention
 from hpctrain.checkpoint.staging import StagedState, StateStager
 from hpctrain.checkpoint.tier.local_tier import LocalTier, TierCopyFailed

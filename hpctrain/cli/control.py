@@ -1,12 +1,14 @@
-"""Control runs: `hpctrain wait`, `cancel`, `requeue` and `chaos`."""
+"""Control runs: `hpctrain wait`, `cancel`, `requeue`, `profile` and `chaos`."""
 
 from __future__ import annotations
 
 import random
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,9 +19,14 @@ from hpctrain.cli.common import (
     echo_log,
     exit_for,
     json_option,
+    one_line,
     run_argument,
     runs_argument,
+    short_path,
 )
+from hpctrain.cluster import expand_hostlist
+from hpctrain.errors import UserError
+from hpctrain.text import format_count, format_duration
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run import Run
@@ -154,3 +161,69 @@ def chaos_command(
         echo_json({"run_id": run.run_id, "faults": 0 if dry_run else num_faults, "seed": seed})
     elif num_faults < times:
         click.echo(f"Run {run.run_id} ended after {num_faults} of {times} faults.")
+
+
+def _rank_list(_context: click.Context, _param: click.Parameter, text: str) -> list[int]:
+    try:
+        return sorted({int(number) for number in expand_hostlist(f"[{text}]".replace(" ", ""))})
+    except (UserError, ValueError):
+        raise click.BadParameter(f"{text!r} is not a valid list of ranks. Use the form 0,3 or 0-7.") from None
+
+
+@click.command("profile")
+@run_argument
+@click.option(
+    "--ranks",
+    callback=_rank_list,
+    default="0",
+    show_default=True,
+    metavar="R,…",
+    help="Ranks to profile, such as 0,3 or 0-7.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of optimizer steps to profile.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    show_default=True,
+    metavar="S",
+    help="Maximum time to wait for the ranks, in seconds.",
+)
+@json_option
+def profile_command(run: Run, ranks: list[int], steps: int, timeout: float, as_json: bool) -> None:
+    """Profile the next optimizer steps of RUN with torch.profiler. RUN must be running and belong to you.
+
+    Writes a trace per rank to the run folder, and prints the most expensive operators. The run is not
+    restarted, and its results do not change.
+    """
+    from hpctrain.jobs.runs.profile import ProfileRequest
+
+    request = ProfileRequest.submit(run, ranks, steps)
+    results = request.wait(timeout, partial(click.echo, err=True))
+    if as_json:
+        echo_json({"run_id": run.run_id, "ranks": results})
+    else:
+        for result in results:
+            _print_profile(result)
+    if any("error" in result for result in results):
+        sys.exit(1)
+
+
+def _print_profile(result: Mapping[str, Any]) -> None:
+    if "error" in result:
+        click.echo(f"rank {result['rank']}: {one_line(result['error'])}", err=True)
+        return
+    steps = f"steps {result['first_step']}-{result['last_step']} of the attempt"
+    click.echo(f"rank {result['rank']}: {steps}, {format_duration(result['seconds'])}")
+    click.echo(f"trace  {short_path(result['trace'])}")
+    # Times of an operator exclude those that it calls.
+    click.echo(f"  {'CPU time':>10} {'GPU time':>10} {'calls':>7}  operator")
+    for operator in result["operators"]:
+        times = f"{format_duration(operator['cpu_s']):>10} {format_duration(operator['gpu_s']):>10}"
+        click.echo(f"  {times} {format_count(operator['calls']):>7}  {one_line(operator['name'])[:60]}")

@@ -32,8 +32,8 @@ _COMMANDS = tuple(name for names in _TASKS.values() for name in names)
 #: Modules of commands that share one. All others are `command` in the module of their name.
 _MODULES = {
     **dict.fromkeys(("init", "completion"), "main"),
-    **dict.fromkeys(("wait", "cancel", "requeue", "chaos"), "control"),
-    **dict.fromkeys(("env", "exec", "profile"), "rank_commands"),
+    **dict.fromkeys(("wait", "cancel", "requeue", "profile", "chaos"), "control"),
+    "env": "exec",
     "list": "status",
     "attach": "shell",
 }

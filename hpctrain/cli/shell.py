@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from hpctrain.cli import submit
 from hpctrain.cli.common import open_run, run_argument
-from hpctrain.cli.rank_commands import become, terminal_options
+from hpctrain.cli.exec import become, terminal_options
 from hpctrain.cli.resume import repeated_options
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values

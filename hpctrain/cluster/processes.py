@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE
-from hpctrain.text import is_count
+from hpctrain.rundir import LIFELINE_VARIABLE
 
 #: prctl(2): the signal that the kernel sends when the parent dies.
 _PR_SET_PDEATHSIG = 1
 #: Index of the end of the command line in `stat_fields`.
 _ARG_END = 46
-#: A killed process ends immediately unless the kernel blocks it.
-_ORPHANS_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -130,41 +125,6 @@ def _strings(path: Path) -> list[str]:
         return os.fsdecode(path.read_bytes()).removesuffix("\0").split("\0")
     except PermissionError:
         return []
-
-
-def kill_orphans(run_dir: str, before: int = sys.maxsize) -> list[int]:
-    """Kill the processes of attempts before `before` on this host, and return their pids.
-
-    Slurm ends daemons and data workers only if it keeps the tasks of a step in a control group.
-    """
-    killed: list[int] = []
-    deadline = time.monotonic() + _ORPHANS_LIMIT_S
-    # A process may start another process before it is killed, so search again.
-    while (pids := _kill_once(run_dir, before)) and time.monotonic() < deadline:
-        killed += [pid for pid in pids if pid not in killed]
-        time.sleep(0.01)
-    return killed
-
-
-def _kill_once(run_dir: str, before: int) -> list[int]:
-    return [
-        process.pid
-        for process in processes(os.geteuid())
-        if process.environ.get(RUN_DIR_VARIABLE) == run_dir
-        and is_count(attempt := process.environ.get(ATTEMPT_VARIABLE, ""))
-        and int(attempt) < before
-        and not _is_of_other_job(process.environ)
-        and process.signal(signal.SIGKILL)
-    ]
-
-
-def _is_of_other_job(environ: Mapping[str, str]) -> bool:
-    """True for a process of a job that a batch script has submitted, which inherits its variables."""
-    try:
-        job = json.loads(environ.get(CHILD_VARIABLE, "{}")).get("job")
-    except ValueError:
-        return False
-    return job is not None and environ.get("SLURM_JOB_ID") != job
 
 
 def die_with_supervisor(environ: MutableMapping[str, str]) -> None:

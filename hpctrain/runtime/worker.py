@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.cluster.device_plan import gpus_per_task, own_gpu_variables
-from hpctrain.cluster.processes import die_with_parent, die_with_supervisor, kill_orphans, title_writer
+from hpctrain.cluster.kill_orphans import kill_orphans
+from hpctrain.cluster.processes import die_with_parent, die_with_supervisor, title_writer
 from hpctrain.errors import EXIT_CONTINUE, DiskFull, Unauthenticated
 from hpctrain.files import make_folder, own_file
 from hpctrain.records.buffered_writer import make_stdio_lossy

@@ -26,13 +26,7 @@ from hpctrain.rundir import BATCH_PID_VARIABLE, PREDECESSOR_VARIABLE, RunDir
 from hpctrain.slurm.config import query_config
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_queries import query_job, query_seconds_left
-from hpctrain.slurm.job_requests import (
-    kill_steps,
-    requeue_job,
-    shrink_job,
-    signal_ranks,
-    update_requeued_job,
-)
+from hpctrain.slurm.job_requests import kill_steps, requeue_job, shrink_job, signal_ranks, update_requeued_job
 from hpctrain.slurm.node_queries import find_draining_nodes, find_idle_nodes, find_lost_nodes, query_nodes
 from hpctrain.slurm.prepare_job_end import is_evicted
 from hpctrain.supervisor.policy.job_intent import JobDisposition

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from hpctrain import system
-from hpctrain.cluster.processes import kill_orphans
+from hpctrain.cluster.kill_orphans import kill_orphans
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from hpctrain.cluster.processes import child_pids, kill_orphans
+from hpctrain.cluster.kill_orphans import kill_orphans
+from hpctrain.cluster.processes import child_pids
 from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc to look for processes in")

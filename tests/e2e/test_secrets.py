@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from helpers.commands import run_command
 from helpers.processes import assert_no_process_left, run_processes
 from helpers.training_runs import Run
@@ -65,6 +66,7 @@ def run_secrets(run: Run) -> set[str]:
     return {value.rpartition(":")[2] for value in values if value}
 
 
+@pytest.mark.extended
 def test_variable_and_secrets_of_a_slurm_run_are_on_no_command_line(slurm, tmp_path):
     """Neither during the run nor after it; ranks and standby workers have secrets."""
     # In parts, so that no command line of this test contains it.

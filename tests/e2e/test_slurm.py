@@ -38,6 +38,7 @@ def test_two_ranks_preempted_by_an_urgent_job(preempted, reference):
     assert sum(row["us"] or 0 for row in report["ledger"]) == report["wall_us"]
 
 
+@pytest.mark.extended
 def test_completed_run_requeued_by_slurm_is_not_trained_again(slurm, tmp_path):
     run = submit(tmp_path / "run", slurm.env, ["--nodes", "1", "--gpus-per-node", "1"], step_s=0)
     assert run.wait() == 0

@@ -90,6 +90,7 @@ def test_failure_of_a_plain_script_is_reported(submit_plain, environ):
     assert "rank-00001.log:\n  Traceback (most recent call last):\n  ValueError: bad" in errors.stdout
 
 
+@pytest.mark.extended
 def test_preempted_plain_job_is_requeued_by_slurm(submit_plain, slurm, environ):
     run = submit_plain("0", "60")
     log = run.dir.rank_log(0, 3)

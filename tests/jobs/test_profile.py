@@ -5,7 +5,7 @@ import json
 import click
 import pytest
 
-from hpctrain.cli.rank_commands import _rank_list
+from hpctrain.cli.control import _rank_list
 from hpctrain.errors import WaitTimeout
 from hpctrain.jobs.runs.profile import ProfileRequest
 from hpctrain.jobs.runs.run import Run

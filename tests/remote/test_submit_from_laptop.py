@@ -99,6 +99,7 @@ for rank in range(3):
 """
 
 
+@pytest.mark.extended
 def test_pull_copies_all_files_of_a_script(laptop: Laptop, cluster: SshCluster):
     (laptop.project / "train.py").write_text(PIECES)
     laptop.hpctrain("submit", "--on", "alpha", *LOCAL, "--run-dir", "runs/a", "--follow", "train.py")

@@ -95,7 +95,7 @@ print(changed_variables(before, os.environ))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_imports_of_libraries_do_not_prevent_standby_workers():
     command = [sys.executable, "-c", IMPORTS, "lightning.pytorch", "accelerate", "transformers"]
     assert run_command(command, timeout=200).stdout == "[]\n"

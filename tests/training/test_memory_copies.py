@@ -74,9 +74,8 @@ def fail(folder: Path, strategy: str) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        "zero1",
+        *(pytest.param(name, marks=pytest.mark.extended) for name in ("zero1", "fsdp")),
         *(pytest.param(name, marks=pytest.mark.long) for name in ("zero2", "zero3")),
-        pytest.param("fsdp", marks=pytest.mark.extended),
     ],
 )
 def test_lost_nodes(tmp_path, strategy):

@@ -24,7 +24,7 @@ ALLOWED = {
     ("step_exchange.py", "_read_results"),
     ("sample_order.py", "_walk"),
     ("loader_config.py", "<genexpr>"),
-    ("loader_config.py", "__init__"),
+    ("loader_workers.py", "__init__"),
 }
 
 

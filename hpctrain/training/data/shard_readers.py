@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import dataloader_worker
 from hpctrain.training.data.batch_plan import DataRank
-from hpctrain.training.data.loader_config import LoaderConfig, LoaderWorkers
+from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.loader_workers import LoaderWorkers
 from hpctrain.training.data.sample_seeds import SampleSeeds
 
 Number = TypeVar("Number", int, torch.Tensor)

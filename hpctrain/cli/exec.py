@@ -1,4 +1,4 @@
-"""Run as a rank (`hpctrain env`, `exec`), or profile the ranks of a running run (`hpctrain profile`)."""
+"""Run a program as a rank, or show the rank of this process (`hpctrain exec`, `env`)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from hpctrain.cli.common import echo_json, json_option, one_line, program_name, run_argument, short_path
-from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect, expand_hostlist
-from hpctrain.errors import EnvironmentMismatch, RendezvousError, UserError
-from hpctrain.text import format_count, format_duration
+from hpctrain.cli.common import echo_json, json_option, program_name
+from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
+from hpctrain.errors import EnvironmentMismatch, RendezvousError
 
 if TYPE_CHECKING:
-    from hpctrain.jobs.runs.run import Run
+    pass
 
 #: Exit codes of a shell if a program is not found, and if it cannot be executed.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
@@ -78,7 +76,7 @@ def env_command(as_json: bool) -> None:
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="PROGRAM [ARGS]...")
-def exec_command(program: tuple[str, ...]) -> None:
+def command(program: tuple[str, ...]) -> None:
     """Run PROGRAM as this rank, with the variables that torch's env:// reads.
 
     Start this command once per rank, with srun or another launcher:
@@ -146,69 +144,3 @@ def become(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 def terminal_options() -> list[str]:
     """Return the option of srun that connects a program to the user's terminal, if there is one."""
     return ["--pty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-
-
-def _rank_list(_context: click.Context, _param: click.Parameter, text: str) -> list[int]:
-    try:
-        return sorted({int(number) for number in expand_hostlist(f"[{text}]".replace(" ", ""))})
-    except (UserError, ValueError):
-        raise click.BadParameter(f"{text!r} is not a valid list of ranks. Use the form 0,3 or 0-7.") from None
-
-
-@click.command("profile")
-@run_argument
-@click.option(
-    "--ranks",
-    callback=_rank_list,
-    default="0",
-    show_default=True,
-    metavar="R,…",
-    help="Ranks to profile, such as 0,3 or 0-7.",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Number of optimizer steps to profile.",
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0),
-    default=600.0,
-    show_default=True,
-    metavar="S",
-    help="Maximum time to wait for the ranks, in seconds.",
-)
-@json_option
-def profile_command(run: Run, ranks: list[int], steps: int, timeout: float, as_json: bool) -> None:
-    """Profile the next optimizer steps of RUN with torch.profiler. RUN must be running and belong to you.
-
-    Writes a trace per rank to the run folder, and prints the most expensive operators. The run is not
-    restarted, and its results do not change.
-    """
-    from hpctrain.jobs.runs.profile import ProfileRequest
-
-    request = ProfileRequest.submit(run, ranks, steps)
-    results = request.wait(timeout, partial(click.echo, err=True))
-    if as_json:
-        echo_json({"run_id": run.run_id, "ranks": results})
-    else:
-        for result in results:
-            _print_profile(result)
-    if any("error" in result for result in results):
-        sys.exit(1)
-
-
-def _print_profile(result: Mapping[str, Any]) -> None:
-    if "error" in result:
-        click.echo(f"rank {result['rank']}: {one_line(result['error'])}", err=True)
-        return
-    steps = f"steps {result['first_step']}-{result['last_step']} of the attempt"
-    click.echo(f"rank {result['rank']}: {steps}, {format_duration(result['seconds'])}")
-    click.echo(f"trace  {short_path(result['trace'])}")
-    # Times of an operator exclude those that it calls.
-    click.echo(f"  {'CPU time':>10} {'GPU time':>10} {'calls':>7}  operator")
-    for operator in result["operators"]:
-        times = f"{format_duration(operator['cpu_s']):>10} {format_duration(operator['gpu_s']):>10}"
-        click.echo(f"  {times} {format_count(operator['calls']):>7}  {one_line(operator['name'])[:60]}")
