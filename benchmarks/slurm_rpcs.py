@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from results import Results
-from status import NUM_RUNS, make_run
+from status import NUM_RUNS, make_runs
 
 from hpctrain import sandbox
 from hpctrain.files import read_json_lines
@@ -119,10 +119,7 @@ def measure(folder: Path, environ: dict[str, str], seconds: float) -> dict[str, 
     found["requeue"] = counter.new()
     call(*hpctrain, "cancel", str(run.path))
     found["cancel"] = counter.new()
-    submit = ["sbatch", "--parsable", "--hold", f"--array=0-{NUM_RUNS - 1}", "--wrap=true"]
-    job = subprocess.check_output(submit, cwd=folder, env=environ, text=True).strip()
-    for index in range(NUM_RUNS):
-        make_run(folder / "runs" / f"run-{index}", f"{job}_{index}")
+    make_runs(folder / "runs", environ)
     counter.new()
     call(*hpctrain, "list")
     found["list"] = counter.new()

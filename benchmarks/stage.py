@@ -53,7 +53,10 @@ DELAYED |= {
 #: Line of strace with the start of a process or thread.
 CLONE = re.compile(r"^(\d+) .*\b(?:clone3?|v?fork)(?:\(.*| resumed>.*)= (\d+)$")
 #: Packages that a run requires.
-PACKAGES = ("click", "cloudpickle", "jinja2", "nvidia-ml-py", "pyyaml", "rich", "safetensors", "xxhash")
+PACKAGES = (
+    *("click", "cloudpickle", "jinja2", "msgspec", "nvidia-ml-py", "pyyaml", "rich", "safetensors"),
+    *("submitit", "xxhash"),
+)
 EXTRAS = re.compile(r";.*\bextra\b")
 
 

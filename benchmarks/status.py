@@ -27,12 +27,18 @@ NUM_RUNS = 1000
 STEPS, CHECKPOINT_EVERY, KEPT_CHECKPOINTS, ATTEMPTS = 500, 20, 3, 3
 
 
-def make_run(folder: Path, job_id: str) -> None:
-    """Create the folder of an active run that was preempted twice."""
-    run = RunDir(folder)
-    run.path.mkdir(parents=True)
+def make_runs(folder: Path, environ: dict[str, str]) -> None:
+    """Create the folders of pending runs that were preempted twice, and submit their jobs."""
+    for index in range(NUM_RUNS):
+        run = RunDir(folder / f"run-{index}")
+        run.path.mkdir(parents=True)
+        submit = ["sbatch", "--parsable", "--hold", f"--chdir={run.path}", "--wrap=true"]
+        make_run(run, subprocess.check_output(submit, env=environ, text=True).strip())
+
+
+def make_run(run: RunDir, job_id: str) -> None:
     run.spec.touch()
-    events = [{"kind": "submitted", "job_id": job_id, "backend": "slurm", "by_hand": True}]
+    events = [{"kind": "submitted", "job_id": job_id, "backend": "slurm"}]
     for attempt in range(ATTEMPTS):
         run.attempt_logs(attempt).mkdir(parents=True)
         events += [{"kind": "started", "nodes": 4, "world_size": 32, "hosts": []}, {"kind": "requeue"}]
@@ -82,11 +88,8 @@ def measure(box: sandbox.Sandbox, rounds: int) -> tuple[float, float, float]:
         wrapper.write_text(f'#!/bin/sh\necho >>{folder}/calls\nexec {shutil.which("squeue")} "$@"\n')
         wrapper.chmod(0o755)
         environ = {**os.environ, **box.env, "PATH": f"{wrapper.parent}:{os.environ['PATH']}"}
-        submit = ["sbatch", "--parsable", "--hold", f"--array=0-{NUM_RUNS - 1}", "--wrap=true"]
-        job = subprocess.check_output(submit, env=environ, cwd=folder, text=True).strip()
-        for index in range(NUM_RUNS):
-            make_run(folder / "runs" / f"run-{index}", f"{job}_{index}")
-        squeue = [str(shutil.which("squeue")), "--array", "--noheader", "--format=%i %T %r %Z"]
+        make_runs(folder / "runs", environ)
+        squeue = [str(shutil.which("squeue")), "--noheader", "--format=%i %T %r %Z"]
         listing = [sys.executable, "-m", "hpctrain", "list"]
         pairs = [(seconds(squeue, folder, environ), seconds(listing, folder, environ)) for _ in range(rounds)]
         bare, ours = (min(times) for times in zip(*pairs, strict=True))

@@ -122,7 +122,7 @@ def over_simulated_ranks(count: int, seconds: float, folder: Path) -> float:
         python="python",
         workdir="/",
     )
-    job = LocalJobControl(spec)
+    job = LocalJobControl(spec, {})
     job.on_signal = {}
     run.log_event("submitted", 0, job_id=job.job_id, backend="local")
     launcher = SimulatedLauncher(count // 8, count, min(60.0, seconds / 2), time.monotonic() + seconds)

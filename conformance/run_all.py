@@ -209,7 +209,8 @@ def read_programs(report: Path) -> dict[str, dict[str, str]]:
         if "version" in properties:
             name, _, scenario = case.get("name", "").rpartition("[")[2].removesuffix("]").rpartition("-")
             program = programs.setdefault(name, {"version": properties["version"]})
-            program[scenario] = properties.get("result", "not to the end")
+            if scenario in DISTURBANCES:
+                program[scenario] = properties.get("result", "not to the end")
     return programs
 
 

@@ -26,6 +26,11 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
+def short_name(host: str) -> str:
+    """Return a host's name without its domain, which Slurm's node name may lack."""
+    return host.partition(".")[0]
+
+
 def format_number(value: float | None) -> str:
     """Format with five significant digits, or as `NaN`."""
     if value is None:

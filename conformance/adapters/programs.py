@@ -17,8 +17,8 @@ EXACTLY, OWN_CHECKPOINT, STARTS_OVER = "exactly", "from its own checkpoint", "fr
 ONE_RANK = ("--nodes=1", "--ntasks-per-node=1")
 FOUR_RANKS = ("--nodes=2", "--ntasks-per-node=2")
 BATCH_SCRIPT = "job.sbatch"
-#: For a program in `src`: its code, and that of hpctrain.
-SOURCE_PATH = f"--env=PYTHONPATH=src:{Path(__file__).resolve().parents[2]}"
+#: Finds modules in `src`, and hpctrain itself.
+SOURCE_OPTION = f"--env=PYTHONPATH=src:{Path(__file__).resolve().parents[2]}"
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ PROGRAMS = [
         source="open_clip",
         prepare=write_clip,
         submit=(
-            *(*FOUR_RANKS, SOURCE_PATH, "-m", "open_clip_train.main", "--dataset-type=synthetic"),
+            *(*FOUR_RANKS, SOURCE_OPTION, "-m", "open_clip_train.main", "--dataset-type=synthetic"),
             *("--train-num-samples=256", "--batch-size=8", "--epochs=8", "--workers=0", "--device=cpu"),
             *("--model=local-dir:model", "--precision=fp32", "--fsdp", "--logs=logs", "--name=run"),
             *("--resume=latest", "--save-most-recent"),

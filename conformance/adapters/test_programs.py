@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import BATCH_SCRIPT, EXACTLY, OWN_CHECKPOINT, PROGRAMS, STARTS_OVER, Program
+from programs import EXACTLY, OWN_CHECKPOINT, PROGRAMS, STARTS_OVER, Program
 
 from hpctrain import sandbox
 from hpctrain.cluster.processes import ProcessInfo, processes
@@ -114,7 +114,7 @@ class Driver:
         if scenario == "preempted":
             urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
             subprocess.run([*urgent, "--wrap=sleep 2"], env=self.env, check=True)
-        elif program.submit[-1] == BATCH_SCRIPT:
+        elif program.script:
             # Of the Python processes of the script, launchers use less CPU time.
             pids = [process.pid for process in run_processes(folder / "run") if is_python(process)]
             os.kill(max(pids, key=cpu_ticks), SIGNALS[scenario])

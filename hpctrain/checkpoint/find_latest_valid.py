@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is intact, and set damaged ones aside."""
+"""Find the newest checkpoint that is intact and finite, and set newer ones aside."""
 
 from __future__ import annotations
 

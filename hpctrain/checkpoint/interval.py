@@ -14,12 +14,6 @@ from hpctrain.record_types import Event
 NODE_MTBF_S = 86_400.0
 #: Minimum interval in seconds; shorter intervals have no benefit.
 MIN_INTERVAL_S = 10.0
-#: Seconds between two checkpoints of a library that measures no costs.
-LIBRARY_INTERVAL_S = 600.0
-#: Maximum share of the training time that copies in memory take.
-_MAX_SHARE = 0.02
-#: Copies whose cost is measured. The first copies also allocate memory.
-_NUM_MEASURED, _NUM_WARM_UP = 5, 2
 #: Allowance for a save that is slower than all earlier saves, in seconds and as a factor.
 SAVE_MARGIN_S, _SAVE_MARGIN_FACTOR = 2.0, 1.25
 
@@ -89,6 +83,12 @@ class InterruptionHistory:
         return (prior_s + self.node_seconds) / (1 + self.count)
 
 
+#: Maximum share of the training time that copies in memory take.
+_MAX_COPY_SHARE = 0.02
+#: Copies whose cost is measured. The first copies also allocate memory.
+_NUM_MEASURED, _NUM_WARM_UP = 5, 2
+
+
 class CopyInterval:
     """Steps between two copies: fixed, or chosen by rank 0 from the measured cost of a copy."""
 
@@ -106,4 +106,4 @@ class CopyInterval:
             return
         self._measured.append((cost_s, step_s))
         cost, step = (median(values) for values in zip(*self._measured, strict=True))
-        self.wanted = max(1, math.ceil(cost / (_MAX_SHARE * max(step, 1e-6))))
+        self.wanted = max(1, math.ceil(cost / (_MAX_COPY_SHARE * max(step, 1e-6))))

@@ -9,16 +9,13 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import click
 
 from hpctrain.cli.common import echo_json, json_option, program_name
 from hpctrain.cluster import ENVIRONMENT_VARIABLE, Ranks, detect
 from hpctrain.errors import EnvironmentMismatch, RendezvousError
-
-if TYPE_CHECKING:
-    pass
 
 #: Exit codes of a shell if a program is not found, and if it cannot be executed.
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126

@@ -83,7 +83,7 @@ class SubmitCommand(click.Command):
             return rest
         except click.NoSuchOption as error:
             name = error.option_name
-            hint = f"{find_replacement(name) or ''}."
+            hint = f"{find_replacement(name)}."
             if hint == ".":
                 params = [param for param in self.params if param.name not in BATCH_OPTIONS]
                 names = [opt[2:] for param in params for opt in param.opts if opt.startswith("--")]

@@ -1,4 +1,4 @@
-"""Successor jobs: when a job releases its allocation, exactly one other job continues the run.
+"""Submit the successor of a job that releases its allocation, so that exactly one job continues the run.
 
 Four rules guarantee this, regardless of which process is killed at any time
 (docs/adr/0007-claim-successor-jobs.md):

@@ -147,12 +147,11 @@ def assign_device(
     placement = _own_placement(ranks, environ, use_gpus=use_gpus)
     if duplicate := _publish_placement(placement, store):
         _answer({"error": duplicate, "missing": False}, store)
+        _wait_until_read(ranks, store)
         raise HpctrainError(duplicate)
     if ranks.is_main:
         try:
-            if problem:
-                raise RendezvousError(problem)
-            placements = _gather_placements(ranks, store)
+            placements = _gather_placements(ranks, store, problem)
             check_unique_placement(placements)
             indexes, shared = assign_gpus(placements, may_share=gpu_sharing_reason(environ) is not None)
             chosen = [indexes.get(placement.rank) for placement in placements]
@@ -231,18 +230,23 @@ def _publish_placement(placement: RankPlacement, store: Store) -> str | None:
     )
 
 
-def _gather_placements(ranks: Ranks, store: Store) -> list[RankPlacement]:
-    """Wait for the placements of all ranks. Return an empty list if another process has sent an answer."""
+def _gather_placements(ranks: Ranks, store: Store, problem: str = "") -> list[RankPlacement]:
+    """Wait for the placements of all ranks. Return an empty list if another process has sent an answer.
+
+    After a `problem`, only wait for that answer: the store may be that of a second rank 0, which finds the
+    duplicate.
+    """
     keys = [_placement_key(rank) for rank in range(ranks.world_size)]
     begun, pause_s = time.monotonic(), 0.002
-    remind_at, deadline = begun + REMIND_AFTER_S, begun + _timeout_s(store)
+    remind_at = begun + REMIND_AFTER_S
+    deadline = begun + (_CONFLICT_LIMIT_S if problem else _timeout_s(store))
     # torch warns about each wait that times out, so rank 0 polls.
-    while not store.check(keys):
+    while problem or not store.check(keys):
         if store.check([_ANSWER_KEY]):
             return []
         now = time.monotonic()
         if now >= deadline:
-            raise _missing_ranks(ranks.world_size, store)
+            raise RendezvousError(problem) if problem else _missing_ranks(ranks.world_size, store)
         if now >= remind_at:
             remind(ranks, _describe_missing(ranks.world_size, store))
             remind_at = deadline

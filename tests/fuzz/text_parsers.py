@@ -38,6 +38,10 @@ def newest_traceback(content: str) -> object:
     return crash_output._newest_traceback(write_file(content), 0)
 
 
+def killed(content: str) -> object:
+    return list(root_cause.killed_tasks(write_file(content), 0, ""))
+
+
 PARSERS = [
     Parser(
         files.parse_json_object,
@@ -67,6 +71,14 @@ PARSERS = [
     Parser(crash_output.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
     Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
     Parser(root_cause.classify, ERRORS, call=classify_message),
+    Parser(
+        root_cause.killed_tasks,
+        [
+            "srun: error: n1: task 0: Killed",
+            "Root Cause (first observed failure):\n  host : n1\n  rank : 1 (x)\n  exitcode : -9 (pid: 7)",
+        ],
+        call=killed,
+    ),
     Parser(history.normalize_cause, ["rank 3 on n1: ValueError: at 0xdeadbeef"]),
     Parser(
         prepare_job_end._EVICTED.search,

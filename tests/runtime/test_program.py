@@ -1,9 +1,9 @@
 """The program of a rank, and the steps that its optimizer had restored."""
 
-import subprocess
 import sys
 
 import pytest
+from helpers.fork_server import run_forked
 
 from hpctrain.runtime.program.program import Program
 
@@ -40,7 +40,7 @@ print(activity.restored_steps, activity.optimizer_steps)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("arguments", "restored"),
     [
@@ -53,8 +53,7 @@ print(activity.restored_steps, activity.optimizer_steps)
         (("SGD", "0", "loads weights after a restart"), "None"),
     ],
 )
-def test_steps_count_as_restored_only_if_a_state_was_loaded(arguments, restored):
-    printed = subprocess.run(
-        [sys.executable, "-c", COUNT, *arguments], capture_output=True, text=True, check=True
-    )
-    assert printed.stdout.split() == [restored, "1"]
+def test_steps_count_as_restored_only_if_a_state_was_loaded(arguments, restored, tmp_path):
+    script = tmp_path / "count.py"
+    script.write_text(COUNT)
+    assert run_forked(script, arguments, {}).split() == [restored, "1"]

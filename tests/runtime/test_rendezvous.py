@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 from helpers.separate_hosts import SeparateHosts, need_separate_hosts
-from helpers.waiting import slowness
+from helpers.waiting import slowness, wait_for
 from torch.distributed import PrefixStore, TCPStore
 
 from hpctrain.cluster import Ranks
@@ -111,6 +111,17 @@ def test_two_processes_with_one_rank_are_reported_to_all(key, rank):
         assert f"both claim rank {rank}. Start one process per rank." in text
         assert "on n1" in text
         assert "on n2" in text
+
+
+def test_second_rank_0_that_joins_before_the_first_is_reported_to_both(key):
+    ranks = ranks_of(key, 0, 2)
+    store, _ = connect_store(ranks, {}, LIMIT_S)
+    prefixed = PrefixStore(ranks.rendezvous_id, store)
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(join, ranks, LIMIT_S, "n2")
+        wait_for(lambda: prefixed.check(["seats/0"]), 20, "the second rank 0")
+        first = pool.submit(assign_device, ranks, {"SLURMD_NODENAME": "n1"}, prefixed, use_gpus=False)
+    assert all("both claim rank 0" in text for text in failures([first, second]))
 
 
 def test_port_that_another_program_uses_is_reported(key, monkeypatch):

@@ -17,7 +17,13 @@ from hpctrain.jobspec.restart_policy import (
     RestartRule,
 )
 from hpctrain.slurm.srun_step import TaskExit, parse_task_report
-from hpctrain.supervisor.failures.root_cause import RankFailure, classify, is_deterministic, root_cause
+from hpctrain.supervisor.failures.root_cause import (
+    RankFailure,
+    classify,
+    is_deterministic,
+    killed_tasks,
+    root_cause,
+)
 from hpctrain.supervisor.policy.decide import (
     Action,
     Allocation,
@@ -458,6 +464,22 @@ def test_limit_to_verified_checkpoints_ends_when_the_run_has_resumed():
 )
 def test_srun_task_reports_are_parsed(line, tasks):
     assert parse_task_report(line + "\n") == tasks
+
+
+def test_worker_that_failed_first_is_the_cause_in_a_report_of_torchrun(tmp_path):
+    """The report of torch 2.13, with other failures before the first one."""
+    worker = (
+        "  time      : 2026-11-30_02:08:57\n  host      : n{}.example.org\n  rank      : {} (local_rank: 0)\n"
+        "  exitcode  : {} (pid: 17)\n  error_file: <N/A>\n  traceback : Signal received\n"
+    )
+    (tmp_path / "log").write_text(
+        "train.py FAILED\nFailures:\n"
+        f"[1]:\n{worker.format(1, 0, -6)}[2]:\n{worker.format(2, 3, 1)}{'-' * 60}\n"
+        f"Root Cause (first observed failure):\n[0]:\n{worker.format(2, 2, -9)}"
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+    )
+    (killed,) = killed_tasks(tmp_path / "log", 0, "")
+    assert (killed.rank, killed.host, killed.error) == (2, "n2.example.org", "SIGKILL")
 
 
 def failure(rank, kind="exception", error="ValueError", message="", order=None, time=0.0, **fields):

@@ -23,7 +23,7 @@ ALLOWED = {
     ("train_step.py", "_record_norm"),
     ("step_exchange.py", "_read_results"),
     ("sample_order.py", "_walk"),
-    ("loader_config.py", "<genexpr>"),
+    ("loader_workers.py", "<genexpr>"),
     ("loader_workers.py", "__init__"),
 }
 

@@ -67,7 +67,7 @@ class JobRequest(Struct, frozen=True):
         return self.directives.get("exclusive") in ("", "exclusive")
 
     def describe(self) -> str:
-        """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib`."""
+        """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib, on n[1-2]`."""
         spec, minimum = self.spec, self.spec.least_granted
         nodes = (
             pluralize(minimum, "node")
@@ -78,7 +78,7 @@ class JobRequest(Struct, frozen=True):
         size = [pluralize(spec.gpus_per_node, f"{kind}GPU")] if spec.gpus_per_node else []
         size.append(pluralize(self.cpus_per_node, "CPU"))
         size += [f"{mib} MiB of memory"] if (mib := self.memory_per_node_mib) else []
-        hosts = {"on": self.value("nodelist"), "not on": self.value("exclude")}
-        places = "".join(f", {place} {names}" for place, names in hosts.items() if names)
+        options = (("on", "nodelist"), ("not on", "exclude"))
+        places = "".join(f", {word} {hosts}" for word, key in options if (hosts := self.value(key)))
         features = f" and the features {constraint}" if (constraint := self.value("constraint")) else ""
         return f"{nodes}, each with {', '.join(size)}{features}{places}"

@@ -21,7 +21,7 @@ from hpctrain.jobs.doctor.machine_checks import (
     torch_findings,
 )
 from hpctrain.jobs.doctor.probe import DoctorReport, Finding
-from hpctrain.jobs.doctor.site_profile import LIMIT_S, probe_options
+from hpctrain.jobs.doctor.site_profile import SLURM_LIMIT_S, probe_options
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.environment import strip_job_env
@@ -63,7 +63,7 @@ def check_accounting(slurm: SlurmConfig, environ: Mapping[str, str]) -> Finding:
     if slurm.accounting:
         command = ["sacct", "--allocations", "--noheader", "--starttime=now"]
         try:
-            run_slurm(command, environ, timeout_s=LIMIT_S)
+            run_slurm(command, environ, timeout_s=SLURM_LIMIT_S)
             return _finding("accounting", "slurmdbd responds")
         except SchedulerError as error:
             value = f"slurmdbd does not respond: {error}"
@@ -104,7 +104,7 @@ def run_checks(environ: Mapping[str, str], runs: Path, habits: SiteConventions) 
     outer = strip_job_env(environ)
 
     def ask(command: Sequence[str]) -> str:
-        return run_slurm(command, outer, timeout_s=LIMIT_S)
+        return run_slurm(command, outer, timeout_s=SLURM_LIMIT_S)
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         torch = pool.submit(query_torch, outer)

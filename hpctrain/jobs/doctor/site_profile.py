@@ -1,4 +1,4 @@
-"""Test with trial jobs which options a site demands or rejects, and write the profile of the site.
+"""Test which options a site requires or rejects, and write its profile.
 
 A site may reject or require options in a plugin, of which Slurm's configuration shows only the name.
 Therefore, `sbatch --test-only`, which submits nothing, tests some jobs.
@@ -22,8 +22,8 @@ from hpctrain.jobspec.job_spec import GpuRequestStyle
 from hpctrain.slurm.command import SlurmCall, run_all
 from hpctrain.slurm.site_facts import Site, SiteConventions
 
-#: Seconds.
-LIMIT_S = 20.0
+#: Time limit of a Slurm command, in seconds.
+SLURM_LIMIT_S = 20.0
 _TIME, _MEMORY = "--time=5", "--mem=100M"
 #: Ways to request a GPU; the first is preferred if both work.
 _GPU: Mapping[GpuRequestStyle, str] = {"gres": "--gres=gpu:1", "gpus-per-node": "--gpus-per-node=1"}
@@ -47,7 +47,7 @@ def probe_options(site: Site, environ: Mapping[str, str]) -> DoctorReport:
         **{f"{style} with memory": [*place, _TIME, _MEMORY, option] for style, option in _GPU.items()},
     }
     commands = [("sbatch", "--test-only", *options, "--wrap=true") for options in probes.values()]
-    calls = [SlurmCall(command, environ, timeout_s=LIMIT_S) for command in commands]
+    calls = [SlurmCall(command, environ, timeout_s=SLURM_LIMIT_S) for command in commands]
     answers = dict(zip(probes, run_all(calls), strict=True))
     refusals = {name: _reason(reply) for name, reply in answers.items() if isinstance(reply, SchedulerError)}
     if {"plain", "no memory", "no time", "neither"} <= refusals.keys():

@@ -1,4 +1,4 @@
-"""Query the status of runs again and again, without overloading the scheduler."""
+"""Query the status of runs repeatedly, without overloading the scheduler."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from itertools import chain, islice
 from hpctrain.record_types import NodeSample
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir
+from hpctrain.text import short_name
 
 #: Xids of the device, its memory or its links, not of a kernel: they require a reset of the GPU or an
 #: inspection of the node (NVIDIA, "XID Errors", the table of actions).
@@ -18,18 +19,13 @@ _LINES = 200
 
 def gpu_faults(run: RunDir, hosts: Iterable[str], since: float) -> dict[str, list[int]]:
     """Return the Xids that the devices of each node reported since a time, in seconds since the epoch."""
-    names = {_short(host): host for host in hosts}
+    names = {short_name(host): host for host in hosts}
     faults: dict[str, list[int]] = {}
     for path in run.all_telemetry():
         for sample in islice(read_last_records(path, NodeSample), _LINES):
-            host = names.get(_short(sample.host))
+            host = names.get(short_name(sample.host))
             if host is None or sample.time < since:
                 break
             if xids := HARDWARE_XIDS.intersection(chain.from_iterable(sample.gpu_xids)):
                 faults.setdefault(host, []).extend(xids)
     return faults
-
-
-def _short(host: str) -> str:
-    """Return a host's name without its domain, which Slurm's node name may lack."""
-    return host.partition(".")[0]

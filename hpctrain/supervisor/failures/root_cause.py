@@ -27,7 +27,7 @@ from hpctrain.records.crash_output import (
 )
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.srun_step import TaskExit, TaskResult, parse_task_report
-from hpctrain.text import signal_name
+from hpctrain.text import short_name, signal_name
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ _GPU = re.compile(
 _FATAL_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL, signal.SIGSEGV}
 )
-#: Facts about a worker in the report that torchrun prints at its end (torch 2.6 to 2.14).
+#: Title and lines of torchrun's report on the worker that failed first (torch 2.6 to 2.14).
+_TORCHRUN_ROOT = "Root Cause (first observed failure):"
 _TORCHRUN_FACT = re.compile(
     r" +(?:host +: (?P<host>[\w.-]+)|rank +: (?P<rank>\d{1,9})|exitcode +: -(?P<signal>\d{1,3}))\b", re.ASCII
 )
@@ -102,7 +103,9 @@ def collect_failures(
             failures[rank] = _write(run, attempt, failure)
     if spec.program == "batch" and all(failure.is_peer_lost for failure in failures.values()):
         for failure in killed_tasks(run.slurm_log, since, str(run.rank_log(attempt, 0))):
-            failures[failure.rank] = _write(run, attempt, failure)
+            # torchrun prints the full name of the host.
+            names = [host for host in hosts if short_name(host) == short_name(failure.host)] or hosts[:1]
+            failures[failure.rank] = _write(run, attempt, replace(failure, host=names[0]))
     if (spec.torchrun is not None or spec.program == "batch") and failures:
         # An agent or a batch script fails because its ranks fail.
         return list(failures.values())
@@ -126,15 +129,18 @@ def killed_tasks(job_log: Path, since: int, log_path: str) -> Iterator[RankFailu
     """Yield the first killed rank of a batch script, as srun or torchrun reports it in the job's log."""
     with suppress(OSError), open_regular(job_log) as file:
         file.seek(since)
-        worker: dict[str, str] = {}  # of torchrun
+        root: dict[str, str] | None = None
         for raw in file:
             line = raw.decode(errors="replace").rstrip("\n")
             tasks = parse_task_report(line)
-            host = line.split(": ")[2] if tasks else worker.get("host", "")
-            if match := _TORCHRUN_FACT.match(line):
-                worker |= {name: text for name, text in match.groupdict().items() if text}
-                if match["signal"] and "rank" in worker:
-                    tasks = [TaskExit(int(worker["rank"]), None, int(match["signal"]))]
+            host = line.split(": ")[2] if tasks else ""
+            if line.startswith(_TORCHRUN_ROOT):
+                root = {}
+            elif root is not None and (match := _TORCHRUN_FACT.match(line)):
+                root |= {name: text for name, text in match.groupdict().items() if text}
+                if match["signal"]:
+                    tasks = [TaskExit(int(root.get("rank", "0")), None, int(match["signal"]))]
+                    host, root = root.get("host", ""), None
             for task in tasks:
                 if task.signal not in (None, signal.SIGTERM):
                     crash = find_crash_output(job_log, job_log, since, task.signal)

@@ -16,6 +16,7 @@ from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import DataLoaderParts, LoaderConfig, unpack_dataloader
+from hpctrain.training.data.loader_workers import load_batches
 from hpctrain.training.data.sampler_plan import DrawnEpoch, SamplerPlan
 from hpctrain.training.data.shard_readers import ShardedStream, ShardReaders, is_stream
 from hpctrain.training.data.step_source import MapStepSource, StepSource, StopCondition
@@ -145,7 +146,7 @@ class _ValidationMap:
                 sizes.append(len(indices))
                 yield 0, indices
 
-        with closing(self._loading.batches(self._fetcher, orders(), self._name)) as batches:
+        with closing(load_batches(self._loading, self._fetcher, orders(), self._name)) as batches:
             for batch in batches:
                 yield sizes.popleft(), batch
 

@@ -1,9 +1,8 @@
-"""Keep the settings of loading, and load the batches of a rank in itself or by data workers."""
+"""Hold the settings of loading, and read those of a DataLoader."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,7 @@ from torch.utils.data import (
 
 from hpctrain.errors import UserError
 from hpctrain.training.base.tensors import map_tensors
-from hpctrain.training.data.fetcher import BatchOrder, Collate, Fetcher
-from hpctrain.training.data.loader_workers import LoaderWorkers
+from hpctrain.training.data.fetcher import Collate
 from hpctrain.training.data.sample_seeds import SampleSeeds
 from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
 
@@ -82,19 +80,6 @@ class LoaderConfig:
         batch = (self.collate_fn or default_collate)(samples)
         return pin_batch(batch) if self.pin_memory else batch
 
-    def batches(
-        self, fetcher: Fetcher, orders: Iterable[BatchOrder], name: str
-    ) -> Generator[Any, None, None]:
-        if not self.num_workers:
-            batches = fetcher.batches(orders)
-            yield from map(pin_batch, batches) if self.pin_memory else batches
-            return
-        # A list is sent within a message; a tensor would need a file descriptor.
-        lists = ((epoch, indices.tolist()) for epoch, indices in orders)
-        workers = LoaderWorkers(_BatchDataset(fetcher), lists, self, name, self.num_workers)
-        with closing(workers):
-            yield from workers
-
 
 def make_loader_config(settings: TrainerConfig, context: DistributedContext) -> LoaderConfig:
     return LoaderConfig(
@@ -124,17 +109,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def pin_batch(batch: Any) -> Any:
     """Return `batch` with every CPU tensor in pinned memory, for asynchronous copies to a GPU."""
     return map_tensors(batch, lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
-
-
-class _BatchDataset:
-    """Data set for torch's DataLoader whose indices are orders and whose elements are batches."""
-
-    def __init__(self, fetcher: Fetcher) -> None:
-        self._fetcher = fetcher
-
-    def __getitem__(self, order: tuple[int, list[int]]) -> Any:
-        epoch, indices = order
-        return self._fetcher.fetch(epoch, torch.tensor(indices, dtype=torch.int64))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Load batches in advance by data workers.
+"""Load batches in the rank itself, or in advance in data workers.
 
 Data workers are those of a DataLoader of torch, with control over signals and their exit: Slurm signals every
 process of a step, but a rank that has to stop still needs its last batches. A data worker therefore ignores
@@ -15,12 +15,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -31,16 +31,29 @@ from hpctrain.runtime.failure_file import wait_for_dead_worker
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.text import signal_name
 from hpctrain.training.base.rng import derive_seed
+from hpctrain.training.data.fetcher import BatchOrder, Fetcher
+from hpctrain.training.data.loader_config import LoaderConfig, pin_batch
 from hpctrain.training.data.sample_seeds import PROGRESS_FIELDS, describe_round, write_progress_to
-
-if TYPE_CHECKING:
-    from hpctrain.training.data.loader_config import LoaderConfig
 
 _IGNORED_SIGNALS = (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP)
 #: Interval, in seconds, of the check that a data worker is alive while the rank waits for it.
 _POLL_INTERVAL_S = 2.0
 #: Time limit, in seconds, for the exit of a data worker that is no longer needed.
 _EXIT_TIMEOUT_S = 1.0
+
+
+def load_batches(
+    loading: LoaderConfig, fetcher: Fetcher, orders: Iterable[BatchOrder], name: str
+) -> Generator[Any, None, None]:
+    if not loading.num_workers:
+        batches = fetcher.batches(orders)
+        yield from map(pin_batch, batches) if loading.pin_memory else batches
+        return
+    # A list is sent within a message; a tensor would need a file descriptor.
+    lists = ((epoch, indices.tolist()) for epoch, indices in orders)
+    workers = LoaderWorkers(_BatchDataset(fetcher), lists, loading, name, loading.num_workers)
+    with closing(workers):
+        yield from workers
 
 
 class LoaderWorkers:
@@ -175,3 +188,14 @@ def _initialize_worker(
 
 def _identity(result: Any) -> Any:
     return result
+
+
+class _BatchDataset:
+    """Data set for torch's DataLoader whose indices are orders and whose elements are batches."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, order: tuple[int, list[int]]) -> Any:
+        epoch, indices = order
+        return self._fetcher.fetch(epoch, torch.tensor(indices, dtype=torch.int64))

@@ -14,6 +14,7 @@ from hpctrain.errors import UserError
 from hpctrain.training.data.batch_plan import BatchPlan, DataRank, RankBatch
 from hpctrain.training.data.fetcher import BatchOrder, make_fetcher
 from hpctrain.training.data.loader_config import DataLoaderParts, LoaderConfig
+from hpctrain.training.data.loader_workers import load_batches
 from hpctrain.training.data.mixture import Mixture, MixtureOrder, contains_mixture
 from hpctrain.training.data.sample_order import SampleOrder, SequentialOrder
 from hpctrain.training.data.sampler_plan import SamplerPlan
@@ -139,7 +140,7 @@ class MapStepSource(StepSource):
 
         is_divided = self._data_rank.world_size > 1 or self.micro_batch_size is not None
         self._fetcher.refuses_none = is_divided or self._data_rank.grain_size is not None
-        self._batches = batches = self.loading.batches(self._fetcher, orders(), "train_dataset")
+        self._batches = batches = load_batches(self.loading, self._fetcher, orders(), "train_dataset")
         for first_batch in batches:
             rank_batch, ranges = coming.popleft()
             self._step = rank_batch.step

@@ -273,7 +273,16 @@ class TrainStep:
 
     def _clear_gradients(self) -> None:
         for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            if (
+                "zero_grad" in vars(optimizer)
+                or type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
+            ):
+                optimizer.zero_grad(set_to_none=True)
+                continue
+            # Optimizer.zero_grad without its record for the profiler, which takes 20 µs.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def _advance(self, step: int, *, updated: bool) -> None:
         """Advance the schedules, and after an update the float16 loss scale, at the end of `step`."""

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from hpctrain.checkpoint.interval import LIBRARY_INTERVAL_S
 from hpctrain.checkpoint.io.checkpoint_dir import boot_identity, new_save_token
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
@@ -30,6 +29,8 @@ from hpctrain.training.observe.run_writer import RunWriter
 from hpctrain.training.optim.resumed_values import IgnoredValue
 from hpctrain.training.saving.unsaved_objects import UnsavedNumbers
 
+#: Seconds between two checkpoints by default.
+EVERY_S = 600.0
 #: The object that trains, by run folder.
 _training_of: dict[str, LibraryCheckpoints] = {}
 
@@ -122,7 +123,7 @@ class LibraryCheckpoints:
             previous, self._step = self._step, step
             return "save" if step // self._every_n_steps > previous // self._every_n_steps else None
         # Only the clock of rank 0 is used.
-        due = self.context.ranks.is_main and time.monotonic() - self._saved_at >= LIBRARY_INTERVAL_S
+        due = self.context.ranks.is_main and time.monotonic() - self._saved_at >= EVERY_S
         return "save" if self.context.all_reduce_min(-float(due)) < 0 else None
 
     def save(self, step: int, write: Callable[[Path], object]) -> None:

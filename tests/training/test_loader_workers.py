@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import hpctrain
 from hpctrain.errors import DataWorkerKilled
-from hpctrain.training.data import loader_config as workers_module
+from hpctrain.training.data import loader_workers
 from hpctrain.training.data.fetcher import make_fetcher
 from hpctrain.training.data.loader_config import LoaderConfig
+from hpctrain.training.data.loader_workers import load_batches
 from hpctrain.training.data.sample_seeds import SampleSeeds
 
 
@@ -41,9 +42,8 @@ class Numbers(Dataset):
 def batches(dataset, num_workers=2, timeout_s=60.0, size=4):
     fetcher = make_fetcher(dataset, None, SampleSeeds(0, "training"), "train_dataset")
     orders = ((3, torch.arange(i, i + size)) for i in range(0, len(dataset), size))
-    return LoaderConfig(num_workers=num_workers, timeout_s=timeout_s).batches(
-        fetcher, orders, "train_dataset"
-    )
+    loading = LoaderConfig(num_workers=num_workers, timeout_s=timeout_s)
+    return load_batches(loading, fetcher, orders, "train_dataset")
 
 
 class Noise(Dataset):
@@ -58,7 +58,7 @@ def noise_of_rank(rank: int) -> list[float]:
     torch.manual_seed(rank)
     fetcher = make_fetcher(Noise(), list, SampleSeeds(0, "training", seed_globals=False), "train_dataset")
     loading = LoaderConfig(num_workers=1, seed_samples=False)
-    (batch,) = loading.batches(fetcher, iter([(0, torch.arange(2))]), "train_dataset")
+    (batch,) = load_batches(loading, fetcher, iter([(0, torch.arange(2))]), "train_dataset")
     return batch
 
 
@@ -110,7 +110,7 @@ def test_killed_worker_interrupts_only_the_fetch_of_a_batch():
 
 @pytest.mark.slow
 def test_stuck_worker_is_abandoned_after_the_limit(monkeypatch):
-    monkeypatch.setattr(workers_module, "_POLL_INTERVAL_S", 0.2)
+    monkeypatch.setattr(loader_workers, "_POLL_INTERVAL_S", 0.2)
     start = time.monotonic()
     with pytest.raises(
         hpctrain.HpctrainError,
@@ -140,7 +140,7 @@ def start_rank(code: str) -> subprocess.Popen:
     code = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_loader_config import Numbers, batches
+from test_loader_workers import Numbers, batches
 loaded = batches(Numbers(lambda: time.sleep(300), at=39))
 {code}
 """
