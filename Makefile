@@ -41,7 +41,7 @@ test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: a min
 	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins --ignore=tests/fuzz \
 	    --ignore=tests/training/test_lightning_module.py # because the import of Lightning takes seconds
 
-test: .venv/installed  ## the tests that take seconds, on a real Slurm that they start: nine minutes on two cores
+test: .venv/installed  ## the tests that take seconds, on a real Slurm that they start: eight minutes on two cores
 	@scripts/install_for_tests.sh
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=15
 	@scripts/say_not_tested.sh $(BIN)/python
