@@ -83,7 +83,7 @@ def main() -> None:
         conf.write_text("ClusterName=benchmark\nSlurmctldHost=localhost\n")
         for shape, hostlist in {**FEW_RANGES, **MANY_RANGES}.items():
             theirs, ours = compare(hostlist, options.rounds, {**os.environ, "SLURM_CONF": str(conf)})
-            results.add(shape, ours / theirs, limit=0.2 if shape in FEW_RANGES else None)
+            results.add(shape, ours / theirs, limit=0.1 if shape in FEW_RANGES else None)
     results.finish()
 
 

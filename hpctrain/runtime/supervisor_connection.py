@@ -136,10 +136,10 @@ def _find_pause(before: _Times, expected_s: float) -> tuple[float, float] | None
 
 def start_heartbeat(
     connect: Callable[[], Connection],
-    heartbeat_message: Callable[[], Message],
+    heartbeat_message: Callable[[], Message | None],
     on_message: Callable[[Connection, Message], None],
 ) -> None:
-    """Start a thread that sends heartbeats and receives messages."""
+    """Start a thread that sends heartbeats, none while there is no message, and receives messages."""
 
     def use(connection: Connection) -> None:
         # Otherwise, a child forked by the script would keep the connection open after the exit of this rank.
@@ -149,11 +149,12 @@ def start_heartbeat(
         pause = None
         while True:
             message = heartbeat_message()
-            if pause is not None:
+            if message is not None and pause is not None:
                 message["paused"] = pause
             # Without changes, an empty message is sent, to show that this process is alive.
-            connection.send({} if message == previous else message)
-            previous = message
+            if message is not None:
+                connection.send({} if message == previous else message)
+                previous = message
             before = _times()
             received = connection.receive(connection.heartbeat_interval_s)
             pause = _find_pause(before, connection.heartbeat_interval_s)

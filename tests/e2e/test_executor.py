@@ -57,6 +57,7 @@ def wait_for_step(job: Job[Any], step: int) -> None:
     wait_for(lambda: file.exists() and int(file.read_text() or 0) >= step, 60, f"step {step} of {job}")
 
 
+@pytest.mark.extended
 @SLURM
 def test_every_rank_has_a_result_and_the_process_group(executor, backend):
     executor.update_parameters(gpus_per_node=1)

@@ -38,6 +38,7 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
+@pytest.mark.extended
 def test_digits_alone_learns_and_leaves_no_files(tmp_path: Path) -> None:
     output = run(*PYTHON, EXAMPLES / "digits.py", cwd=tmp_path)
     assert accuracy(output) >= 97

@@ -12,6 +12,7 @@ from helpers.waiting import wait_for
 
 from hpctrain.cluster import detect
 from hpctrain.rundir import CHILD_VARIABLE
+from hpctrain.runtime.program import process_observer
 from hpctrain.runtime.program.process_observer import ChildRelay, connect_to_worker
 from hpctrain.runtime.rank_activity import has_process_group
 from hpctrain.runtime.supervisor_connection import Connection
@@ -70,6 +71,18 @@ def test_process_with_steps_is_observed_first_and_the_worker_last():
         connection.close()
     wait_for(lambda: relay.heartbeat_message()["beats"] == 1, 10, "the launcher")
     launcher.close()
+    relay.wait_until_exited(10)
+    assert relay.heartbeat_message()["beats"] == 0
+
+
+def test_worker_does_not_speak_for_a_silent_process(monkeypatch):
+    """So that the supervisor notices a stopped process although its worker runs."""
+    relay = ChildRelay(FakeWorker())
+    trainer = connect(relay)
+    beat(trainer, relay, 1, step=1, observed=1)
+    monkeypatch.setattr(process_observer, "_SILENT_S", -1.0)
+    assert relay.heartbeat_message() is None
+    trainer.close()
     relay.wait_until_exited(10)
     assert relay.heartbeat_message()["beats"] == 0
 

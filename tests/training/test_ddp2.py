@@ -109,7 +109,7 @@ def test_one_process_per_node_with_two_devices_trains_like_two_processes(tmp_pat
     [
         pytest.param("ddp2", 2, 2, 2, marks=pytest.mark.extended),
         pytest.param("ddp2", 2, 4, 1, marks=pytest.mark.extended),
-        ("dp", 1, 1, 3),
+        pytest.param("dp", 1, 1, 3, marks=pytest.mark.extended),
     ],
 )
 def test_step_end_of_a_lightning_module_sees_the_batch_of_the_node(tmp_path, strategy, nodes, ranks, devices):

@@ -202,7 +202,10 @@ def test_gradients_that_share_memory_are_not_changed():
 
 @pytest.mark.parametrize(
     "strategy",
-    [*(pytest.param(each, marks=pytest.mark.long) for each in ("zero1", "zero2", "zero3")), "fsdp"],
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "zero2", "zero3")),
+        pytest.param("fsdp", marks=pytest.mark.extended),
+    ],
 )
 def test_strategy_does_not_change_a_bit(undisturbed, tmp_path, strategy):
     assert_same(results(tmp_path / "run", [(3, 12)], strategy=strategy), undisturbed)

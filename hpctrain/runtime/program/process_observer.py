@@ -56,6 +56,8 @@ from hpctrain.runtime.supervisor_connection import Connection, Message, Supervis
 
 #: struct ucred of unix(7): pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
+#: Seconds without a message after which the worker does not speak for a process, which sends one each second.
+_SILENT_S = 10.0
 #: Variables that a launcher inside of the command, such as torchrun, sets for each of its processes.
 _LAUNCH_VARIABLES = (
     *("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -281,6 +283,7 @@ class ChildRelay:
         self._changed = threading.Condition()
         #: The last heartbeat of each connected process; empty before the first.
         self._children: dict[Connection, Message] = {}
+        self._heard_at: dict[Connection, float] = {}
         self._supervisor: Connection | None = None
         # An abstract address (unix(7)), which needs no file.
         self._name = f"hpctrain-{secrets.token_hex(16)}"
@@ -297,8 +300,11 @@ class ChildRelay:
     def start(self, connect: Callable[[], Connection]) -> None:
         start_heartbeat(connect, self.heartbeat_message, self.on_message)
 
-    def heartbeat_message(self) -> Message:
-        _, message = self._observed()
+    def heartbeat_message(self) -> Message | None:
+        """Return the last heartbeat of the observed process; None if it is silent, as a stopped one is."""
+        child, message = self._observed()
+        if child is not None and time.monotonic() - self._heard_at.get(child, 0.0) > _SILENT_S:
+            return None
         # Standby workers must not import the modules of the command.
         return {**message, "modules": []} if message else self._worker.heartbeat_message()
 
@@ -347,9 +353,11 @@ class ChildRelay:
         finally:
             with self._changed:
                 del self._children[child]
+                self._heard_at.pop(child, None)
                 self._changed.notify_all()
 
     def _on_child_message(self, child: Connection, message: Message) -> None:
+        self._heard_at[child] = time.monotonic()
         if type(message.get("step")) is int:
             with self._changed:
                 self._children[child] = message
