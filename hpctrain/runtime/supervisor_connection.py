@@ -149,10 +149,10 @@ def start_heartbeat(
         pause = None
         while True:
             message = heartbeat_message()
-            if message is not None and pause is not None:
-                message["paused"] = pause
-            # Without changes, an empty message is sent, to show that this process is alive.
             if message is not None:
+                if pause is not None:
+                    message["paused"] = pause
+                # Without changes, an empty message is sent, to show that this process is alive.
                 connection.send({} if message == previous else message)
                 previous = message
             before = _times()

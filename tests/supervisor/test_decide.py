@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import REPOSITORY
-from helpers.run_histories import event
+from helpers.run_histories import event, make_spec
 
 from hpctrain.jobspec.restart_policy import (
     DEFAULT_RULES,
@@ -16,10 +16,12 @@ from hpctrain.jobspec.restart_policy import (
     RestartPolicy,
     RestartRule,
 )
+from hpctrain.rundir import RunDir
 from hpctrain.slurm.srun_step import TaskExit, parse_task_report
 from hpctrain.supervisor.failures.root_cause import (
     RankFailure,
     classify,
+    collect_failures,
     is_deterministic,
     killed_tasks,
     root_cause,
@@ -472,14 +474,21 @@ def test_worker_that_failed_first_is_the_cause_in_a_report_of_torchrun(tmp_path)
         "  time      : 2026-11-30_02:08:57\n  host      : n{}.example.org\n  rank      : {} (local_rank: 0)\n"
         "  exitcode  : {} (pid: 17)\n  error_file: <N/A>\n  traceback : Signal received\n"
     )
-    (tmp_path / "log").write_text(
+    run = RunDir(tmp_path)
+    run.slurm_log.parent.mkdir()
+    run.slurm_log.write_text(
         "train.py FAILED\nFailures:\n"
         f"[1]:\n{worker.format(1, 0, -6)}[2]:\n{worker.format(2, 3, 1)}{'-' * 60}\n"
         f"Root Cause (first observed failure):\n[0]:\n{worker.format(2, 2, -9)}"
         "srun: error: n1: task 0: Exited with exit code 1\n"
     )
-    (killed,) = killed_tasks(tmp_path / "log", 0, "")
+    (killed,) = killed_tasks(run.slurm_log, 0, "")
     assert (killed.rank, killed.host, killed.error) == (2, "n2.example.org", "SIGKILL")
+    # No other node is blamed if Slurm's names are unlike those of the hosts.
+    for nodes, host in ((["n1", "n2"], "n2"), (["a", "b"], ""), (["local-0"], "local-0")):
+        (failed,) = collect_failures(run, make_spec(tmp_path, program="batch"), 0, [], nodes)
+        assert failed.host == host
+        run.failure(0, 2).unlink()
 
 
 def failure(rank, kind="exception", error="ValueError", message="", order=None, time=0.0, **fields):

@@ -293,7 +293,7 @@ class FailureAnalyzer:
         size = failure.micro_batch_size if kind is EndKind.GPU_OOM else None
         fields: dict[str, Any] = {"log_path": failure.log, "failed_ranks": len(failures)}
         fields |= {"micro_batch_size": size} if size else {}
-        end = self._record(attempt, kind, cause, rank=failure.rank, host=failure.host, **fields)
+        end = self._record(attempt, kind, cause, rank=failure.rank, host=failure.host or None, **fields)
         return replace(end, micro_batch_size=size)
 
     def _record_corruption(

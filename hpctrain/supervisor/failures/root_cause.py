@@ -75,7 +75,8 @@ class RankFailure(FailureRecord, frozen=True):
         return self.kind == "exception" and is_peer_lost(self.message, self.classes)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}: {self.error}: {self.message}".rstrip(": ")
+        place = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank}{place}: {self.error}: {self.message}".rstrip(": ")
 
 
 def collect_failures(
@@ -103,9 +104,10 @@ def collect_failures(
             failures[rank] = _write(run, attempt, failure)
     if spec.program == "batch" and all(failure.is_peer_lost for failure in failures.values()):
         for failure in killed_tasks(run.slurm_log, since, str(run.rank_log(attempt, 0))):
-            # torchrun prints the full name of the host.
-            names = [host for host in hosts if short_name(host) == short_name(failure.host)] or hosts[:1]
-            failures[failure.rank] = _write(run, attempt, replace(failure, host=names[0]))
+            # torchrun prints the full name of the host, which may be unlike Slurm's name of the node.
+            nodes = {short_name(host): host for host in hosts}
+            host = hosts[0] if len(hosts) == 1 else nodes.get(short_name(failure.host), "")
+            failures[failure.rank] = _write(run, attempt, replace(failure, host=host))
     if (spec.torchrun is not None or spec.program == "batch") and failures:
         # An agent or a batch script fails because its ranks fail.
         return list(failures.values())
