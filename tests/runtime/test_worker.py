@@ -141,6 +141,7 @@ UNUSED = "This script does not use hpctrain's Trainer, so hpctrain has not saved
             "run.checkpoints.mkdir(); (run.checkpoints / 'my.pt').touch()",
             "The script's last checkpoint is {checkpoints}/my.pt (",
         ),
+        (signal.SIGTERM, "run.function.touch()", "nor returns from its method `checkpoint` is lost."),
         (signal.SIGTERM, "", f"{UNUSED}{{checkpoints}} contains no checkpoint written by the script, so "),
         (
             signal.SIGTERM,

@@ -197,6 +197,7 @@ def test_hanging_target_does_not_delay_the_end(monkeypatch, tmp_path, caplog):
         wait_for(lambda: output.exists() and output.read_text(), 20, "the command")
     assert time.monotonic() - start < 40 * slowness()
     wait_for(lambda: not [item for item in processes() if str(tmp_path) in str(item.argv)], 20, "its end")
+    wait_for(lambda: "hpctrain-notifications" not in [item.name for item in threading.enumerate()], 20, "it")
     assert "was not delivered before the supervisor exited" in caplog.text
     assert "Traceback" not in caplog.text
 

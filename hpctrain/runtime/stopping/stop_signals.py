@@ -332,6 +332,8 @@ def _lost(run: RunDir | None) -> str:
         )
     if "hpctrain.training" in sys.modules:
         return "Training has not started; checkpoints of earlier attempts are intact."
+    if run is not None and run.function.exists():
+        return "Work that the function neither saves itself nor returns from its method `checkpoint` is lost."
     unused = "This script does not use hpctrain's Trainer, so hpctrain has not saved the state."
     if run is None:
         return unused
