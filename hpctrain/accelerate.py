@@ -71,10 +71,8 @@ class AcceleratorCheckpointer:
             accelerator.load_state(str(newest))
             self._checkpoints.log_resumed(newest)
             self._loaded_step = self._checkpoints.step_of(newest)
-            file = newest / _CONFIGURED
-            configured = json.loads(file.read_text()) if file.exists() else None
-            ignored = ignored_values(optimizers, schedulers, script, configured)
-            self._configured = configured or script
+            self._configured = json.loads((newest / _CONFIGURED).read_text())
+            ignored = ignored_values(optimizers, schedulers, script, self._configured)
         registered = (accelerator._custom_objects, accelerator.scaler, accelerator._dataloaders)
         unsaved = remark_on_unsaved(
             (models, optimizers, schedulers, *registered),
