@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -12,13 +11,12 @@ from typing import Any, TypeGuard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler
 
-from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.program.step_hook import restored_steps
 from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_values
-from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints
+from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints, check_num_ranks
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
@@ -46,12 +44,7 @@ class AcceleratorCheckpointer:
         self, accelerator: Accelerator, *, every_n_steps: int | None = None, keep_last: int = 3
     ) -> None:
         """Start recording stop signals."""
-        ranks = detect(os.environ)
-        if accelerator.num_processes != ranks.world_size:
-            raise UserError(
-                f"The Accelerator uses only {accelerator.num_processes} of the job's {ranks.world_size} "
-                "ranks. If the nodes have no GPUs, use Accelerator(cpu=True)."
-            )
+        check_num_ranks(accelerator.num_processes, "Accelerator", "Accelerator(cpu=True)")
         self._accelerator = accelerator
         self._checkpoints = LibraryCheckpoints(
             "accelerate",
@@ -78,8 +71,7 @@ class AcceleratorCheckpointer:
             accelerator.load_state(str(newest))
             self._checkpoints.log_resumed(newest)
             self._loaded_step = self._checkpoints.step_of(newest)
-            file = newest / _CONFIGURED
-            self._configured = json.loads(file.read_text()) if file.exists() else script
+            self._configured = json.loads((newest / _CONFIGURED).read_text())
             ignored = ignored_values(optimizers, schedulers, script, self._configured)
         registered = (accelerator._custom_objects, accelerator.scaler, accelerator._dataloaders)
         unsaved = remark_on_unsaved(

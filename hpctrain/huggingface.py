@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.optim.resumed_values import configured_values, ignored_values
-from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints
+from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints, check_num_ranks
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets
 
@@ -39,12 +37,7 @@ def prepare(trainer: T) -> T:
     Raises:
         UserError: the trainer does not train on all ranks of the job, or saves only the model.
     """
-    ranks = detect(os.environ)
-    if trainer.args.world_size != ranks.world_size:
-        raise UserError(
-            f"The Trainer uses only {trainer.args.world_size} of the job's {ranks.world_size} ranks. "
-            "If the nodes have no GPUs, use TrainingArguments(use_cpu=True)."
-        )
+    check_num_ranks(trainer.args.world_size, "Trainer", "TrainingArguments(use_cpu=True)")
     checkpoints = LibraryCheckpoints("checkpoint", marker=_MARKER)
     if checkpoints.run is None:
         return trainer

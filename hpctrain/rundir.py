@@ -372,10 +372,11 @@ class RunDir:
         return self.storage.read_events(self.events)
 
 
-def output_folder(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> str | None:
+def find_output(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir | None:
     """Return the folder that the script chose, unless the run is verified in another, or the run folder."""
-    run_folder = environ.get(RUN_DIR_VARIABLE)
-    return run_folder if VERIFY_STEPS_VARIABLE in environ or not run_dir else os.fspath(run_dir)
+    is_chosen = run_dir and VERIFY_STEPS_VARIABLE not in environ
+    folder = run_dir if is_chosen else environ.get(RUN_DIR_VARIABLE)
+    return RunDir(Path(folder).absolute()) if folder else None
 
 
 def event_record(kind: EventKind, attempt: int, **fields: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_on_ranks
+from helpers.ranks import on_ranks
 
 from hpctrain import detect
 from hpctrain.checkpoint.io import messages
@@ -66,7 +66,8 @@ def is_same(actual: object, expected: object) -> bool:
     return actual == expected and type(actual) is type(expected)
 
 
-def exchange_values() -> None:
+@on_ranks(group=False)
+def test_values_arrive_unchanged():
     context = join()
     both = [{"rank": 0, **values()}, {"rank": 1, **values()}]
     assert is_same(context.all_gather(both[rank()]), both)
@@ -76,11 +77,8 @@ def exchange_values() -> None:
     assert messages.gather(group, rank(), to=0) == ([0, 1] if rank() == 0 else [None, None])
 
 
-def test_values_arrive_unchanged():
-    run_on_ranks(exchange_values, group=False)
-
-
-def send_unsupported_values() -> None:
+@on_ranks(group=False)
+def test_unsupported_and_too_large_values_are_refused_on_all_ranks():
     context = join()
     for bad in ({1}, Path("x"), Evil(Path("x")), type("Sub", (dict,), {})()):
         expected = rf"the result of predict_step cannot be sent .*\.{type(bad).__name__}\."
@@ -91,7 +89,3 @@ def send_unsupported_values() -> None:
         UserError, match="a message is 428 bytes long on one rank, but the limit is 300 bytes"
     ):
         context.all_gather("x" * 400 if rank() == 1 else "")
-
-
-def test_unsupported_and_too_large_values_are_refused_on_all_ranks():
-    run_on_ranks(send_unsupported_values, group=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import run_on_ranks
+from helpers.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -42,7 +42,10 @@ def test_worker_info_of_a_loader_worker_can_be_set(monkeypatch):
     assert torch.utils.data.get_worker_info() == "this one"
 
 
-def fully_shard_leaves_traces() -> None:
+@pytest.mark.ranks
+@on_ranks(world_size=1)
+def test_fully_shard_adds_only_known_attributes():
+    # A process group of this process would remain in torch's caches, and a fork in another thread would hang.
     module = nn.Linear(2, 2)
     before = set(vars(module))
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
@@ -51,12 +54,6 @@ def fully_shard_leaves_traces() -> None:
     assert module in torch_compat.fsdp_states
     added = set(vars(module)) - before
     assert {name for name in added if not name.startswith(torch_compat.FSDP_ATTRIBUTES)} == set()
-
-
-@pytest.mark.ranks
-def test_fully_shard_adds_only_known_attributes():
-    # A process group of this process would remain in torch's caches, and a fork in another thread would hang.
-    run_on_ranks(fully_shard_leaves_traces, world_size=1)
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "save_cache_artifacts"), reason="needs torch 2.7")

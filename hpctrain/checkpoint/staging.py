@@ -269,7 +269,7 @@ class StateStager:
             everything = {**tensors, **of_rank}
             data = [slice_item(item, everything[item.key]) for item in cached.items]
             return plain, cached.items, data, cached.fingerprint
-        writes = list(plan_writes(tensors, coordinator.rank, coordinator.world_size, coordinator.rank_of))
+        writes = list(plan_writes(tensors, coordinator.rank, coordinator.world_size))
         writes += plan_writes(of_rank, 0, 1)
         items = tuple(item for item, _ in writes)
         common = ";".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,16 @@ from hpctrain.rundir import LIFELINE_VARIABLE
 _PR_SET_PDEATHSIG = 1
 #: Index of the end of the command line in `stat_fields`.
 _ARG_END = 46
+
+
+@contextmanager
+def block_signals(*numbers: signal.Signals) -> Iterator[None]:
+    """Block signals for this thread, and for processes started within the block until they unblock them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UserError
-from hpctrain.rundir import output_folder
+from hpctrain.rundir import find_output
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.text import suggest
 from hpctrain.training.base.metric_accumulator import SKIPPED_FIELD, TOKENS_FIELD
@@ -127,7 +127,8 @@ class _Provided:
 class TrainerProxy(_Provided):
     def __init__(self, run: ModuleRun, trainer: Any, context: DistributedContext, datamodule: Any) -> None:
         ranks = context.ranks
-        folder = output_folder(trainer.run_dir, os.environ) or os.getcwd()
+        run_dir = find_output(trainer.run_dir, os.environ)
+        folder = os.getcwd() if run_dir is None else str(run_dir.path)
         super().__init__(
             "self.trainer",
             global_rank=ranks.rank,

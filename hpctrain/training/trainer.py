@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import UserError
-from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir, output_folder
+from hpctrain.rundir import RUN_DIR_VARIABLE, find_output
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
@@ -106,7 +106,7 @@ class Trainer(TrainerConfig):
         """
         arguments = {"module": module, "train_dataset": train_dataset, "val_dataset": val_dataset}
         data = canonical_arguments("fit", {**arguments, "datamodule": datamodule}, lightning)
-        run = self._find_run()
+        run = find_output(self.run_dir, os.environ)
         with TrainingMarker("Trainer.fit()", run and run.path, os.environ) as training:
             if run is not None and not self.run_dir and run.path in _TRAINED:
                 raise UserError(
@@ -145,7 +145,7 @@ class Trainer(TrainerConfig):
                     "the module."
                 )
             callbacks = CallbackList([*self.callbacks, *module_run.callbacks], self, module)
-            data_sets, run = (train_dataset, val_dataset), self._find_run()
+            data_sets, run = (train_dataset, val_dataset), find_output(self.run_dir, os.environ)
             loop = build_training_loop(self, module, context, data_sets, callbacks, run, os.environ, stop)
             training.set_last_step(loop.last_step)
             self.optimizers = list(loop.state.optimizers)
@@ -245,10 +245,6 @@ class Trainer(TrainerConfig):
         attributes = vars(module) if overrides_any(module, ["on_save_checkpoint"]) else None
         saved = [module, attributes, *stateful, *self.optimizers, *self.schedulers]
         return remark_on_unsaved(saved, TRAINER_REMEDY, steps_by_script=False)
-
-    def _find_run(self) -> RunDir | None:
-        folder = output_folder(self.run_dir, os.environ)
-        return None if folder is None else RunDir(Path(folder).absolute())
 
 
 def _run_class(module: Any) -> type[ModuleRun]:

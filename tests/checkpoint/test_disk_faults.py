@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import SCRIPTS
 from helpers.commands import environment
-from helpers.saved_states import names, steps
+from helpers.saved_states import names
 from helpers.waiting import wait_for
 
 from hpctrain.checkpoint.format.manifest import read_verified
@@ -116,12 +116,3 @@ def test_read_only_folder_fails_saves_and_the_load_of_a_corrupt_checkpoint(tmp_p
             store.load_newest()
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
-
-
-def test_folder_missing_between_saves_is_created_again(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    store.save(1, SMALL, {})
-    (tmp_path / "checkpoints").rename(tmp_path / "away")
-    store.save(2, SMALL, {})
-    assert steps(tmp_path / "checkpoints") == [2]
-    assert steps(tmp_path / "away") == [1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import rank_checkpoints
-from helpers.ranks import run_on_ranks
+from helpers.ranks import on_ranks, run_on_ranks
 from helpers.saved_states import names, steps
 
 from hpctrain.checkpoint.io import background_io
@@ -39,44 +39,38 @@ def failing_copies(folder: Path) -> Iterator[None]:
     dist.barrier()
 
 
-def save_on_own_node(folder: Path) -> None:
+@pytest.mark.ranks
+@on_ranks()
+def test_each_rank_saves_to_its_node_and_parts_are_copied(tmp_path):
     rank = dist.get_rank()
-    store, copied = open_on_node(folder, rank), []
+    store, copied = open_on_node(tmp_path, rank), []
     for step in (1, 2):
         rank_checkpoints.begin(store, step)
         assert store.wait(120)
         outcomes = store.collect_outcomes()
         copied += [outcome for outcome in outcomes if "shared" in outcome.path.parts]
         (saved,) = (outcome for outcome in outcomes if "shared" not in outcome.path.parts)
-        assert (saved.step, saved.path.parent.parent) == (step, folder / f"node-{rank}")
+        assert (saved.step, saved.path.parent.parent) == (step, tmp_path / f"node-{rank}")
         assert [path.name for path in saved.path.glob("*.distcp")] == [f"__{rank}_0.distcp"]
     assert store.close(clean=True) == []
     copied += store.collect_outcomes()
-    assert copied[-1].path == rank_checkpoints.shared_folder(folder) / "step-00000002"
-    assert list((folder / f"node-{rank}").iterdir()) == []
-    rank_checkpoints.assert_loads(open_on_node(folder, rank), 2)
+    assert copied[-1].path == rank_checkpoints.shared_folder(tmp_path) / "step-00000002"
+    assert list((tmp_path / f"node-{rank}").iterdir()) == []
+    rank_checkpoints.assert_loads(open_on_node(tmp_path, rank), 2)
 
 
 @pytest.mark.ranks
-def test_each_rank_saves_to_its_node_and_parts_are_copied(tmp_path):
-    run_on_ranks(save_on_own_node, tmp_path)
-
-
-def save_without_folder_on_node_1(folder: Path) -> None:
+@on_ranks()
+def test_local_tier_is_unused_when_one_node_lacks_it(tmp_path):
     if dist.get_rank() == 1:
-        (folder / "node-1").write_text("no folder")
-    store = open_on_node(folder, dist.get_rank())
+        (tmp_path / "node-1").write_text("no folder")
+    store = open_on_node(tmp_path, dist.get_rank())
     rank_checkpoints.begin(store, 1)
     assert store.wait(120)
     (saved,) = store.collect_outcomes()
-    assert saved.path == rank_checkpoints.shared_folder(folder) / "step-00000001"
+    assert saved.path == rank_checkpoints.shared_folder(tmp_path) / "step-00000001"
     assert "local_checkpoints" in saved.notes[0]
     assert "cannot be used" in saved.notes[0]
-
-
-@pytest.mark.ranks
-def test_local_tier_is_unused_when_one_node_lacks_it(tmp_path):
-    run_on_ranks(save_without_folder_on_node_1, tmp_path)
 
 
 def save_step_2_on_nodes_only(folder: Path) -> None:
@@ -111,16 +105,13 @@ def nodes(nodes_with_step_2, tmp_path) -> Iterator[Path]:
     original.rename(nodes_with_step_2)
 
 
-def drain_own_node(folder: Path) -> None:
-    rank = dist.get_rank()
-    assert open_on_node(folder, rank).drain(30.0) == []
-    assert list((folder / f"node-{rank}").iterdir()) == []
-    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 2)
-
-
 @pytest.mark.ranks
+@on_ranks()
 def test_drain_copies_checkpoints_from_nodes(nodes):
-    run_on_ranks(drain_own_node, nodes)
+    rank = dist.get_rank()
+    assert open_on_node(nodes, rank).drain(30.0) == []
+    assert list((nodes / f"node-{rank}").iterdir()) == []
+    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(nodes)), 2)
 
 
 def load_on_the_next_node_and_save(folder: Path) -> None:
@@ -139,8 +130,10 @@ def test_restart_with_swapped_nodes_joins_their_parts(nodes, world_size):
     run_on_ranks(load_on_the_next_node_and_save, nodes, world_size=world_size)
 
 
-def load_without_node_1(folder: Path) -> None:
-    store = open_on_node(folder, ["0", "new"][dist.get_rank()])
+@pytest.mark.ranks
+@on_ranks()
+def test_restart_without_a_node_loads_shared_checkpoint(nodes):
+    store = open_on_node(nodes, ["0", "new"][dist.get_rank()])
     loaded, broken = store.load_newest()
     assert loaded.step == 1
     (report,) = broken
@@ -149,11 +142,6 @@ def load_without_node_1(folder: Path) -> None:
         rank_checkpoints.begin(store, step)
     assert store.close() == []
     rank_checkpoints.assert_loads(store, 3)
-
-
-@pytest.mark.ranks
-def test_restart_without_a_node_loads_shared_checkpoint(nodes):
-    run_on_ranks(load_without_node_1, nodes)
 
 
 def state(step: int) -> dict:

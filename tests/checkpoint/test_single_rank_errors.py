@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import rank_checkpoints
-from helpers.ranks import run_on_ranks
+from helpers.ranks import on_ranks, run_on_ranks
 from helpers.saved_states import steps
 
 from hpctrain.checkpoint.io import checkpoint_dir
@@ -63,8 +63,9 @@ def test_unreadable_folder_is_reported_by_all_ranks(tmp_path):
     assert "(rank 0)" in message
 
 
-def lose_tier_between_saves(folder: Path) -> None:
-    store = open_on_own_node(folder)
+@on_ranks(timeout=40)
+def test_tier_lost_between_saves_is_replaced_by_shared_folder(tmp_path):
+    store = open_on_own_node(tmp_path)
     assert save_in_background(store, 1)
     if dist.get_rank() == 1:
         make_unreadable(store._tier.target.directory.folder)
@@ -76,15 +77,17 @@ def lose_tier_between_saves(folder: Path) -> None:
         )
         assert saved.path.parent.name == "checkpoints"
         assert "is a symbolic link, not a folder" in saved.notes[0]
-    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(folder)), 3)
+    rank_checkpoints.assert_loads(rank_checkpoints.open_store(rank_checkpoints.shared_folder(tmp_path)), 3)
 
 
-def test_tier_lost_between_saves_is_replaced_by_shared_folder(tmp_path):
-    run_on_ranks(lose_tier_between_saves, tmp_path, timeout=40)
+def wait_for_copies(store: CheckpointStore) -> None:
+    store._tier._thread.join(120)
+    assert not store._tier._thread.is_alive()
 
 
-def fail_to_copy_on_rank_1(folder: Path) -> None:
-    store = open_on_own_node(folder)
+@on_ranks(timeout=40)
+def test_step_after_failed_copy_is_copied(tmp_path):
+    store = open_on_own_node(tmp_path)
     large_files = LocalTier._large_files
     if dist.get_rank() == 1:
         LocalTier._large_files = fail_to_read
@@ -96,16 +99,7 @@ def fail_to_copy_on_rank_1(folder: Path) -> None:
     assert store.close() == []
     outcomes += store.collect_outcomes()
     paths = [outcome.path for outcome in outcomes if isinstance(outcome, CommittedSave)]
-    assert rank_checkpoints.shared_folder(folder) / "step-00000002" in paths, outcomes
-
-
-def wait_for_copies(store: CheckpointStore) -> None:
-    store._tier._thread.join(120)
-    assert not store._tier._thread.is_alive()
-
-
-def test_step_after_failed_copy_is_copied(tmp_path):
-    run_on_ranks(fail_to_copy_on_rank_1, tmp_path, timeout=40)
+    assert rank_checkpoints.shared_folder(tmp_path) / "step-00000002" in paths, outcomes
 
 
 def test_save_succeeds_when_old_checkpoints_cannot_be_listed(tmp_path, monkeypatch):

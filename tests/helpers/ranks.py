@@ -1,7 +1,9 @@
 """Call a test's function on several ranks with a process group."""
 
 import faulthandler
+import functools
 import importlib
+import inspect
 import os
 import pickle
 import signal
@@ -31,8 +33,9 @@ def run_on_ranks(
     env: Mapping[str, str] | None = None,
     group: bool = True,
     killed: Sequence[int] = (),
+    returns_output: bool = False,
 ) -> list[Any]:
-    """Call a function on each rank, forked from a server with torch imported; return the results.
+    """Call a function on each rank, forked from a server with torch imported; return results or output.
 
     The test fails if a rank raises, ends early or is late. The message has the rank, its traceback and the
     output of all ranks.
@@ -61,10 +64,24 @@ def run_on_ranks(
         finally:
             for rank in ranks:
                 rank.kill()
-        if problem:
-            texts = (f"rank {number}:\n{rank.read_output()}" for number, rank in enumerate(ranks))
-            raise AssertionError("\n".join([f"{function.__name__}: {problem}", *texts]))
-    return [rank.value for rank in ranks]
+        outputs = [rank.read_output() for rank in ranks]
+    if problem:
+        texts = (f"rank {number}:\n{output}" for number, output in enumerate(outputs))
+        raise AssertionError("\n".join([f"{function.__name__}: {problem}", *texts]))
+    return outputs if returns_output else [rank.value for rank in ranks]
+
+
+def on_ranks(**options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test on each rank, with the same fixtures and parameters."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: object) -> None:
+            run_on_ranks(body, *arguments.values(), **options)
+
+        return test
+
+    return decorate
 
 
 class _Rank:
@@ -146,7 +163,7 @@ def _run(
     module, name, arguments = call
     try:
         _rewrite_assertions()
-        function = getattr(importlib.import_module(module), name)
+        function = inspect.unwrap(getattr(importlib.import_module(module), name))
         if port is not None:
             import torch.distributed as dist
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from helpers.disturbed_runs import assert_resumed, assert_same_bits, train
-from helpers.ranks import run_on_ranks
+from helpers.ranks import on_ranks, run_on_ranks
 from torch import nn
 
 from hpctrain.errors import UserError
@@ -33,7 +33,8 @@ def test_disturbed_loop_is_bitwise_identical(disturb, undisturbed, tmp_path):
     assert [event["step"] for event in run.events("checkpoint")][-1] == run.status()["step"] == 12
 
 
-def refuse_unrestorable_order() -> None:
+@on_ranks()
+def test_unrestorable_order_is_refused():
     from accelerate import Accelerator, DataLoaderConfiguration
 
     from hpctrain.accelerate import AcceleratorCheckpointer
@@ -48,21 +49,14 @@ def refuse_unrestorable_order() -> None:
         next(checkpointer.batches(loader, 0))
 
 
-def test_unrestorable_order_is_refused():
-    run_on_ranks(refuse_unrestorable_order, world_size=2)
-
-
-def train_with_schedule(lr: float, sets_rate: bool) -> str:
-    """Train and save one step; return the output."""
-    import io
-    from contextlib import redirect_stdout
-
+def train_with_schedule(lr: float, sets_rate: bool) -> None:
+    """Train and save one step."""
     from accelerate import Accelerator
     from torch.optim.swa_utils import AveragedModel
 
     from hpctrain.accelerate import AcceleratorCheckpointer
 
-    accelerator, output = Accelerator(cpu=True), io.StringIO()
+    accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -71,20 +65,18 @@ def train_with_schedule(lr: float, sets_rate: bool) -> str:
     accelerator.prepare(*prepared)
     if sets_rate:
         del schedule
-    with redirect_stdout(output):
-        checkpointer = AcceleratorCheckpointer(accelerator)
-        step = checkpointer.load()
-        if sets_rate:
-            optimizer.param_groups[0]["lr"] = lr / (step + 2)
-        checkpointer.save(step + 1)
+    checkpointer = AcceleratorCheckpointer(accelerator)
+    step = checkpointer.load()
+    if sets_rate:
+        optimizer.param_groups[0]["lr"] = lr / (step + 2)
+    checkpointer.save(step + 1)
     del ema
-    return output.getvalue()
 
 
 def test_differences_of_a_resumed_run_are_reported(tmp_path):
     def output_of(folder: str, lr: float, *, sets_rate: bool = False) -> str:
-        env = {RUN_DIR_VARIABLE: str(tmp_path / folder)}
-        return run_on_ranks(train_with_schedule, lr, sets_rate, world_size=1, env=env, group=False)[0]
+        options = {"env": {RUN_DIR_VARIABLE: str(tmp_path / folder)}, "returns_output": True}
+        return run_on_ranks(train_with_schedule, lr, sets_rate, world_size=1, group=False, **options)[0]
 
     first = output_of("scheduled", 0.1)
     assert "so a resumed run starts them anew: ema (AveragedModel). " in first

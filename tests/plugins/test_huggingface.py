@@ -1,5 +1,6 @@
 """A prepared Hugging Face Trainer ends with the parameters of an undisturbed run."""
 
+import os
 from importlib.util import find_spec
 
 import pytest
@@ -42,11 +43,7 @@ def test_trainer_saves_into_the_run_folder(undisturbed):
     assert (run.dir.checkpoints / "checkpoint-16" / "hpctrain-complete").exists()
 
 
-def train_with_rate(lr: float, max_steps: int) -> str:
-    """Train to this step; return the output."""
-    import io
-    from contextlib import redirect_stdout
-
+def train_with_rate(lr: float, max_steps: int) -> None:
     from torch.optim.swa_utils import AveragedModel
     from transformers import Trainer, TrainingArguments
 
@@ -61,21 +58,20 @@ def train_with_rate(lr: float, max_steps: int) -> str:
             self.num_calls += 1
             return {"loss": self.layer(x).square().mean()}
 
-    model, data, output = Model(), [{"x": torch.ones(1)}] * 8, io.StringIO()
+    model, data = Model(), [{"x": torch.ones(1)}] * 8
     ema = AveragedModel(model)
     settings = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_steps": 2}
-    arguments = TrainingArguments("never-used", max_steps=max_steps, learning_rate=lr, **settings)
-    with redirect_stdout(output):
-        hpctrain.huggingface.prepare(Trainer(model, arguments, train_dataset=data)).train()
+    folder = f"{os.environ[RUN_DIR_VARIABLE]}/never-used"
+    arguments = TrainingArguments(folder, max_steps=max_steps, learning_rate=lr, **settings)
+    hpctrain.huggingface.prepare(Trainer(model, arguments, train_dataset=data)).train()
     del ema
-    return output.getvalue()
 
 
 @pytest.mark.extended
 def test_differences_of_a_resumed_run_are_reported(tmp_path):
     def output_of(*arguments: float) -> str:
-        env = {RUN_DIR_VARIABLE: str(tmp_path)}
-        return run_on_ranks(train_with_rate, *arguments, world_size=1, env=env, group=False)[0]
+        options = {"env": {RUN_DIR_VARIABLE: str(tmp_path)}, "returns_output": True}
+        return run_on_ranks(train_with_rate, *arguments, world_size=1, group=False, **options)[0]
 
     first = output_of(0.1, 2)
     assert "so a resumed run starts them anew: ema (AveragedModel). " in first

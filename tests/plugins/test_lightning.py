@@ -192,33 +192,23 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(range(8))
 
 
-def train_on_loader(replaceable: bool) -> str:
-    """Train a step on two ranks; return the output."""
-    import io
-    from contextlib import redirect_stdout
-
+def train_on_loader(replaceable: bool) -> None:
     from hpctrain.lightning import Trainer
 
     data = list(range(8)) if replaceable else Stream()
-    with redirect_stdout(io.StringIO()) as output:
-        Trainer(max_steps=1, **QUIET).fit(make_recorder(lambda _: None), DataLoader(data, batch_size=2))
-    return output.getvalue()
+    Trainer(max_steps=1, **QUIET).fit(make_recorder(lambda _: None), DataLoader(data, batch_size=2))
 
 
 @pytest.mark.parametrize("replaceable", [True, False])
 def test_position_that_cannot_be_restored_is_noted_on_rank_0(replaceable, tmp_path):
     env = {RUN_DIR_VARIABLE: str(tmp_path)}
-    outputs = run_on_ranks(train_on_loader, replaceable, env=env)
+    outputs = run_on_ranks(train_on_loader, replaceable, env=env, returns_output=True)
     message = "the position of the training loader, a DataLoader with the sampler _Infinite"
     assert [message in output for output in outputs] == [not replaceable, False]
 
 
-def train_with_schedule(lr: float, period: int, max_steps: int) -> str:
-    """Train six steps per epoch; return the output and the warnings."""
-    import io
-    import warnings
-    from contextlib import redirect_stdout
-
+def train_with_schedule(lr: float, period: int, max_steps: int) -> None:
+    """Train six steps per epoch."""
     from torch.optim.swa_utils import AveragedModel
 
     from hpctrain.lightning import Trainer
@@ -235,20 +225,17 @@ def train_with_schedule(lr: float, period: int, max_steps: int) -> str:
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, period)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    module, output = Scheduled(), io.StringIO()
+    module = Scheduled()
     ema = AveragedModel(module)
-    with redirect_stdout(output), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = Trainer(max_steps=max_steps, max_epochs=-1, **QUIET)
-        trainer.fit(module, DataLoader(list(range(24)), batch_size=4, shuffle=True))
+    trainer = Trainer(max_steps=max_steps, max_epochs=-1, **QUIET)
+    trainer.fit(module, DataLoader(list(range(24)), batch_size=4, shuffle=True))
     del ema
-    return output.getvalue() + "".join(f"{each.message}\n" for each in caught)
 
 
 def test_differences_of_a_resumed_run_are_reported(tmp_path):
     def output_of(*arguments: Any) -> str:
-        env = {RUN_DIR_VARIABLE: str(tmp_path)}
-        return run_on_ranks(train_with_schedule, *arguments, world_size=1, env=env, group=False)[0]
+        options = {"env": {RUN_DIR_VARIABLE: str(tmp_path)}, "returns_output": True}
+        return run_on_ranks(train_with_schedule, *arguments, world_size=1, group=False, **options)[0]
 
     first = output_of(0.1, 4, 4)
     assert "so a resumed run starts them anew: ema (AveragedModel). " in first

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.ranks
 
 SCRIPT = SCRIPTS / "train_contrastive.py"
 
+needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -94,28 +96,21 @@ def test_gradients_are_those_of_one_process(tmp_path, batch, nodes, ranks):
 
 
 @pytest.mark.parametrize(
-    "batch", [pytest.param(18, marks=pytest.mark.extended), 3, pytest.param(1, marks=pytest.mark.extended)]
-)
-def test_one_process_per_node_with_two_devices_trains_like_two_processes(tmp_path, batch):
-    actual = trained_weights(tmp_path, 8, batch, nodes=2, ranks=2, devices=2)
-    expected = single_process(8, batch, 2, 2)
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
-@pytest.mark.parametrize(
-    ("strategy", "nodes", "ranks", "devices"),
+    ("batch", "kind", "strategy", "nodes", "ranks", "devices"),
     [
-        pytest.param("ddp2", 2, 2, 2, marks=pytest.mark.extended),
-        pytest.param("ddp2", 2, 4, 1, marks=pytest.mark.extended),
-        pytest.param("dp", 1, 1, 3, marks=pytest.mark.extended),
+        pytest.param(18, "Module", "ddp2", 2, 2, 2, marks=pytest.mark.extended),
+        (3, "Module", "ddp2", 2, 2, 2),
+        pytest.param(1, "Module", "ddp2", 2, 2, 2, marks=pytest.mark.extended),
+        *(
+            pytest.param(18, "LightningModule", *topology, marks=[pytest.mark.extended, needs_lightning])
+            for topology in (("ddp2", 2, 2, 2), ("ddp2", 2, 4, 1), ("dp", 1, 1, 3))
+        ),
     ],
 )
-def test_step_end_of_a_lightning_module_sees_the_batch_of_the_node(tmp_path, strategy, nodes, ranks, devices):
+def test_step_end_sees_the_batch_of_the_node(tmp_path, batch, kind, strategy, nodes, ranks, devices):
     topology = {"nodes": nodes, "ranks": ranks, "devices": devices}
-    actual = trained_weights(tmp_path, 8, 18, "LightningModule", strategy, **topology)
-    for name, value in single_process(8, 18, nodes, max(ranks, nodes)).items():
+    actual = trained_weights(tmp_path, 8, batch, kind, strategy, **topology)
+    for name, value in single_process(8, batch, nodes, max(ranks, nodes)).items():
         torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-9)
 
 

@@ -1,13 +1,12 @@
 """The gradient is the mean over the global batch, on any ranks, in any micro-batches, through any stops."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import SCRIPTS
 from helpers.fork_server import run_forked
-from test_trainer import variables
+from test_trainer import run_script, variables
 from train_in_float64 import NUM_SAMPLES, Exact, samples
 
 from hpctrain.files import read_json_lines
@@ -21,8 +20,7 @@ SCRIPT = SCRIPTS / "train_in_float64.py"
 
 def train(run: Path, *args: object, ranks: int = 1) -> list[float]:
     """Return the final parameters, which must be equal on all ranks."""
-    printed = run_forked(SCRIPT, [str(arg) for arg in args], variables(run), ranks=ranks)
-    all_parameters = json.loads(printed.splitlines()[-1])
+    all_parameters = run_script(SCRIPT, run, *args, ranks=ranks)
     assert len(all_parameters) == ranks
     assert all(parameters == all_parameters[0] for parameters in all_parameters)
     return all_parameters[0]

@@ -113,7 +113,7 @@ def flips_are_found(first: int, last: int) -> dict[str, int]:
 @pytest.mark.extended
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_flipped_bits_are_found_within_the_interval_on_the_right_rank(monkeypatch):
+def test_flipped_bits_are_found_within_the_interval_on_the_right_rank():
     first, *others = run_on_ranks(_with_small_slices, flips_are_found, 0, 100, world_size=3)
     assert others == [first, first]
     assert first["found"] >= 95
@@ -124,7 +124,7 @@ def _with_small_slices(function, *arguments):
     return function(*arguments)
 
 
-def finds_the_difference(world_size: int, odd: list[int], message: str) -> str:
+def finds_the_difference(odd: list[int], message: str) -> list[int]:
     """Flip the same bit on the `odd` ranks, after every slice was equal once."""
     context = init_distributed(detect(os.environ), os.environ)
     state = make_state()
@@ -154,7 +154,7 @@ def finds_the_difference(world_size: int, odd: list[int], message: str) -> str:
     ],
 )
 def test_the_majority_names_the_odd_rank(odd, message, suspects):
-    assert run_on_ranks(finds_the_difference, 4, odd, message, world_size=4) == [suspects] * 4
+    assert run_on_ranks(finds_the_difference, odd, message, world_size=4) == [suspects] * 4
 
 
 def test_the_hash_of_a_gpu_depends_on_every_bit_and_on_the_order(monkeypatch):

@@ -9,7 +9,6 @@ from helpers.iterable_datasets import PlainDataset, ShardedDataset, StatefulData
 from helpers.simulated_ranks import TrainedSteps, train_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
 
 import hpctrain
 from hpctrain.training.data.dataset_adapters import make_step_source
@@ -18,17 +17,6 @@ from hpctrain.training.data.step_source import StopCondition
 
 #: Numbers of steps until a stop, and of ranks.
 SEGMENTS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=5)
-
-
-class Numbers(Dataset):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def source_maker(make_dataset: Any, batch: int, stop_condition: StopCondition, num_workers: int = 0):
@@ -81,7 +69,7 @@ def assert_every_epoch_is_complete(steps: list[tuple[Any, ...]], sizes: dict[int
 @given(st.integers(1, 60), st.integers(1, 16), SEGMENTS, st.sampled_from([None, 1, 3]))
 @settings(max_examples=40, deadline=None)
 def test_every_sample_of_a_dataset_is_trained_once_per_epoch_through_stops(size, batch, segments, micro):
-    make = source_maker(lambda: Numbers(size), batch, StopCondition(None, 3))
+    make = source_maker(lambda: range(size), batch, StopCondition(None, 3))
     steps = consumed_samples(train_segments(make, segments, micro))
     assert steps == consumed_samples([train_steps(make, 1, 10**6)])
     assert_every_epoch_is_complete(steps, dict.fromkeys(range(3), size), batch)
@@ -148,7 +136,7 @@ def test_workers_do_not_split_a_stream_that_splits_itself():
 
 
 @pytest.mark.parametrize(
-    "dataset", [lambda: Numbers(3), lambda: StatefulDataset(3), lambda: ShardedDataset([1, 0, 0, 2])]
+    "dataset", [lambda: range(3), lambda: StatefulDataset(3), lambda: ShardedDataset([1, 0, 0, 2])]
 )
 def test_rank_without_samples_joins_every_collective(dataset):
     segment = train_steps(source_maker(dataset, 8, StopCondition(2)), 5, 10)

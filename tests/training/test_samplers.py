@@ -35,17 +35,6 @@ from hpctrain.training.data.step_source import StopCondition
 SIZE, BATCH = 23, 5
 
 
-class Numbers(Dataset):
-    def __init__(self, length: int = SIZE, first: int = 0) -> None:
-        self.length, self.first = length, first
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return self.first + index
-
-
 class OwnSampler(Sampler[int]):
     """Draws from generators of its own, as many samples as `set_epoch` and chance determine."""
 
@@ -80,7 +69,7 @@ class Buckets(Sampler[list[int]]):
 
 
 def loader(**options: Any) -> DataLoader:
-    return DataLoader(Numbers(), **({"batch_size": BATCH} | options), collate_fn=list)
+    return DataLoader(range(SIZE), **({"batch_size": BATCH} | options), collate_fn=list)
 
 
 LOADERS = {
@@ -91,21 +80,21 @@ LOADERS = {
     "weighted": lambda: loader(sampler=WeightedRandomSampler(range(1, SIZE + 1), 17)),
     "subset": lambda: loader(sampler=SubsetRandomSampler(range(3, 15))),
     "own generators": lambda: loader(sampler=OwnSampler()),
-    "distributed": lambda: loader(sampler=DistributedSampler(Numbers(), 2, 1)),
+    "distributed": lambda: loader(sampler=DistributedSampler(range(SIZE), 2, 1)),
     "torchdata": lambda: StatefulDataLoader(
-        Numbers(), batch_size=BATCH, sampler=SubsetRandomSampler(range(3, 15)), collate_fn=list
+        range(SIZE), batch_size=BATCH, sampler=SubsetRandomSampler(range(3, 15)), collate_fn=list
     ),
     "batch sampler": lambda: DataLoader(
-        Numbers(), batch_sampler=BatchSampler(SubsetRandomSampler(range(12)), 5, False), collate_fn=list
+        range(SIZE), batch_sampler=BatchSampler(SubsetRandomSampler(range(12)), 5, False), collate_fn=list
     ),
     "buckets": lambda: DataLoader(
-        Numbers(), batch_sampler=Buckets(SubsetRandomSampler(range(20))), collate_fn=list
+        range(SIZE), batch_sampler=Buckets(SubsetRandomSampler(range(20))), collate_fn=list
     ),
     "lengths": lambda: DataLoader(
-        Numbers(), batch_sampler=hpctrain.LengthGroupedBatchSampler(range(SIZE), 4), collate_fn=list
+        range(SIZE), batch_sampler=hpctrain.LengthGroupedBatchSampler(range(SIZE), 4), collate_fn=list
     ),
     "mixture": lambda: DataLoader(
-        hpctrain.Mixture([Numbers(15), Numbers(8, first=15)], lambda step: [step, 5]), BATCH, collate_fn=list
+        hpctrain.Mixture([range(15), range(15, SIZE)], lambda step: [step, 5]), BATCH, collate_fn=list
     ),
 }
 #: Loaders that use each of these samples once per epoch.
@@ -171,7 +160,7 @@ def test_each_sample_is_used_once_per_epoch(kind):
 
 
 def test_shuffled_loader_has_the_order_of_its_dataset():
-    expected = train_steps(source_maker(lambda: Numbers(), global_batch_size=BATCH, collate_fn=list), 2, 99)
+    expected = train_steps(source_maker(lambda: range(SIZE), global_batch_size=BATCH, collate_fn=list), 2, 99)
     for kind in ("shuffled", "distributed"):
         assert orders(train_steps(source_maker(LOADERS[kind]), 2, 99)) == orders(expected)
 
@@ -183,14 +172,17 @@ def test_samplers_do_not_change_the_random_numbers_of_the_rank():
     assert before[1] == random.getstate()
 
 
-class Noise(Numbers):
+class Noise(Dataset):
+    def __len__(self) -> int:
+        return 2
+
     def __getitem__(self, index: int) -> tuple[int, float]:
         return index, torch.rand(()).item()
 
 
 def test_repeated_samples_have_new_random_numbers_in_each_step():
     def make() -> DataLoader:
-        return DataLoader(Noise(2), 1, sampler=[0, 1, 0, 1, 0], collate_fn=list)
+        return DataLoader(Noise(), 1, sampler=[0, 1, 0, 1, 0], collate_fn=list)
 
     def fetched(rank: int, world_size: int) -> list[Any]:
         data_rank = DataRank(rank, world_size)
@@ -210,7 +202,7 @@ def test_repeated_samples_have_new_random_numbers_in_each_step():
 def mixed(weights: Any, sizes: tuple[int, ...], batch: int, num_steps: int) -> list[list[int]]:
     """Return the samples of each step."""
     make = source_maker(
-        lambda: hpctrain.Mixture([Numbers(size) for size in sizes], weights),
+        lambda: hpctrain.Mixture([range(size) for size in sizes], weights),
         num_steps,
         global_batch_size=batch,
     )
@@ -241,12 +233,12 @@ def test_proportions_of_a_mixture_follow_the_step():
 @pytest.mark.parametrize("weights", [[1], [1, -1], [0, 0], [1, float("nan")], lambda step: [step]])
 def test_impossible_weights_are_refused(weights):
     with pytest.raises(hpctrain.UserError, match=r"Mixture has 2 data sets, but its weights in step 1 are"):
-        hpctrain.Mixture([Numbers(), Numbers()], weights)
+        hpctrain.Mixture([range(SIZE), range(SIZE)], weights)
 
 
 def test_mixture_in_another_data_set_is_refused():
-    inner = hpctrain.Mixture([Numbers(), Numbers()], [1, 3])
-    for data in (Subset(inner, [1]), hpctrain.Mixture([Numbers(), inner], [1, 1])):
+    inner = hpctrain.Mixture([range(SIZE), range(SIZE)], [1, 3])
+    for data in (Subset(inner, [1]), hpctrain.Mixture([range(SIZE), inner], [1, 1])):
         with pytest.raises(hpctrain.UserError, match="contains a Mixture, whose weights"):
             steps_of(data)
 
@@ -355,7 +347,7 @@ def test_collate_fn_and_batches_of_validation():
 
 
 def test_validation_batches_of_a_batch_sampler_are_divided():
-    data = DataLoader(Numbers(), batch_sampler=[[1, 2, 3], [4], [5, 6, 7, 8], [0, 9]])
+    data = DataLoader(range(SIZE), batch_sampler=[[1, 2, 3], [4], [5, 6, 7, 8], [0, 9]])
     ranks = [make_validation_set(data, LoaderConfig(), DataRank(rank, 3), ALONE) for rank in range(3)]
     assert [[(n, b.tolist()) for n, b in each.batches()] for each in ranks] == [
         [(1, [1]), (1, [2]), (1, [3]), (1, [4])],
@@ -389,10 +381,10 @@ def test_a_batch_of_the_loader_is_for_all_ranks():
     assert sizes == [5, 5]
     assert "divided among all 2 ranks, so a step trains on 5 samples" in remark
     assert remark.endswith("set Trainer(global_batch_size=10).")
-    sizes, remarks = steps_of(DataLoader(Numbers(), batch_sampler=[[1, 2, 3]]), 2)
+    sizes, remarks = steps_of(DataLoader(range(SIZE), batch_sampler=[[1, 2, 3]]), 2)
     assert (sizes, remarks) == ([3, 3], ["Each batch of the DataLoader is divided among all 2 ranks."])
     assert steps_of(loader(), 2, global_batch_size=10) == ([10, 10], [])
-    assert steps_of(DataLoader(Numbers(), batch_sampler=[[1, 2, 3]]), global_batch_size=3) == ([3, 3], [])
+    assert steps_of(DataLoader(range(SIZE), batch_sampler=[[1, 2, 3]]), global_batch_size=3) == ([3, 3], [])
     assert steps_of(DataLoader(Stream(), 4)) == ([4, 4], [])
 
 
@@ -401,7 +393,7 @@ def test_a_batch_of_the_loader_is_for_all_ranks():
     [
         (loader(), "global_batch_size is 32, .* batch_size=5"),
         (
-            DataLoader(Numbers(), batch_sampler=[[1, 2], [3]]),
+            DataLoader(range(SIZE), batch_sampler=[[1, 2], [3]]),
             "global_batch_size is 32, but the largest batch .* 2",
         ),
     ],
@@ -441,8 +433,8 @@ class Endless(Sampler[int]):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: OwnLoader(Numbers()), "of type OwnLoader, which overrides __iter__"),
-        (lambda: DataLoader(Numbers(), batch_size=None), "batch_size=None"),
+        (lambda: OwnLoader(range(SIZE)), "of type OwnLoader, which overrides __iter__"),
+        (lambda: DataLoader(range(SIZE), batch_size=None), "batch_size=None"),
         (
             lambda: DataLoader(Stream(), 4, drop_last=True),
             "drop_last=True, which is not supported for an IterableDataset",
@@ -450,7 +442,8 @@ class Endless(Sampler[int]):
         (lambda: loader(num_workers=1, multiprocessing_context="fork"), "multiprocessing_context"),
         (
             lambda: DataLoader(
-                Numbers(), batch_sampler=hpctrain.StatefulBatchSampler(Numbers(), 4, rank=0, num_replicas=1)
+                range(SIZE),
+                batch_sampler=hpctrain.StatefulBatchSampler(range(SIZE), 4, rank=0, num_replicas=1),
             ),
             "a StatefulBatchSampler",
         ),
@@ -464,7 +457,7 @@ class Endless(Sampler[int]):
         ),
         (lambda: loader(sampler=Endless()), "returned more than 99 samples in an epoch"),
         (
-            lambda: DataLoader(hpctrain.Mixture([Numbers()], [1]), sampler=[1, 2]),
+            lambda: DataLoader(hpctrain.Mixture([range(SIZE)], [1]), sampler=[1, 2]),
             "is a Mixture, .* but its DataLoader has the sampler list",
         ),
     ],
@@ -539,13 +532,13 @@ class OwnBatches(BatchSampler):
 
 
 def test_accumulated_batches_are_one_step() -> None:
-    loader = DataLoader(Numbers(), BATCH)
+    loader = DataLoader(range(SIZE), BATCH)
     accumulated = train_passes(loader, accumulate_grad_batches=2)
     assert accumulated.passes == [5, 5, 5, 5, 3]
     assert accumulated.steps == 3
-    together = train_passes(DataLoader(Numbers(), 2 * BATCH))
+    together = train_passes(DataLoader(range(SIZE), 2 * BATCH))
     assert torch.allclose(accumulated.weight, together.weight)
-    assert train_passes(Numbers(), global_batch_size=12, accumulate_grad_batches=3).passes[:3] == [4, 4, 4]
+    assert train_passes(range(SIZE), global_batch_size=12, accumulate_grad_batches=3).passes[:3] == [4, 4, 4]
     for options, message in (
         ({"batch_size": BATCH, "drop_last": True}, "drop_last=True, so the batches of a step are unknown"),
         (
@@ -554,4 +547,4 @@ def test_accumulated_batches_are_one_step() -> None:
         ),
     ):
         with pytest.raises(hpctrain.UserError, match=message):
-            train_passes(DataLoader(Numbers(), **options), accumulate_grad_batches=2)
+            train_passes(DataLoader(range(SIZE), **options), accumulate_grad_batches=2)

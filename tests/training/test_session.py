@@ -1,14 +1,12 @@
 """A user's own loop with `session` has the Trainer's data order, weights, checkpoints and stop."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import SCRIPTS
-from helpers.fork_server import run_forked
 from test_exact_gradients import train_manually, trained_samples
-from test_trainer import losses, variables
+from test_trainer import losses, run_script
 
 import hpctrain
 from hpctrain.files import read_json_lines
@@ -18,8 +16,7 @@ SCRIPT = SCRIPTS / "train_in_float64.py"
 
 
 def train(run: Path, last_step: int, stop_at: str = "", *, ranks: int = 1) -> dict:
-    printed = run_forked(SCRIPT, [str(last_step), "5", f"own_loop={stop_at}"], variables(run), ranks=ranks)
-    result = json.loads(printed.splitlines()[-1])
+    result = run_script(SCRIPT, run, last_step, 5, f"own_loop={stop_at}", ranks=ranks)
     assert all(parameters == result["parameters"][0] for parameters in result["parameters"])
     return result
 

@@ -1,13 +1,11 @@
 """A stop during a long validation: all ranks leave it at once, and repeat it after the restart."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 from helpers import SCRIPTS
-from helpers.fork_server import run_forked
-from test_trainer import losses, variables
+from test_trainer import losses, run_script
 
 from hpctrain.rundir import RunDir
 
@@ -16,9 +14,8 @@ SETTINGS = ["global_batch_size=8", "validate_every=3", "sanity_val_batches=0", "
 
 
 def train(run: Path, last_step: int, stop_at: str = "", *, ranks: int) -> dict:
-    args = ["long", str(last_step), *SETTINGS, "patience=9", f'stop_at="{stop_at}"']
-    printed = run_forked(SCRIPT, args, variables(run), ranks=ranks)
-    return json.loads(printed.splitlines()[-1])
+    args = ["long", last_step, *SETTINGS, "patience=9", f'stop_at="{stop_at}"']
+    return run_script(SCRIPT, run, *args, ranks=ranks)
 
 
 def train_until_stop(run: Path, last_step: int, stop_at: str, ranks: int) -> int:

@@ -14,7 +14,7 @@ from helpers import SCRIPTS
 from helpers.commands import run_command
 from helpers.fake_gpu_driver import FakeDriver, install_fake_driver
 from helpers.fork_server import run_forked
-from helpers.ranks import run_on_ranks
+from helpers.ranks import on_ranks, run_on_ranks
 from test_exact_gradients import trained_samples
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -589,16 +589,13 @@ class Thawing(hpctrain.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def thaw(strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.extended)])
+@pytest.mark.ranks
+@on_ranks(group=False)
+def test_parameters_that_are_trained_only_later_are_refused(strategy):
     trainer = hpctrain.Trainer(max_steps=4, global_batch_size=4, strategy=strategy, checkpoint_every=None)
     with pytest.raises(hpctrain.UserError, match=r"first\.weight was frozen when training began"):
         trainer.fit(Thawing(), torch.ones(32, 2))
-
-
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.extended)])
-@pytest.mark.ranks
-def test_parameters_that_are_trained_only_later_are_refused(strategy):
-    run_on_ranks(thaw, strategy, group=False)
 
 
 class NormAfterStages(hpctrain.Module):

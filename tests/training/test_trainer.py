@@ -3,17 +3,13 @@
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import SCRIPTS
-from helpers.commands import environment
 from helpers.fork_server import run_forked
-from helpers.waiting import wait_for
 
 import hpctrain
 from hpctrain.files import read_json_lines
@@ -25,8 +21,14 @@ SMALL = SCRIPTS / "train_small.py"
 
 
 def train(run: Path, *args: str, ranks: int = 1) -> dict:
-    """Run `train_small.py` to its end and return its last output."""
-    return json.loads(run_forked(SMALL, args, variables(run), ranks=ranks).splitlines()[-1])
+    """Train `train_small.py` to its end."""
+    return run_script(SMALL, run, *args, ranks=ranks)
+
+
+def run_script(script: Path, run: Path, *args: object, ranks: int = 1) -> Any:
+    """Run a script to its end and return its last output."""
+    printed = run_forked(script, [str(arg) for arg in args], variables(run), ranks=ranks)
+    return json.loads(printed.splitlines()[-1])
 
 
 def variables(run: Path) -> dict[str, str]:
@@ -67,23 +69,6 @@ def test_any_number_of_ranks_gives_equal_losses_and_metrics(tmp_path):
     train(tmp_path / "mixed", "5", "norm=false")
     mixed = train(tmp_path / "mixed", "8", "norm=false", ranks=3)
     assert mixed["checksum"] == pytest.approx(one["checksum"], rel=1e-4)
-
-
-@pytest.mark.extended
-@pytest.mark.ranks
-def test_sigterm_without_a_supervisor_saves_and_the_run_resumes_bitwise(tmp_path):
-    train(tmp_path / "whole", "12")
-    run = RunDir(tmp_path / "stopped")
-    env = environment(variables(run.path))
-    with subprocess.Popen([sys.executable, str(SMALL), "12", "step_s=0.2"], env=env) as process:
-        wait_for(lambda: len(losses(run.path)) >= 3, 60, "three steps")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 75
-    stopped = max(losses(run.path))
-    assert stopped < 12
-    assert run.checkpoint(stopped).is_dir()
-    train(run.path, "12")
-    assert losses(run.path) == losses(tmp_path / "whole")
 
 
 @pytest.mark.ranks

@@ -1,6 +1,7 @@
 """Checkpoints of a training: schedule, content, final save and retention."""
 
 import math
+import os
 import random
 import re
 import shutil
@@ -493,3 +494,13 @@ def test_step_validated_after_a_stop_counts_among_the_best(tmp_path):
     assert steps(tmp_path / "parts") == [4], "stopped where validation was due"
     fit(tmp_path / "parts", 12, **settings)
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole") == [4, 12]
+
+
+def test_run_without_a_submission_is_writable_by_its_owner_only(tmp_path):
+    before = os.umask(0o002)
+    try:
+        fit(tmp_path / "run", max_steps=2, checkpoint_every=1)
+    finally:
+        os.umask(before)
+    entries = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+    assert [path for path in entries if path.stat().st_mode & 0o022] == []

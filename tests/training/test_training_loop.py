@@ -1,7 +1,6 @@
 """Features of the training loop, compared with loops without hpctrain."""
 
 import itertools
-import json
 import math
 import time
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import SCRIPTS
-from helpers.fork_server import run_forked
-from test_trainer import losses, variables
+from test_trainer import losses, run_script
 from torch import nn
 from torch.utils.data import Dataset
 from train_regression import Gan, Noisy, Regression, Tokens, samples
@@ -32,8 +30,7 @@ SCRIPT = SCRIPTS / "train_regression.py"
 
 def train(run: Path, *args: object, ranks: int = 1) -> dict:
     """Return the result of `train_regression.py`; the ranks must end with equal parameters."""
-    printed = run_forked(SCRIPT, [str(arg) for arg in args], variables(run), ranks=ranks)
-    result = json.loads(printed.splitlines()[-1])
+    result = run_script(SCRIPT, run, *args, ranks=ranks)
     assert all(state == result["state"][0] for state in result["state"])
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class ExternalState:
     schedulers: list[Any] | None = None
     step: int | None = None
     omitted: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
 
     def weights_alone(self) -> ExternalState:
         names = [name for name in ("optimizers", "schedulers") if getattr(self, name)]

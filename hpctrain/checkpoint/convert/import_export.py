@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hpctrain.checkpoint.convert.external_formats import ExternalState, parse_external_state
 from hpctrain.checkpoint.format.manifest import read_verified
-from hpctrain.checkpoint.io.coordination import RankCoordinator
+from hpctrain.checkpoint.io.coordination import RankCoordinator, describe_exception
 from hpctrain.checkpoint.io.loading import LoadedCheckpoint, VerifiedCheckpoint, load
 from hpctrain.checkpoint.io.retention import KEEP_ALL
 from hpctrain.checkpoint.listing import list_checkpoints
@@ -123,7 +123,8 @@ def _read(file: Path, allow: Sequence[str]) -> Any:
                     "change the program that wrote the file to save only the weights: "
                     "torch.save({'state_dict': model.state_dict()}, FILE)."
                 ) from error
-            raise UserError(f"{file} cannot be loaded by torch.load: {_first_line(error)}.") from error
+            reason = describe_exception(error).rstrip(".")
+            raise UserError(f"{file} cannot be loaded by torch.load: {reason}.") from error
 
 
 def _other_classes(file: Path) -> list[str]:
@@ -164,8 +165,3 @@ def _import_notes(external: ExternalState) -> Iterator[str]:
         "not imported: the position in the data and the random state. The run uses its own sample "
         "order, starting after the imported number of steps."
     )
-
-
-def _first_line(error: Exception) -> str:
-    line = str(error).partition("\n")[0].rstrip(".")
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -8,7 +8,7 @@ amount. A tensor is split only at the end of a range.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -43,16 +43,13 @@ class _LocalPart(NamedTuple):
 
 
 def plan_writes(
-    tensors: Mapping[str, torch.Tensor],
-    rank: int,
-    world_size: int,
-    rank_of: Callable[[int], int] = lambda global_rank: global_rank,
+    tensors: Mapping[str, torch.Tensor], rank: int, world_size: int
 ) -> Iterator[tuple[WriteItem, torch.Tensor]]:
     """Yield the pieces that this rank writes, with their data, in an order that depends only on shapes."""
     groups: dict[tuple[int, ...], list[_LocalPart]] = {}
     everyone = tuple(range(world_size))
     for key, tensor in tensors.items():
-        for local in _local_parts(key, tensor, rank, everyone, rank_of):
+        for local in _local_parts(key, tensor, rank, everyone):
             groups.setdefault(local.holders, []).append(local)
     for holders, local_parts in groups.items():
         yield from _split_among_holders(local_parts, holders.index(rank), len(holders))
@@ -100,10 +97,10 @@ def _split_among_holders(
 
 
 def _local_parts(
-    key: str, tensor: torch.Tensor, rank: int, everyone: tuple[int, ...], rank_of: Callable[[int], int]
+    key: str, tensor: torch.Tensor, rank: int, everyone: tuple[int, ...]
 ) -> Iterator[_LocalPart]:
     if isinstance(tensor, DTensor):
-        yield from _local_part_of_dtensor(key, tensor, rank_of)
+        yield from _local_part_of_dtensor(key, tensor)
     elif isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
             offsets = tuple(shard.metadata.shard_offsets)
@@ -113,7 +110,7 @@ def _local_parts(
         yield _LocalPart(key, tuple(data.shape), (0,) * data.dim(), data, everyone)
 
 
-def _local_part_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], int]) -> Iterator[_LocalPart]:
+def _local_part_of_dtensor(key: str, tensor: DTensor) -> Iterator[_LocalPart]:
     mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if place is None:
         return
@@ -126,7 +123,7 @@ def _local_part_of_dtensor(key: str, tensor: DTensor, rank_of: Callable[[int], i
         slice(None) if isinstance(placement, Replicate) else slice(at, at + 1)
         for placement, at in zip(tensor.placements, place, strict=True)
     )
-    holders = tuple(sorted(rank_of(global_rank) for global_rank in mesh.mesh[alike].flatten().tolist()))
+    holders = tuple(sorted(mesh.mesh[alike].flatten().tolist()))
     data = _storable(key, tensor.to_local())
     for chunk in tensor.__create_chunk_list__():  # type: ignore[no-untyped-call] # torch's protocol
         yield _LocalPart(key, tuple(tensor.shape), tuple(chunk.offsets), data, holders)

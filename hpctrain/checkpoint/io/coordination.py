@@ -35,7 +35,7 @@ class SaveAborted(CheckpointError): ...
 
 
 class RankCoordinator:
-    """The ranks that save together, as seen by one rank; all methods except `rank_of` are collective."""
+    """All ranks, which save together, as seen by one rank; all methods are collective."""
 
     def __init__(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
         """Create a group; `limit_s` is the longest time that a rank may block the others."""
@@ -44,18 +44,13 @@ class RankCoordinator:
         self.limit_s = limit_s
         self.lost_reason: str | None = None
         """Reason for the loss of communication; None while the ranks can communicate."""
-        self._members = [0] if group is None else dist.get_process_group_ranks(group)
         self._group: dist.ProcessGroup | None = None
         if group is not None:
-            limit = timedelta(seconds=limit_s)
-            self._group = dist.new_group(self._members, timeout=limit, backend="gloo")
+            self._group = dist.new_group(timeout=timedelta(seconds=limit_s), backend="gloo")
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    def rank_of(self, global_rank: int) -> int:
-        return self._members.index(global_rank)
 
     def broadcast(self, value: T, waiting_for: str) -> T:
         box = [value]
@@ -91,12 +86,12 @@ class RankCoordinator:
             for start in range(0, max(sizes), _PART_BYTES):
                 block = slice(start, start + _PART_BYTES)
                 pending: list[Any] = [
-                    dist.irecv(tensor[block], self._members[source], group)
+                    dist.irecv(tensor[block], source, group)
                     for source, tensor in incoming.items()
                     if len(tensor[block])
                 ]
                 if target is not None and len(outgoing[block]):
-                    pending.append(dist.isend(outgoing[block], self._members[target], group))
+                    pending.append(dist.isend(outgoing[block], target, group))
                 for work in pending:
                     work.wait()
 

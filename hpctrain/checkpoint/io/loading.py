@@ -132,7 +132,11 @@ def _load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any)
     reader = TensorReader(verified.folder)
     prefix = rank_key(coordinator.rank)
     same_ranks = verified.manifest.world_size == coordinator.world_size
-    distributed = _distributed(like)
+    distributed = {
+        key: tensor
+        for key, tensor in split_tree(like, STATE_KEY)[1].items()
+        if isinstance(tensor, (DTensor, ShardedTensor))
+    }
     tensors: dict[str, Any] = {
         key: _empty_like(distributed, key, reader.empty(key))
         for key in reader.keys([STATE_KEY, *([prefix] if same_ranks else [])])
@@ -141,15 +145,13 @@ def _load(coordinator: RankCoordinator, verified: VerifiedCheckpoint, like: Any)
     rank_state = {
         key.removeprefix(prefix): tensors.pop(key) for key in list(tensors) if key.startswith(prefix)
     }
-    state = join_tree(plain, tensors)
-    manifest = verified.manifest
-    own_state = rank_state if same_ranks else None
-    return LoadedCheckpoint(manifest.step, verified.folder, state, own_state, manifest.verified_step)
-
-
-def _distributed(like: Any) -> dict[str, torch.Tensor]:
-    _, tensors = split_tree(like, STATE_KEY)
-    return {key: value for key, value in tensors.items() if isinstance(value, (DTensor, ShardedTensor))}
+    return LoadedCheckpoint(
+        verified.manifest.step,
+        verified.folder,
+        join_tree(plain, tensors),
+        rank_state if same_ranks else None,
+        verified.manifest.verified_step,
+    )
 
 
 def _empty_like(distributed: Mapping[str, torch.Tensor], key: str, tensor: torch.Tensor) -> torch.Tensor:

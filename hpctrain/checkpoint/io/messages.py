@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,36 +24,31 @@ def gather(
     group: dist.ProcessGroup, value: Any, *, to: int | None = None, label: str = "a message"
 ) -> list[Any]:
     """Collective. Return the values of all members, in order."""
-    packed = _pack(value, label)
-    texts = _gather_texts(group, packed.text, to, label)
+    own_text, own_tensors = _pack(value, label)
+    texts = _gather_texts(group, own_text, to, label)
     if to is not None:
         return [_unpack(text, [], label) for text in texts] or [None] * group.size()
     return [
-        _unpack(text, list(_tensors(group, text, src, packed.tensors, label)), label)
+        _unpack(text, list(_tensors(group, text, src, own_tensors, label)), label)
         for src, text in enumerate(texts)
     ]
 
 
 def broadcast(group: dist.ProcessGroup, value: Any, *, src: int, label: str = "a message") -> Any:
     """Collective. Return the value of the member with group rank `src`."""
-    packed = _pack(value if dist.get_rank(group) == src else None, label)
-    size = torch.tensor(len(packed.text))
+    is_sender = dist.get_rank(group) == src
+    own_text, own_tensors = _pack(value if is_sender else None, label)
+    size = torch.tensor(len(own_text))
     dist.broadcast(size, group=group, group_src=src)
     length = _checked_length(size, label)
-    buffer = _buffer(packed.text if dist.get_rank(group) == src else b"", length)
+    buffer = _buffer(own_text if is_sender else b"", length)
     dist.broadcast(buffer, group=group, group_src=src)
     text = buffer.numpy().tobytes()
-    return _unpack(text, list(_tensors(group, text, src, packed.tensors, label)), label)
+    return _unpack(text, list(_tensors(group, text, src, own_tensors, label)), label)
 
 
-@dataclass
-class _Packed:
-    text: bytes
-    tensors: list[torch.Tensor]
-
-
-def _pack(value: Any, label: str) -> _Packed:
-    """Pack a value. A value that cannot be sent becomes an error on all members."""
+def _pack(value: Any, label: str) -> tuple[bytes, list[torch.Tensor]]:
+    """Return the JSON and the tensors of a value; one that cannot be sent becomes an error on all members."""
     tensors: list[torch.Tensor] = []
     try:
         record: dict[str, Any] = {"value": _encode(value, tensors)}
@@ -67,8 +61,8 @@ def _pack(value: Any, label: str) -> _Packed:
             f"{label} is {len(text)} bytes long on one rank, but the limit is {MAX_MESSAGE_BYTES} bytes. "
             "Use tensors instead of long lists."
         )
-        return _Packed(json.dumps({"error": problem}).encode("ascii"), [])
-    return _Packed(text, tensors)
+        return json.dumps({"error": problem}).encode("ascii"), []
+    return text, tensors
 
 
 def _unpack(text: bytes, tensors: list[torch.Tensor], label: str) -> Any:

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hpctrain.cluster.processes import die_with_parent
+from hpctrain.cluster.processes import block_signals, die_with_parent
 from hpctrain.errors import DataWorkerKilled, HpctrainError
 from hpctrain.runtime.failure_file import wait_for_dead_worker
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
@@ -80,7 +80,7 @@ class LoaderWorkers:
             generator=torch.Generator().manual_seed(derive_seed(torch.get_rng_state().tolist())),
         )
         before = set(multiprocessing.active_children())
-        with _signals_blocked():
+        with block_signals(*_IGNORED_SIGNALS):
             self._results: Iterator[Any] | None = iter(loader)
             # Keep torch's SIGCHLD handler, which raises in the main thread, from reporting these workers.
             torch._C._remove_worker_pids(id(self._results))
@@ -155,16 +155,6 @@ class LoaderWorkers:
         if second >= 0:
             return f"at sample {second} of shard {index} of {self._name}, {describe_round(epoch)}"
         return f"at sample {index} of {self._name}, {describe_round(epoch)}"
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block the job's signals for processes started in this block."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _initialize_worker(

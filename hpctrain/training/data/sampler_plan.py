@@ -54,14 +54,13 @@ class LengthGroupedBatchSampler(Sampler[list[int]]):
         return -(-len(self._lengths) // self._batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        groups = torch.split(torch.randperm(len(self._lengths)), self._batch_size * _BATCHES_PER_GROUP)
-        batches = [batch for group in groups for batch in torch.split(self._sort(group), self._batch_size)]
+        batches: list[torch.Tensor] = []
+        for group in torch.split(torch.randperm(len(self._lengths)), self._batch_size * _BATCHES_PER_GROUP):
+            # An unstable sort orders samples of equal length differently on other CPUs.
+            order = self._lengths[group].argsort(descending=True, stable=True)
+            batches += torch.split(group[order], self._batch_size)
         for number in torch.randperm(len(batches)).tolist():
             yield batches[number].tolist()
-
-    def _sort(self, samples: torch.Tensor) -> torch.Tensor:
-        # An unstable sort orders samples of equal length differently on other CPUs.
-        return samples[self._lengths[samples].argsort(descending=True, stable=True)]
 
 
 #: Samplers whose epochs have the same number of batches.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -224,23 +223,3 @@ def is_stream(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-
-
-def dump_checkpoints(checkpoints: Sequence[ReaderCheckpoint | None], name: str) -> torch.Tensor:
-    buffer = io.BytesIO()
-    torch.save([checkpoint and tuple(checkpoint) for checkpoint in checkpoints], buffer)
-    dumped = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    try:
-        load_checkpoints(dumped)
-    except Exception as error:
-        raise UserError(
-            f"The state_dict() of {name} contains a value that a checkpoint cannot store. Return only "
-            "numbers, strings, tensors, None, and lists, tuples and dicts of these. torch.load reported: "
-            f"{error}"
-        ) from error
-    return dumped
-
-
-def load_checkpoints(dumped: torch.Tensor) -> list[ReaderCheckpoint | None]:
-    fields = torch.load(io.BytesIO(bytes(dumped.tolist())), weights_only=True)
-    return [of_shard and ReaderCheckpoint(*of_shard) for of_shard in fields]

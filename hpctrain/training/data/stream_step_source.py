@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from hpctrain.errors import UserError
+from hpctrain.checkpoint.format.state_tree import split_tree
+from hpctrain.errors import CheckpointError, UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.text import pluralize
 from hpctrain.training.data.batch_plan import DataRank, RankBatch
@@ -27,9 +29,7 @@ from hpctrain.training.data.shard_readers import (
     ShardChunk,
     ShardedStream,
     ShardReaders,
-    dump_checkpoints,
     list_rank_shards,
-    load_checkpoints,
     owner_rank,
 )
 from hpctrain.training.data.step_source import MicroBatch, StepData, StepSource, StopCondition
@@ -126,27 +126,23 @@ class StreamStepSource(StepSource):
             cursor = StreamCursor(self._upcoming[0].epoch)
         lengths = self._lengths_in(cursor.epoch)
         taken = cursor.taken(lengths).tolist()
-        of_rank = {
-            shard: buffer.checkpoint_before(taken[shard])
+        own = {
+            shard: (checkpoint := buffer.checkpoint_before(taken[shard])) and tuple(checkpoint)
             for shard in self._rank_shards
             if (buffer := self._buffers.get((cursor.epoch, shard))) is not None
         }
-        gathered = self._context.all_gather(
-            {shard: checkpoint and tuple(checkpoint) for shard, checkpoint in of_rank.items()},
-            "train_dataset",
-        )
-        of_ranks = {
-            shard: fields and ReaderCheckpoint(*fields)
-            for of_rank in gathered
-            for shard, fields in of_rank.items()
-        }
-        checkpoints = [
-            of_ranks.get(shard, self._checkpoints.get(shard)) for shard in range(self._stream.num_shards)
-        ]
+        checkpoints: dict[int, tuple[Any, ...] | None] = dict(self._checkpoints)
+        for of_rank in self._context.all_gather(own, "train_dataset"):
+            checkpoints |= of_rank
+        marks = [checkpoints.get(shard) for shard in range(self._stream.num_shards)]
+        try:
+            split_tree(marks, "The state_dict() of train_dataset")
+        except CheckpointError as error:
+            raise UserError(str(error)) from error
         return {
             **cursor._asdict(),
             "lengths": [length if length < UNKNOWN_LENGTH else None for length in lengths.tolist()],
-            "marks": dump_checkpoints(checkpoints, "train_dataset"),
+            "marks": marks,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -154,7 +150,8 @@ class StreamStepSource(StepSource):
         lengths = torch.tensor(
             [UNKNOWN_LENGTH if length is None else length for length in state["lengths"]], dtype=torch.int64
         )
-        taken, checkpoints = cursor.taken(lengths), load_checkpoints(state["marks"])
+        taken = cursor.taken(lengths)
+        checkpoints = [fields and ReaderCheckpoint(*fields) for fields in state["marks"]]
         has_begun, has_ended = ((taken > 0) & (taken < lengths)).tolist(), (taken >= lengths).tolist()
         self._upcoming.clear()
         if any(
@@ -184,7 +181,7 @@ class StreamStepSource(StepSource):
         self._make_plan()
         self._agree_on_ends()
         # A spare sample for steps without own samples, from another rank if this rank has no samples.
-        sample = next(self._samples(), None)
+        sample = next(chain.from_iterable(buffer.samples.values() for buffer in self._buffers.values()), None)
         have_samples = self._context.all_gather(sample is not None)
         if self._upcoming and not all(have_samples):
             source = have_samples.index(True)
@@ -244,10 +241,6 @@ class StreamStepSource(StepSource):
     def _micro_batches(self, samples: list[Any], ranges: list[tuple[int, int]]) -> Iterator[MicroBatch]:
         for low, high in ranges:
             yield MicroBatch(self.loading.collate(samples[low:high] or [self._padding_sample]), high - low)
-
-    def _samples(self) -> Iterator[Any]:
-        for buffer in self._buffers.values():
-            yield from buffer.samples.values()
 
     def _lengths_in(self, epoch: int) -> torch.Tensor:
         if epoch not in self._lengths:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from hpctrain.cluster import detect
 from hpctrain.errors import UserError
-from hpctrain.rundir import RunDir, output_folder
+from hpctrain.rundir import RunDir, find_output
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.stopping.stop_signals import StopFlag, capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
@@ -61,8 +60,7 @@ def session(
             "session() can only stop the run. Use 'stop' or None."
         )
     seed_all(seed)
-    folder = output_folder(run_dir, os.environ)
-    run = RunDir(Path(folder).absolute()) if folder else None
+    run = find_output(run_dir, os.environ)
     ranks = detect(os.environ)
     # Install handlers only after the rendezvous: earlier stop signals end the process immediately, because
     # the ranks cannot agree on a stop yet.

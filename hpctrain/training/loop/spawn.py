@@ -20,7 +20,7 @@ import torch
 import torch.multiprocessing as mp
 
 from hpctrain.cluster.ports import bind_socket
-from hpctrain.cluster.processes import die_with_parent
+from hpctrain.cluster.processes import block_signals, die_with_parent
 from hpctrain.cluster.visible_gpus import VISIBLE_VARIABLE, visible_devices
 from hpctrain.errors import EXIT_CONTINUE, HpctrainError, UserError
 from hpctrain.files import write_atomic
@@ -63,7 +63,9 @@ def spawn_ranks(
             for rank in range(len(places))
         ]
         try:
-            with _hide_main_module(), _block_interrupts():
+            resource_tracker.ensure_running()  # started later, it would unblock signals
+            # The ranks ignore Ctrl-C as soon as they can.
+            with _hide_main_module(), block_signals(signal.SIGINT):
                 for process in processes:
                     process.start()
             _wait_for_all(processes, stop)
@@ -162,14 +164,3 @@ def _hide_main_module() -> Iterator[None]:
         yield
     finally:
         main.update(hidden)
-
-
-@contextmanager
-def _block_interrupts() -> Iterator[None]:
-    """Block Ctrl-C for processes started within the block, until they can ignore the signal."""
-    resource_tracker.ensure_running()  # started later, it would unblock signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -103,7 +103,11 @@ class ComputeTimer:
 
     def begin(self) -> None:
         if self._on_gpu:
-            self._begin_on_gpu()
+            self._read_sample()
+            self._since_sample += 1
+            self._is_sampled = not self._events and self._since_sample >= _SAMPLE_INTERVAL
+            if self._is_sampled:
+                self._events = [_event_now()]
         self._started_at, self._elsewhere = time.perf_counter(), activity.data_s + activity.exchange_s
 
     def end(self) -> None:
@@ -135,13 +139,6 @@ class ComputeTimer:
         elif self._is_sampled:
             # With several backward passes per step, the last pass is used.
             self._events[1:] = [_event_now()]
-
-    def _begin_on_gpu(self) -> None:
-        self._read_sample()
-        self._since_sample += 1
-        self._is_sampled = not self._events and self._since_sample >= _SAMPLE_INTERVAL
-        if self._is_sampled:
-            self._events = [_event_now()]
 
     def _read_sample(self) -> None:
         """Read the last sample if the GPU has completed it, without waiting."""

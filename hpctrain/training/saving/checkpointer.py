@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +23,7 @@ from hpctrain.checkpoint.store import CheckpointStore, CommittedSave, LoadedChec
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, CheckpointError, UserError
 from hpctrain.record_types import RankPhase
-from hpctrain.rundir import RunDir, output_folder
+from hpctrain.rundir import find_output
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.unfinished_training import pending_saves
@@ -86,11 +85,12 @@ class Checkpointer:
             name: value.module if isinstance(value, DistributedDataParallel) else value
             for name, value in stateful.items()
         }
-        self._optimizers: dict[str, Any] = self._objects_of(torch.optim.Optimizer)
-        self._schedulers: dict[str, Any] = self._objects_of(LRScheduler)
+        self._optimizers, self._schedulers = (
+            [value for value in self._objects.values() if isinstance(value, kind)]
+            for kind in (torch.optim.Optimizer, LRScheduler)
+        )
         self._configured: dict[str, Any] = {}
-        folder = output_folder(run_dir, os.environ)
-        self._run = RunDir(Path(folder).absolute()) if folder else None
+        self._run = find_output(run_dir, os.environ)
         self._context = init_distributed(detect(os.environ), os.environ)
         self._store: CheckpointStore | None = None
         self._verification = VerificationSteps.from_env(os.environ)
@@ -138,7 +138,7 @@ class Checkpointer:
         remedy = "Pass them to Checkpointer."
         if message := remark_on_unsaved([*self._objects.values(), *self._replicas], remedy):
             self._print(message)
-        self._configured = configured_values([*self._optimizers.values()], [*self._schedulers.values()])
+        self._configured = configured_values(self._optimizers, self._schedulers)
         begun = time.monotonic()
         with activity.in_phase(RankPhase.LOAD):
             loaded, broken = self._store.load_newest(self._template())
@@ -236,9 +236,6 @@ class Checkpointer:
         self.wait()
         return {**state, _CONFIGURED: self._configured}
 
-    def _objects_of(self, kind: type) -> dict[str, Any]:
-        return {name: value for name, value in self._objects.items() if isinstance(value, kind)}
-
     def _template(self) -> dict[str, Any]:
         """Return the state, with parameters in place of the optimizer state; see `TrainingState.template`."""
         template: dict[str, Any] = dict.fromkeys([_CONFIGURED, *self._objects])
@@ -265,9 +262,7 @@ class Checkpointer:
                     f"{name} in {loaded.path} does not match the script: {str(error).rstrip('.')}. Restore "
                     f"the previous {name}, or start a new run in a new folder."
                 ) from error
-        ignored = ignored_values(
-            [*self._optimizers.values()], [*self._schedulers.values()], self._configured, configured
-        )
+        ignored = ignored_values(self._optimizers, self._schedulers, self._configured, configured)
         self._configured = configured or self._configured
         self._log.write_ignored(ignored)
         for ignored_value in ignored:

@@ -35,6 +35,14 @@ EVERY_S = 600.0
 _training_of: dict[str, LibraryCheckpoints] = {}
 
 
+def check_num_ranks(num_used: int, user: str, remedy: str) -> None:
+    if num_used != (world_size := detect(os.environ).world_size):
+        raise UserError(
+            f"The {user} uses only {num_used} of the job's {world_size} ranks. If the nodes have no GPUs, "
+            f"use {remedy}."
+        )
+
+
 class LibraryCheckpoints:
     """Files or folders `PREFIX-STEP` in the run's `checkpoints`, in the format of a library; collective."""
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpctrain.errors import UserError
 from hpctrain.torch_compat import FSDP_ATTRIBUTES, all_gather_single, fsdp_states, register_first_post_hook
-from hpctrain.training.base.tensors import group_by_type, is_sharded
+from hpctrain.training.base.tensors import group_by_type
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, parameters_of
 from hpctrain.training.strategies.ddp import DataParallelBase
-from hpctrain.training.strategies.strategy import Strategy, broadcast_tensors, joint_norm
+from hpctrain.training.strategies.strategy import Strategy, broadcast_tensors
 
 _BUCKET_BYTES = 25 << 20
 #: Optimizers whose updates are impossible with shards, and the reason.
@@ -59,11 +59,6 @@ class ZeRO1(DataParallelBase):
     def before_update(self) -> None:
         if self._shards is not None:
             self._shards.assign_gradients()
-
-    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        if self._shards is None:
-            return super().gradient_norm(parameters)
-        return joint_norm(parameters, _has_sharded_gradient, self.context.device)
 
 
 class FullyShardedBase(Strategy):
@@ -146,11 +141,6 @@ class FullyShardedBase(Strategy):
             for gradient, mean in zip(gradients, message, strict=True):
                 gradient.copy_(mean)
         self._shards.assign_gradients()
-
-    def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        if not self.context.is_distributed:
-            return super().gradient_norm(parameters)
-        return joint_norm(parameters, _has_sharded_gradient, self.context.device)
 
     def finish(self) -> str | None:
         """Gather the parameters on every rank, if they fit into its device's memory."""
@@ -310,10 +300,6 @@ class _ParameterShards:
         num_rows = -(-len(tensor) // self._mesh.size())
         start = min(self._mesh.get_local_rank() * num_rows, len(tensor))
         return tensor[start : start + num_rows]
-
-
-def _has_sharded_gradient(parameter: torch.Tensor) -> bool:
-    return parameter.grad is not None and is_sharded(parameter.grad)
 
 
 def _check_parameters(module: Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -14,7 +14,7 @@ from hpctrain.cluster import Ranks
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.training.algorithms.algorithm import Algorithm, assign_flat
-from hpctrain.training.base.tensors import group_by_type, local_part
+from hpctrain.training.base.tensors import group_by_type, is_sharded, local_part
 from hpctrain.training.data.batch_plan import DataRank
 from hpctrain.training.module import Module
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, only_trainable
@@ -176,6 +176,8 @@ class Strategy:
 
     def gradient_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the norm of all gradients together, equal on all ranks."""
+        if self.context.is_distributed and not self.has_complete_state:
+            return joint_norm(parameters, _has_sharded_gradient, self.context.device)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(gradients).to(self.context.device)
 
@@ -190,6 +192,10 @@ class Strategy:
     def finish(self) -> str | None:
         """Restore the complete module at the end of training; return a message if this is impossible."""
         return None
+
+
+def _has_sharded_gradient(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None and is_sharded(parameter.grad)
 
 
 def joint_norm(
