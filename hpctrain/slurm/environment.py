@@ -9,22 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpctrain.rundir import (
-    ARRAY_TASK_VARIABLE,
-    ATTEMPT_VARIABLE,
-    BATCH_PID_VARIABLE,
-    CHECKPOINTS_VARIABLE,
-    CHILD_VARIABLE,
-    CODE_SOURCE_VARIABLE,
-    CODE_VARIABLE,
-    GPUS_PER_TASK_VARIABLE,
-    INDEPENDENT_RANKS_VARIABLE,
-    LIFELINE_VARIABLE,
-    MICRO_BATCH_VARIABLE,
-    PREDECESSOR_VARIABLE,
-    RUN_DIR_VARIABLE,
-    SUPERVISOR_ADDRESS_VARIABLE,
-)
+from hpctrain import rundir
 from hpctrain.slurm.sbatch_options import OPTIONS
 
 #: Names of the variables to which hpctrain sets default values, so that a job submitted from a rank does not
@@ -41,10 +26,11 @@ _ANSWER_PREFIXES = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
 #: Set for a rank of a surrounding run.
 _RANK_VARIABLES = frozenset(
     {
-        *(RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, ARRAY_TASK_VARIABLE, BATCH_PID_VARIABLE, CODE_VARIABLE),
-        *(CODE_SOURCE_VARIABLE, CHILD_VARIABLE, GPUS_PER_TASK_VARIABLE, INDEPENDENT_RANKS_VARIABLE),
-        *(LIFELINE_VARIABLE, MICRO_BATCH_VARIABLE, PREDECESSOR_VARIABLE),
-        *(CHECKPOINTS_VARIABLE, SUPERVISOR_ADDRESS_VARIABLE),
+        *(rundir.RUN_DIR_VARIABLE, rundir.ATTEMPT_VARIABLE, rundir.ARRAY_TASK_VARIABLE),
+        *(rundir.BATCH_PID_VARIABLE, rundir.CODE_VARIABLE, rundir.CODE_SOURCE_VARIABLE),
+        *(rundir.CHILD_VARIABLE, rundir.GPUS_PER_TASK_VARIABLE, rundir.INDEPENDENT_RANKS_VARIABLE),
+        *(rundir.LIFELINE_VARIABLE, rundir.MICRO_BATCH_VARIABLE, rundir.PREDECESSOR_VARIABLE),
+        *(rundir.CHECKPOINTS_VARIABLE, rundir.SUPERVISOR_ADDRESS_VARIABLE),
         *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
         *("GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     }
