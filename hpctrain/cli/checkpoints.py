@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from hpctrain.checkpoint.listing import newest_script_checkpoint
+from hpctrain.checkpoint.listing import (
+    BestMetric,
+    CheckpointInfo,
+    list_checkpoints,
+    list_quarantined,
+    newest_script_checkpoint,
+)
 from hpctrain.cli.common import (
     DefaultGroup,
     complete_runs,
@@ -21,11 +27,9 @@ from hpctrain.cli.common import (
     short_path,
 )
 from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
+from hpctrain.jobs.runs.run import require_single
 from hpctrain.rundir import RunDir
 from hpctrain.text import format_number, format_size, format_time, pluralize
-
-if TYPE_CHECKING:
-    from hpctrain.checkpoint.listing import BestMetric, CheckpointInfo
 
 
 def _run_argument(function: Any) -> Any:
@@ -59,8 +63,6 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     The run resumes from the newest valid checkpoint. --verify reads every file and compares it with its
     checksum. The exit code is 1 if a checkpoint is damaged.
     """
-    from hpctrain.checkpoint.listing import list_quarantined
-
     folder = _folder_of(run, runs_dir)
     checkpoints, rule = _ranked_checkpoints(folder, verify=verify)
     quarantined = list_quarantined(folder)
@@ -172,11 +174,7 @@ def _folder_of(run: str, runs_dir: Path) -> RunDir:
         if folder.checkpoints.is_dir() and not folder.spec.exists():
             return folder
     opened = open_run(run, runs_dir)
-    if tasks := opened.dir.tasks():
-        raise UserError(
-            f"Run {opened.run_id} is a job array, and each task has its own checkpoints. Specify a task, "
-            f"such as {opened.run_id}/task-{tasks[0]}."
-        )
+    require_single(opened)
     return opened.dir
 
 
@@ -184,7 +182,6 @@ def _ranked_checkpoints(
     folder: RunDir, *, verify: bool = False
 ) -> tuple[list[CheckpointInfo], BestMetric | None]:
     """List the checkpoints. Without scores, the best one is the one that `status` and `report` show."""
-    from hpctrain.checkpoint.listing import BestMetric, list_checkpoints
     from hpctrain.telemetry.report.run_results import read_results
 
     checkpoints, rule = list_checkpoints(folder, verify=verify)

@@ -36,9 +36,7 @@ _RUNS_DIR = "hpctrain.runs_dir"
 def _runs_dir_option(**settings: Any) -> Callable[[_Function], _Function]:
     text = "Parent folder of the run folders."
     kind = click.Path(path_type=Path)
-    return click.option(
-        "--runs-dir", type=kind, default=Path("runs"), show_default=True, help=text, **settings
-    )
+    return click.option("--runs-dir", type=kind, default=Path("runs"), help=text, **settings)
 
 
 runs_dir_option = _runs_dir_option()
@@ -67,14 +65,17 @@ def parse_pairs(ctx: click.Context, param: click.Parameter, values: Sequence[str
     return dict(text.split("=", 1) for text in values)
 
 
+def _keep_runs_dir(ctx: click.Context, _param: click.Parameter, runs_dir: Path) -> None:
+    ctx.meta[_RUNS_DIR] = runs_dir
+
+
+_kept_runs_dir_option = _runs_dir_option(is_eager=True, expose_value=False, callback=_keep_runs_dir)
+
+
 def run_argument(function: _Function) -> _Function:
     """Add the argument RUN, which is passed as an open run, and the option `--runs-dir` to a command."""
     add = click.argument("run", metavar="RUN", callback=_open_run, shell_complete=complete_runs)
-    return add(_runs_dir_option(is_eager=True, expose_value=False, callback=_keep_runs_dir)(function))
-
-
-def _keep_runs_dir(ctx: click.Context, _param: click.Parameter, runs_dir: Path) -> None:
-    ctx.meta[_RUNS_DIR] = runs_dir
+    return add(_kept_runs_dir_option(function))
 
 
 def _open_run(ctx: click.Context, _param: click.Parameter, run: str) -> Run | None:
@@ -86,7 +87,7 @@ def runs_argument(function: _Function) -> _Function:
     add = click.argument(
         "runs", metavar="RUN...", nargs=-1, required=True, callback=_open_runs, shell_complete=complete_runs
     )
-    return add(_runs_dir_option(is_eager=True, expose_value=False, callback=_keep_runs_dir)(function))
+    return add(_kept_runs_dir_option(function))
 
 
 def _open_runs(ctx: click.Context, _param: click.Parameter, runs: Sequence[str]) -> list[Run]:
@@ -128,7 +129,7 @@ def walk_commands(
     group: click.Group, parent: click.Context | None = None
 ) -> Iterator[tuple[str, click.Context]]:
     """Yield all commands, including groups and their subcommands, by name in the order of the help."""
-    context = click.Context(group, parent, group.name if parent else "hpctrain")
+    context = click.Context(group, parent, group.name if parent else "hpctrain", show_default=True)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
@@ -215,7 +216,7 @@ def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
     """Return the result of an ended run, the location of its files, and the next commands."""
     from hpctrain.jobs.runs.error_report import failures_since_submission, job_log_tail, rank_traceback
 
-    run = RunDir(Path(status.run_dir))
+    run = status.dir
     lines: list[tuple[str, str]] = []
     if status.cause:
         lines += [("cause", one_line(status.cause)), ("log", short_path(status.log or run.logs))]

@@ -26,6 +26,7 @@ from hpctrain.cli.common import (
 )
 from hpctrain.cluster import expand_hostlist
 from hpctrain.errors import UserError
+from hpctrain.slurm.states import RunState
 from hpctrain.text import format_count, format_duration
 
 if TYPE_CHECKING:
@@ -70,8 +71,6 @@ def wait_command(runs: list[Run], timeout: float | None, unknown_limit: float | 
 @json_option
 def cancel_command(runs: list[Run], as_json: bool) -> None:
     """Cancel every RUN after saving its state. Does nothing to runs that have already finished."""
-    from hpctrain.slurm.states import RunState
-
     documents = []
     for run in runs:
         before = run.cancel()
@@ -100,8 +99,6 @@ def requeue_command(run: Run, as_json: bool) -> None:
 
     If RUN has already been requeued, end Slurm's two-minute delay for requeued jobs.
     """
-    from hpctrain.slurm.states import RunState
-
     before = run.requeue()
     if as_json:
         echo_json({"run_id": run.run_id, "job_id": before.job_id, "requeued": True})
@@ -126,12 +123,11 @@ def requeue_command(run: Run, as_json: bool) -> None:
     help="Fault to inject: kill-rank, kill-node-ranks, stop-rank or preempt. With Slurm, also "
     "kill-supervisor or requeue. Repeatable.  [default: all except stop-rank]",
 )
-@click.option("--times", type=click.IntRange(min=1), default=1, show_default=True, help="Number of faults.")
+@click.option("--times", type=click.IntRange(min=1), default=1, help="Number of faults.")
 @click.option(
     "--every",
     type=click.FloatRange(min=0),
     default=60.0,
-    show_default=True,
     metavar="SECONDS",
     help="Mean time between faults. Each interval varies by up to 50%.",
 )
@@ -173,25 +169,13 @@ def _rank_list(_context: click.Context, _param: click.Parameter, text: str) -> l
 @click.command("profile")
 @run_argument
 @click.option(
-    "--ranks",
-    callback=_rank_list,
-    default="0",
-    show_default=True,
-    metavar="R,…",
-    help="Ranks to profile, such as 0,3 or 0-7.",
+    "--ranks", callback=_rank_list, default="0", metavar="R,…", help="Ranks to profile, such as 0,3 or 0-7."
 )
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Number of optimizer steps to profile.",
-)
+@click.option("--steps", type=click.IntRange(min=1), default=5, help="Number of optimizer steps to profile.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0),
     default=600.0,
-    show_default=True,
     metavar="S",
     help="Maximum time to wait for the ranks, in seconds.",
 )

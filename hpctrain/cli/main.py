@@ -119,7 +119,7 @@ class _LazyGroup(click.Group):
             ctx.exit(HpctrainError.exit_code)
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, prog_name="hpctrain")
 @click.option(
     "--on",

@@ -51,20 +51,21 @@ def run_on_login_node(name: str, args: Sequence[str]) -> int:
     remedy = "Run the command again."
     if is_sending:
         remedy = f"`hpctrain --on {login_node.name} list` shows whether the run was submitted."
-    if options.get("follow"):
-        code = _follow(login_node, args, remedy if is_sending else "")
-    else:
-        command = login_node.connection.command(login_node.hpctrain(args), terminal=has_terminal)
-        # Other commands would take the input of the caller, such as that of a loop in the shell.
-        stdin = None if has_terminal or args[0] in _READING else subprocess.DEVNULL
-        try:
+    stream = LogStream(login_node)
+    command = login_node.connection.command(login_node.hpctrain(args), terminal=has_terminal)
+    # Other commands would take the input of the caller, such as that of a loop in the shell.
+    stdin = None if has_terminal or args[0] in _READING else subprocess.DEVNULL
+    try:
+        if options.get("follow"):
+            code = stream.run(args)
+        else:
             while (code := subprocess.call(command, stdin=stdin)) == SSH_FAILED and args[0] in _REPEATABLE:
                 login_node.connection.reopen(print_note)
-        except KeyboardInterrupt:
-            if not is_sending:
-                raise
-            click.echo(f"\n{remedy}", err=True)
-            return INTERRUPTED
+    except KeyboardInterrupt:
+        if not (is_sending or stream.follow):
+            raise
+        click.echo(stream.follow.get("detached") or f"\n{remedy}", err=True)
+        return INTERRUPTED
     login_node.connection.check(code, remedy)
     return code
 
@@ -96,15 +97,6 @@ def _parse(command: click.Command, arguments: list[str]) -> dict[str, Any]:
         values, _, _ = command.make_parser(context).parse_args(arguments)
         help_option = command.get_help_option(context)
     return {**values, "help": help_option is not None and values.get(str(help_option.name)) is True}
-
-
-def _follow(login_node: LoginNode, args: Sequence[str], interrupted: str) -> int:
-    stream = LogStream(login_node)
-    try:
-        return stream.run(args)
-    except KeyboardInterrupt:
-        click.echo(stream.follow.get("detached") or f"\n{interrupted}", err=True)
-        return INTERRUPTED
 
 
 class LogStream:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.cli.common import short_path
 from hpctrain.cli.on_login_node import needed_login_node, print_note
 from hpctrain.errors import CheckpointError, UserError
@@ -83,8 +84,6 @@ def _kept_checkpoints(status: dict[str, Any]) -> list[str]:
 
 def _is_complete(checkpoint: Path) -> bool:
     """True if a copy has all files of its manifest. A checkpoint of the script has no manifest."""
-    from hpctrain.checkpoint.format.manifest import Manifest
-
     if not re.fullmatch(r"step-\d{8,}", checkpoint.name):
         return True
     try:

@@ -7,7 +7,6 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,10 +19,12 @@ from hpctrain.jobs.options.resolved_options import previous_values
 from hpctrain.jobs.options.spec_builder import SPEC_FIELDS
 from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import default_stop_before_limit_s
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.jobspec.notify import NOTIFICATION_KINDS
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.slurm.sbatch_options import BATCH_KEYS, SBATCH_FLAGS, SBATCH_OPTIONS
+from hpctrain.slurm.states import RunState
 from hpctrain.text import is_finite
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ def command(context: click.Context, run: Run, options: tuple[str, ...]) -> None:
         hpctrain resume RUN [OPTIONS] SCRIPT [ARGS]
     """  # noqa: D301
     from hpctrain.cli import submit
-    from hpctrain.jobspec.load_spec import load_spec
 
     folder = run.dir
     spec = load_spec(folder.spec)
@@ -87,7 +87,6 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
     """Reject a run that is active, or complete with unchanged options."""
     from hpctrain.record_types import StepRecord
     from hpctrain.records.log_tail import read_last_records
-    from hpctrain.slurm.states import RunState
 
     handle = run_reference(status.run_dir)
     match status.state:
@@ -101,10 +100,10 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
                 f"If you have already cancelled it, wait until it ends: `hpctrain wait {handle}`."
             )
         case RunState.COMPLETED if not changed:
-            record = next(read_last_records(RunDir(Path(status.run_dir)).metrics, StepRecord), None)
+            record = next(read_last_records(status.dir.metrics, StepRecord), None)
             total = f" of {record.last_step}" if record is not None and record.last_step else ""
             step = "" if status.step is None else f" (step {status.step}{total})"
-            is_batch = RunDir(Path(status.run_dir)).batch_script.exists()
+            is_batch = status.dir.batch_script.exists()
             remedy = "To train longer, increase max_steps or max_epochs and submit the script"
             remedy = "To run the script again, submit it" if is_batch else remedy
             raise SpecError(

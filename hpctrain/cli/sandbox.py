@@ -12,7 +12,7 @@ from hpctrain import sandbox
 from hpctrain.cli.common import echo_json, json_option
 from hpctrain.errors import UserError
 
-_name_option = click.option("--name", default="default", show_default=True, help="Name of the sandbox.")
+_name_option = click.option("--name", default="default", help="Name of the sandbox.")
 
 
 @click.group(name="sandbox")
@@ -25,17 +25,18 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--nodes", default=4, show_default=True, help="Number of nodes.")
-@click.option("--gpus-per-node", default=2, show_default=True, help="Simulated GPUs per node.")
-@click.option("--cpus-per-node", default=8, show_default=True, help="CPUs per node, as configured in Slurm.")
+@click.option("--nodes", default=4, help="Number of nodes.")
+@click.option("--gpus-per-node", default=2, help="Simulated GPUs per node.")
+@click.option("--cpus-per-node", default=8, help="CPUs per node, as configured in Slurm.")
 @click.option(
     "--preempt-grace",
     "preempt_grace_s",
     default=30,
-    show_default=True,
     help="Seconds from SIGTERM to SIGKILL when a job is preempted.",
 )
-@click.option("--gpu-type", default="", metavar="TYPE", help="GPU type in Slurm, such as a100.")
+@click.option(
+    "--gpu-type", default="", show_default=False, metavar="TYPE", help="GPU type in Slurm, such as a100."
+)
 @click.option(
     "--conf",
     "settings",

@@ -34,10 +34,7 @@ _MAX_LOGS, _LOG_LINES = 8, 100
 @click.command("serve")
 @runs_dir_option
 @click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=0,
-    help="Port to listen on. 0 chooses a free port.  [default: 0]",
+    "--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on. 0 chooses a free port."
 )
 def command(runs_dir: Path, port: int) -> None:
     """Show all runs in the browser, with live updates, until Ctrl-C.
@@ -157,9 +154,9 @@ class RunPages:
 
 def hparams_text(status: RunStatus) -> str:
     """Return the hyper-parameters of a run; empty for a job array."""
-    run = RunDir(Path(status.run_dir))
     if status.tasks is not None:
         return ""
+    run = status.dir
     return _cached_hparams(run, tuple(_stat([run.spec, run.environment])))
 
 
@@ -175,7 +172,7 @@ def _read_logs(status: RunStatus) -> Iterator[tuple[str, str]]:
     """Yield the last lines of the newest logs of a run, that of its failure first."""
     from hpctrain.records.log_tail import read_last_lines
 
-    run = RunDir(Path(status.run_dir))
+    run = status.dir
     paths = [*([Path(status.log)] if status.log else []), *_newest_logs(run)]
     for path in list(dict.fromkeys(paths))[:_MAX_LOGS]:
         is_inside = path.is_relative_to(run.path)
@@ -192,7 +189,8 @@ def _newest_logs(run: RunDir) -> list[Path]:
 def _tag_of(statuses: Sequence[RunStatus]) -> str:
     """Return a digest of the states, and of the sizes and times of the files of runs."""
     paths: list[Path] = []
-    for run in (RunDir(Path(status.run_dir)) for status in statuses):
+    for status in statuses:
+        run = status.dir
         for task in (run, *map(run.task, run.tasks())):
             paths += [task.events, task.metrics, *task.all_telemetry()]
         paths += _newest_logs(run)

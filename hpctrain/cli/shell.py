@@ -89,8 +89,7 @@ def command(
     )
     for line in (*submission.notes, *submission.forecast):
         click.echo(line, err=True)
-    if reason := submission.preflight.refusal():
-        raise SchedulerError(f"Slurm would reject this job: {reason}")
+    submission.raise_refusal("Slurm would reject this job")
     _become_shell(submission.spec, argv, submission.script)
 
 
@@ -134,9 +133,7 @@ command.params += submit.hidden_options(_WITHOUT_EFFECT)
 
 @click.command("attach")
 @run_argument
-@click.option(
-    "--rank", type=click.IntRange(min=0), default=0, show_default=True, metavar="R", help="Rank to use."
-)
+@click.option("--rank", type=click.IntRange(min=0), default=0, metavar="R", help="Rank to use.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND [ARGS]...]")
 def attach_command(run: Run, rank: int, program: tuple[str, ...]) -> None:
     """Open a shell on the node of a running rank of RUN, or run COMMAND there.
@@ -146,8 +143,6 @@ def attach_command(run: Run, rank: int, program: tuple[str, ...]) -> None:
     """
     # Imported here because these packages are slow to import.
     from hpctrain.jobs.runs.run import require_running_ranks
-    from hpctrain.jobspec.load_spec import load_spec
-    from hpctrain.slurm.environment import strip_job_env
     from hpctrain.supervisor.launch.container_command import containerize
     from hpctrain.supervisor.launch.task_command import module_command
 

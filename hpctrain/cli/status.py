@@ -24,11 +24,12 @@ from hpctrain.cli.common import (
     runs_dir_option,
     short_path,
 )
+from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import RunState
 from hpctrain.text import NOTHING, format_duration, format_number, format_size, format_time
 
 if TYPE_CHECKING:
     from hpctrain.jobs.runs.run_status import RunStatus
-    from hpctrain.rundir import RunDir
 
 #: A larger `metrics.jsonl` is only read for `--json`, because reading it takes a second or more.
 _MAX_METRICS_BYTES = 50_000_000
@@ -143,7 +144,6 @@ def list_command(runs_dir: Path, as_json: bool) -> None:
 
 def _row(status: RunStatus, time_now: float) -> tuple[str, ...]:
     from hpctrain.jobs.runs.status_poller import describe_unknown
-    from hpctrain.slurm.states import RunState
 
     note = status.words if status.tasks is not None else ""
     if status.state is RunState.UNKNOWN and status.tasks is None:

@@ -27,7 +27,6 @@ from hpctrain.cli.common import (
     run_reference,
     short_path,
 )
-from hpctrain.errors import SchedulerError
 from hpctrain.jobs.options.batch_options import BatchScript
 from hpctrain.jobs.options.find_replacement import find_replacement
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, Option, OptionValue
@@ -266,8 +265,7 @@ def command(ctx: click.Context, /, **params: Any) -> None:
             err=True,
         )
         click.echo(submission.script, nl=False)
-        if reason := submission.preflight.refusal():
-            raise SchedulerError(f"Slurm would reject this job: {reason}")
+        submission.raise_refusal("Slurm would reject this job")
         return
     from hpctrain.jobs.submit.submit_prepared import submit_prepared
 

@@ -30,9 +30,11 @@ from hpctrain.errors import SchedulerError, SpecError, UserError
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.resolved_options import resolve_options
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import RunState
 from hpctrain.sweeps.search_space import inline_files
 from hpctrain.sweeps.stopping_rules import StoppingRule
 from hpctrain.sweeps.sweep_record import DEFAULT_FORMAT, SweepRecord, read_sweep
+from hpctrain.telemetry.hparams import varying_hparams
 from hpctrain.telemetry.report.run_results import (
     Mode,
     RunResults,
@@ -102,7 +104,6 @@ _concurrent_option = click.option(
     "--as",
     "form",
     default=DEFAULT_FORMAT,
-    show_default=True,
     metavar="FORMAT",
     help="Format in which hyper-parameters are passed to SCRIPT, such as '{name}={value}' for Hydra.",
 )
@@ -217,11 +218,11 @@ def _rows(run: Run, metric: str | None, mode: Mode | None) -> list[_ResultRow]:
     if not run.dir.tasks():
         raise UserError(f"Run {run.run_id} is neither a sweep nor a job array. Use `hpctrain status`.")
     statuses = query_statuses(run.tasks(), skip_unreadable=True)
-    rows = [(status, read_results(RunDir(Path(status.run_dir)), metric, mode)) for status in statuses]
+    rows = [(status, read_results(status.dir, metric, mode)) for status in statuses]
     ranking = common_ranking(results.best for _, results in rows)
     for index, (status, results) in enumerate(rows):
         if results.best and (results.best.metric, results.best.mode) != ranking:
-            rows[index] = (status, read_results(RunDir(Path(status.run_dir)), *ranking))
+            rows[index] = (status, read_results(status.dir, *ranking))
     return sorted(rows, key=lambda row: rank_key(row[1].best))
 
 
@@ -231,8 +232,6 @@ def _as_document(row: _ResultRow) -> dict[str, Any]:
 
 def _echo_rows(rows: Sequence[_ResultRow], names: Sequence[str]) -> None:
     """Print a line per trial. `names` are shown besides the hyper-parameters that differ."""
-    from hpctrain.telemetry.hparams import varying_hparams
-
     columns = list(dict.fromkeys([*varying_hparams([results.hparams for _, results in rows]), *names]))
     best = next((results.best for _, results in rows if results.best), None)
     lines = [["RUN", "STATE", "STEP", *columns, *([f"{best.metric} ({best.mode})", "AT"] if best else [])]]
@@ -318,7 +317,6 @@ def resume(ctx: click.Context, run: Run, concurrent: int | None, options: tuple[
     """
     record = _record_of(run)
     from hpctrain.jobs.runs.run import query_statuses
-    from hpctrain.slurm.states import RunState
 
     statuses = dict(zip(run.dir.tasks(), query_statuses(run.tasks()), strict=True))
     # A trial without a job was never submitted.

@@ -17,7 +17,6 @@ import click
 from hpctrain.cli.common import complete_runs, echo_json, json_option, open_run, runs_dir_option
 from hpctrain.cli.serve import QUERY_INTERVAL_S, hparams_text
 from hpctrain.errors import UserError
-from hpctrain.rundir import RunDir
 from hpctrain.text import NOTHING, format_count, format_duration, format_number, pluralize
 
 if TYPE_CHECKING:
@@ -50,12 +49,7 @@ _Format = Callable[[Sequence["TopSnapshot"], int, int], list[tuple[str, str]]]
     help="Print the view once and exit. This is the default if the output is not a terminal.",
 )
 @click.option(
-    "--interval",
-    type=click.FloatRange(min=0.2),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time between updates.",
+    "--interval", type=click.FloatRange(min=0.2), default=1.0, metavar="SECONDS", help="Time between updates."
 )
 @json_option
 def command(
@@ -148,7 +142,7 @@ def _snapshots(runs: Sequence[Run], terms: Sequence[str]) -> Iterator[list[TopSn
     """Yield the state of the runs repeatedly, active and newer runs first, and once after their end."""
     from hpctrain.jobs.runs.run import query_statuses
 
-    live_runs = {str(run.dir): _LiveRun(run) for run in reversed(runs)}
+    live_runs = {run.dir: _LiveRun(run) for run in reversed(runs)}
     statuses: list[RunStatus] = []
     queried = -QUERY_INTERVAL_S
     while True:
@@ -165,7 +159,7 @@ def _snapshots(runs: Sequence[Run], terms: Sequence[str]) -> Iterator[list[TopSn
                 raise UserError(
                     "No run matches (--filter, --runs-dir). Use `hpctrain list` to list all runs."
                 )
-        yield [live_runs[str(RunDir(Path(status.run_dir)))].snapshot(status) for status in statuses]
+        yield [live_runs[status.dir].snapshot(status) for status in statuses]
         if all(status.state.ended for status in statuses):
             return
 

@@ -34,7 +34,6 @@ _EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
     "--backend",
     type=click.Choice(["local", "slurm"]),
     default="local",
-    show_default=True,
     help="Train on this machine, or in a job with the Slurm options of RUN.",
 )
 @click.option("--ignore", "ignored", multiple=True, metavar="METRIC", help="Metric to skip. Repeatable.")
@@ -60,8 +59,10 @@ def command(
     snapshot, arguments, environment and data of RUN. RUN is not changed. The exit code is 0 if everything is
     identical to the last bit, 4 if not, and 2 if there is nothing to compare.
     """
+    from hpctrain.jobs.runs.run import require_single
     from hpctrain.jobs.verify.verify_run import describe_result, result_record, verify_run
 
+    require_single(run)
     first_step, last_step = _parse_steps(steps)
     for number in _EXIT_SIGNALS:
         # `nohup` ignores SIGHUP.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
@@ -70,10 +69,6 @@ class Container(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     f"The {description} {path!r} contains {match[0]!r}, so it cannot be mounted in a "
                     "container. Rename it."
                 )
-
-    def check_files(self) -> None:
-        if is_image_file(self.image) and not Path(self.image).exists():
-            raise SpecError(f"Image {self.image!r} (--container-image) not found. Check its path.")
 
     @property
     def image_name(self) -> str:

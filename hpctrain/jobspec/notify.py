@@ -24,16 +24,11 @@ _NO_COMMAND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*|[A-Za-z0-9-]+(\.[A-Za-z
 class NotifyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     targets: tuple[str, ...] = ()
     """URLs that receive a POST, and shell commands to run."""
-    on: tuple[str, ...] = NOTIFICATION_KINDS
+    on: tuple[NotificationKind, ...] = NOTIFICATION_KINDS
     stall_s: int = DEFAULT_STALL_S
     """Seconds without a logged step that count as a stall."""
 
     def __post_init__(self) -> None:
-        for occasion in self.on:
-            if occasion not in NOTIFICATION_KINDS:
-                raise SpecError(
-                    f"Unknown event {occasion!r} (notify_on). Valid events: {', '.join(NOTIFICATION_KINDS)}."
-                )
         if self.stall_s < 1:
             raise SpecError(f"notify_stall_after is {self.stall_s} s, but must be at least 1 s.")
         for target in filter(is_address, self.targets):

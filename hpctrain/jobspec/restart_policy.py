@@ -243,6 +243,7 @@ class RestartPolicy(Struct, frozen=True):
 
 
 def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """Return the changes for `RestartPolicy.with_changes`, which checks their names."""
     changes: dict[str, dict[str, int]] = {}
     for key, text in texts.items():
         kind, _, field = key.partition(".")
@@ -250,9 +251,7 @@ def parse_rule_changes(texts: Mapping[str, str]) -> dict[str, dict[str, int]]:
             raise SpecError(
                 f"--restart-policy {key} is {text!r}, but must be an integer of at least 0. {_FORM}"
             )
-        kind_name = str(_kind(kind))
-        _check(kind, field, int(text))
-        changes.setdefault(kind_name, {})[field] = int(text)
+        changes.setdefault(kind, {})[field] = int(text)
     return changes
 
 

@@ -65,9 +65,6 @@ class Daemon:
             reason = f": {output}" if output else self.log_tail()
             raise SchedulerError(f"{self.label} did not start (exit code {done.returncode}){reason}")
 
-    def is_process(self, process: ProcessInfo) -> bool:
-        return process.argv == self.argv
-
     def log_tail(self) -> str:
         """Return the end of the log, as a clause to append to a message."""
         try:

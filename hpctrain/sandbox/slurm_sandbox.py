@@ -72,7 +72,7 @@ class Sandbox(SandboxLayout):
         """Return the pid of each daemon, or None if it is not running."""
         running = processes()
         return {
-            daemon.label: next((process.pid for process in running if daemon.is_process(process)), None)
+            daemon.label: next((process.pid for process in running if process.argv == daemon.argv), None)
             for daemon in self.list_daemons()
         }
 

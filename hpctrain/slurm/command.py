@@ -65,14 +65,13 @@ class SlurmCall:
         except SchedulerError as error:
             self._trouble = error
 
-    def answer(self, timeout_s: float | None = None) -> tuple[str, str]:
+    def answer(self) -> tuple[str, str]:
         """Return stdout and stderr. Call this only once."""
         if self._process is None:
             raise self._trouble
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
         with self._process as process:
             try:
-                left_s = self._started_at + limit_s - system.monotonic()
+                left_s = self._started_at + self._timeout_s - system.monotonic()
                 # The command may have exited within its limit, although the limit has passed since.
                 least_s = 0.0 if process.poll() is None else _READING_S
                 out, err = process.communicate(timeout=max(left_s, least_s))
@@ -80,7 +79,7 @@ class SlurmCall:
                 process.kill()
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
-                raise SchedulerError(f"{self._name} {NO_ANSWER_MESSAGE} {limit_s:g} s") from error
+                raise SchedulerError(f"{self._name} {NO_ANSWER_MESSAGE} {self._timeout_s:g} s") from error
         if process.returncode and (err or _CONFIG_END not in out):
             raise SchedulerError(f"{self._name} failed: {_words(err) or f'exit code {process.returncode}'}")
         return out, err
@@ -98,15 +97,13 @@ def run_slurm(
     return SlurmCall(command, environ, timeout_s=timeout_s).answer()[0]
 
 
-def run_all(calls: Sequence[SlurmCall], *, probe_s: float | None = None) -> list[str | SchedulerError]:
+def run_all(calls: Sequence[SlurmCall]) -> list[str | SchedulerError]:
     """Return the stdout of each call, or its error."""
     answers: list[str | SchedulerError] = []
     for call in calls:
         try:
-            answers.append(call.answer(None if answers else probe_s)[0])
+            answers.append(call.answer()[0])
         except SchedulerError as error:
-            if probe_s is not None and not answers:
-                raise
             # The traceback's frames would keep the caller and the other calls alive.
             answers.append(error.with_traceback(None))
     return answers

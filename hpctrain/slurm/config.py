@@ -68,15 +68,15 @@ class SlurmConfig(Struct, frozen=True, kw_only=True):
     has_epilog: bool = False
     """True if a program of the site runs after each job, which then ends later."""
 
-    @property
-    def default_memory_mib(self) -> int | None:
-        """MiB per node or CPU for a job that does not request memory; None means all memory of its nodes."""
-        return self.def_mem_per_node_mib or self.def_mem_per_cpu_mib
+
+#: Time limit in seconds of the first query: a busy controller may take longer than ten seconds.
+_PROBE_TIMEOUT_S = 30.0
 
 
 def query_site(environ: Mapping[str, str]) -> list[SlurmCall]:
     """Start the queries for nodes, configuration and partitions, which run concurrently."""
-    return [SlurmCall(command, environ) for command in (_NODES, _CONFIG, _PARTITIONS)]
+    probe = SlurmCall(_NODES, environ, timeout_s=_PROBE_TIMEOUT_S)
+    return [probe, *(SlurmCall(command, environ) for command in (_CONFIG, _PARTITIONS))]
 
 
 def query_config(environ: Mapping[str, str]) -> SlurmConfig:

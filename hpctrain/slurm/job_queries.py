@@ -7,7 +7,7 @@ releases lack it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -183,10 +183,10 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
 
 def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
     """Return the controller's record of one job, or of one task of an array."""
-    output = run_slurm(["scontrol", "--all", "show", "job", job_id], environ)
-    for row in _parse_records(output):
-        return row
-    raise SchedulerError(f"scontrol returned no record of job {job_id}")
+    rows = _parse_records(run_slurm(["scontrol", "--all", "show", "job", job_id], environ))
+    if (row := next(rows, None)) is None:
+        raise SchedulerError(f"scontrol returned no record of job {job_id}")
+    return row
 
 
 def query_seconds_left(job_id: str, environ: Mapping[str, str]) -> float | None:
@@ -223,32 +223,28 @@ def _queue_row(cells: list[str]) -> JobRow:
     return JobRow(job_id, raw_id, state, workdir, reason, parse_number(restarts) or 0, eligible_at)
 
 
-def _parse_records(output: str) -> Iterable[JobRow]:
+def _parse_records(output: str) -> Iterator[JobRow]:
     for record in output.split("\n\n"):
-        yield from _controller_rows(record)
-
-
-def _controller_rows(record: str) -> Iterable[JobRow]:
-    if (head := _RECORD.match(record.lstrip("\n"))) is None:
-        return
-    values = {
-        name: match[1] if (match := pattern.search(record)) else "" for name, pattern in _FIELDS.items()
-    }
-    for job_id in _names(head):
-        yield JobRow(
-            job_id,
-            head["raw"],
-            values["state"],
-            values["workdir"],
-            "" if values["reason"] == "None" else values["reason"],
-            parse_number(values["restarts"]) or 0,
-            values["eligible_at"],
-            values["submitted_at"],
-            values["requeue"] != "0",
-            bool(values["expedited"]),
-            # A job that is suspended for another has both times, also after it is resumed.
-            values["suspended"] < values["preempted"],
-        )
+        if (head := _RECORD.match(record.lstrip("\n"))) is None:
+            continue
+        values = {
+            name: match[1] if (match := pattern.search(record)) else "" for name, pattern in _FIELDS.items()
+        }
+        for job_id in _names(head):
+            yield JobRow(
+                job_id,
+                head["raw"],
+                values["state"],
+                values["workdir"],
+                "" if values["reason"] == "None" else values["reason"],
+                parse_number(values["restarts"]) or 0,
+                values["eligible_at"],
+                values["submitted_at"],
+                values["requeue"] != "0",
+                bool(values["expedited"]),
+                # A job that is suspended for another has both times, also after it is resumed.
+                values["suspended"] < values["preempted"],
+            )
 
 
 def _names(head: re.Match[str]) -> list[str]:

@@ -78,12 +78,9 @@ def _listed(
         rows = ask([job.job_id for job in jobs], environ) if jobs else JobTable(())
     except SchedulerError as error:
         return {}, str(error)
-    mine = {job: _rows_of(job, rows) for job in jobs}
-    views = {
-        job: combine_views([row.view() for row in rows_of_job])
-        for job, rows_of_job in mine.items()
-        if rows_of_job
-    }
+    # A reinstalled cluster reuses job ids.
+    mine = {job: [row for row in rows.rows_of(job.job_id) if _belongs_to_job(row, job)] for job in jobs}
+    views = {job: combine_views([row.view() for row in own]) for job, own in mine.items() if own}
     if ask is query_squeue:
         views |= {job: _REMOVED_VIEW for job in jobs if job not in views and _was_removed(job, rows)}
     return views, None
@@ -139,17 +136,15 @@ def _by_name(
         except SchedulerError as error:
             trouble = str(error)
     if remembered_s is None:
-        return views | {job: _unreachable(trouble or "", ends.get(job)) for job in jobs}
+        for job in jobs:
+            words = trouble or ""
+            if (end := ends.get(job)) is not None:
+                words += (
+                    f"; the last known state is {end.job_state}, but the job may have been requeued since"
+                )
+            views[job] = JobStateView(RunState.UNKNOWN, words)
+        return views
     return views | {job: ends.get(job) or _unknown_view(job, remembered_s) for job in jobs}
-
-
-def _unreachable(trouble: str, end: JobStateView | None) -> JobStateView:
-    explanation = (
-        f"{trouble}; the last known state is {end.job_state}, but the job may have been requeued since"
-        if end is not None
-        else trouble
-    )
-    return JobStateView(RunState.UNKNOWN, explanation)
 
 
 def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
@@ -165,11 +160,6 @@ def _unknown_view(job: JobRecord, remembered_s: float) -> JobStateView:
         f"{explanation}, although Slurm keeps records of finished jobs for {remembered_s:.0f} s. "
         "Check that the run was submitted to this cluster.",
     )
-
-
-def _rows_of(job: JobRecord, rows: JobTable) -> list[JobRow]:
-    """Return the job's rows that belong to this run: a reinstalled cluster reuses job ids."""
-    return [row for row in rows.rows_of(job.job_id) if _belongs_to_job(row, job)]
 
 
 def _belongs_to_job(row: JobRow, job: JobRecord) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError
 from hpctrain.slurm import parsing
-from hpctrain.slurm.command import run_all, run_slurm
-from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config, query_site
+from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.config import SiteAnswers, SlurmConfig, parse_config
 from hpctrain.slurm.parsing import format_time_limit, parse_duration
 from hpctrain.text import pluralize
 
@@ -143,15 +143,6 @@ class Site(Struct, frozen=True, kw_only=True):
         if not by_tier or partition.preempt_mode == "OFF":
             return False
         return any(competitor.priority_tier > partition.priority_tier for competitor in self.partitions)
-
-    def node_groups(self) -> Iterator[NodeGroup]:
-        """Yield the node groups of all partitions. A node in two partitions is yielded twice."""
-        for partition in self.partitions:
-            yield from partition.groups
-
-
-def discover_site(environ: Mapping[str, str], habits: SiteConventions) -> tuple[Site, list[str]]:
-    return parse_site(run_all(query_site(environ)), habits)
 
 
 #: Time limit for slurmdbd, which some sites make unreachable from compute nodes.

@@ -94,11 +94,3 @@ def test_invalid_config_file_is_a_one_line_error_with_its_line(hpctrain, tmp_pat
     assert result.stderr == (
         f"Error: {tmp_path}/hpctrain.yaml:2: unknown option 'gpu_per_node'. Did you mean 'gpus_per_node'?\n"
     )
-
-
-def test_headline_command_renders_the_ddp_template(hpctrain):
-    shape = ["--nodes", "4", "--gpus-per-node", "8"]
-    script = hpctrain("submit", "--backend", "slurm", "--dry-run", *shape, "train.py").stdout
-    assert "from slurm_templates/ddp.sbatch.j2" in script
-    assert "srun --nodes=4 --ntasks=32 " in script
-    assert "#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=8\n#SBATCH --gres=gpu:8\n" in script

@@ -11,21 +11,35 @@ from hpctrain.sweeps.sweep_record import SweepRecord
 pytestmark = pytest.mark.slow
 
 
+def make_array(tmp_path, name: str) -> RunDir:
+    array = RunDir(tmp_path / "runs" / name)
+    array.path.mkdir(parents=True)
+    array.spec.write_text("script: /x/train.py\n")
+    array.log_event("submitted", 0, job_id="7", backend="local")
+    return array
+
+
+def add_trial(array: RunDir, number: int, args: str = "", state: str = "FAILED", **metrics: float) -> RunDir:
+    task = array.task(number)
+    task.path.mkdir()
+    args = args or f"--lr, '0.{number}'"
+    task.spec.write_text(f"script: /x/train.py\nargs: [{args}]\n")
+    task.log_event("submitted", 0, job_id=f"7_{number}", backend="local")
+    task.log_event("finished", 0, state=state, exit_code=0 if state == "COMPLETED" else 1)
+    if metrics:
+        task.storage.append(task.metrics, {"step": 9, **metrics})
+    return task
+
+
 @pytest.fixture
 def array(tmp_path) -> RunDir:
     """A completed array of three tasks with a learning rate each; the last one has no metrics."""
-    array = RunDir(tmp_path / "runs" / "a")
+    array = make_array(tmp_path, "a")
     for index, (lr, val) in enumerate([(0.1, 0.5), (0.01, 0.25), (0.001, None)]):
-        task = array.task(index)
-        task.path.mkdir(parents=True)
-        task.spec.write_text(f"script: /x/train.py\nargs: [--lr, '{lr}', --seed, '1']\n")
-        task.log_event("submitted", 0, job_id=f"7_{index}", backend="local")
-        task.log_event("finished", 0, state="COMPLETED", exit_code=0)
+        metrics = {} if val is None else {"loss": 1.0, "val_loss": val}
+        task = add_trial(array, index, f"--lr, '{lr}', --seed, '1'", "COMPLETED", **metrics)
         if val is not None:
-            task.storage.append(task.metrics, {"step": 9, "loss": 1.0, "val_loss": val})
             task.checkpoint(9).mkdir(parents=True)
-    array.spec.write_text("script: /x/train.py\n")
-    array.log_event("submitted", 0, job_id="7", backend="local")
     return array
 
 
@@ -81,25 +95,8 @@ def test_escape_sequences_are_not_printed(hpctrain, array):
         assert "\x1b" not in result.stdout
 
 
-def make_sweep(tmp_path) -> RunDir:
-    sweep = RunDir(tmp_path / "runs" / "b")
-    sweep.path.mkdir(parents=True)
-    sweep.spec.write_text("script: /x/train.py\n")
-    sweep.log_event("submitted", 0, job_id="7", backend="local")
-    return sweep
-
-
-def add_trial(array: RunDir, number: int, **metrics: float) -> None:
-    task = array.task(number)
-    task.path.mkdir(parents=True)
-    task.spec.write_text(f"script: /x/train.py\nargs: [--lr, '0.{number}']\n")
-    task.log_event("submitted", 0, job_id=f"7_{number}", backend="local")
-    task.log_event("finished", 0, state="FAILED", exit_code=1)
-    task.storage.append(task.metrics, {"step": 9, **metrics})
-
-
 def test_trial_without_the_metric_of_the_others_is_last(hpctrain, tmp_path):
-    array = make_sweep(tmp_path)
+    array = make_array(tmp_path, "b")
     # The first trial crashed before its first validation.
     add_trial(array, 0, loss=0.5)
     add_trial(array, 1, loss=0.2, val_loss=3.0)
@@ -111,7 +108,7 @@ def test_trial_without_the_metric_of_the_others_is_last(hpctrain, tmp_path):
 
 
 def test_sweep_is_ranked_by_its_metric_everywhere(hpctrain, tmp_path):
-    array = make_sweep(tmp_path)
+    array = make_array(tmp_path, "b")
     for number, accuracy in enumerate((0.5, 0.9, 0.7)):
         add_trial(array, number, val_loss=float(number), val_accuracy=accuracy)
     array.sweep.write_text(

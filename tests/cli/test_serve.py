@@ -62,16 +62,6 @@ class ReportServer:
         return response.status, response.headers, text
 
 
-def write(run: RunDir, events: list[dict], steps: range) -> None:
-    run.path.mkdir(parents=True, exist_ok=True)
-    with run.events.open("a") as file:
-        file.writelines(json.dumps(event) + "\n" for event in events)
-    with run.metrics.open("a") as file:
-        for step in steps:
-            line = {"step": step, "loss": 1 / step, "time": START + step, "attempt": 0}
-            file.write(json.dumps(line) + "\n")
-
-
 SPEC = """\
 script: /home/me/train.py
 name: digits
@@ -84,22 +74,35 @@ args: [--lr, "0.1"]
 """
 
 
+def write_run(folder: Path, steps: range) -> RunDir:
+    """Write a completed run that was submitted."""
+    run = RunDir(folder)
+    run.path.mkdir(parents=True)
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
+    run.spec.write_text(SPEC.format(name=json.dumps(run.run_id), path=json.dumps(str(run.path))))
+    add_steps(run, steps)
+    return run
+
+
+def add_steps(run: RunDir, steps: range) -> None:
+    with run.metrics.open("a") as file:
+        for step in steps:
+            line = {"step": step, "loss": 1 / step, "time": START + step, "attempt": 0}
+            file.write(json.dumps(line) + "\n")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site") / "runs"
     for name in ("digits", "a b&<i>"):
-        run = RunDir(folder / name)
-        write(run, EVENTS, range(1, 51))
-        run.spec.write_text(SPEC.format(name=json.dumps(name), path=json.dumps(str(run.path))))
+        write_run(folder / name, range(1, 51))
     (folder.parent / "secret.txt").write_text("secret")
     (folder / "secret.txt").write_text("secret")
     log = RunDir(folder / "digits").rank_log(0, 0)
     log.parent.mkdir(parents=True)
     log.write_text("first line\n\x1b[31m<b>last</b> line\n")
     os.symlink(folder.parent / "secret.txt", RunDir(folder / "digits").rank_log(0, 1))
-    outside = RunDir(folder.parent / "outside")
-    write(outside, EVENTS, range(1, 3))
-    outside.spec.write_text(SPEC.format(name="outside", path=json.dumps(str(outside.path))))
+    write_run(folder.parent / "outside", range(1, 3))
     return folder
 
 
@@ -122,7 +125,6 @@ def server(folder) -> Iterator[ReportServer]:
         yield server
 
 
-@pytest.mark.slow
 def test_index_lists_all_runs_and_links_to_their_pages(server):
     status, headers, text = server.request("/")
     assert status == 200
@@ -209,7 +211,7 @@ def test_unchanged_page_is_not_sent_again(server, folder):
     tag = headers["ETag"]
     status, _, text = server.request("/run/digits", If_None_Match=tag)
     assert (status, text) == (304, "")
-    write(RunDir(folder / "digits"), [], range(51, 53))
+    add_steps(RunDir(folder / "digits"), range(51, 53))
     # A page is cached for a few times as long as its rendering took.
     wait_for(
         lambda: server.request("/run/digits", If_None_Match=tag)[0] == 200, 20, "the page with the new steps"
@@ -231,27 +233,20 @@ def test_idle_connections_do_not_block_others(server):
 def test_runs_folder_may_be_missing_and_symlinks_out_of_it_are_not_followed(tmp_path):
     with serving(tmp_path / "runs") as server:
         assert "This folder has no runs yet." in server.request("/")[2]
-        check_symlinks(server, tmp_path)
-
-
-def check_symlinks(server: ReportServer, tmp_path: Path) -> None:
-    for folder in ("runs/inside", "outside"):
-        run = RunDir(tmp_path / folder)
-        write(run, EVENTS, range(1, 3))
-        run.spec.write_text(SPEC.format(name=run.run_id, path=json.dumps(str(run.path))))
-    os.symlink(tmp_path / "outside", tmp_path / "runs/linked")
-    (tmp_path / "secret.txt").write_text("secret")
-    run = RunDir(tmp_path / "runs/inside")
-    run.code.mkdir()
-    (run.code / "submission-000.json").write_text('{"commit": "abc"}')
-    os.symlink(tmp_path / "secret.txt", run.code / "submission-000.diff")
-    os.mkfifo(run.environment)
-    assert "Not shown: 1 link that points outside this folder." in server.request("/")[2]
-    assert server.request("/run/linked")[0] == 404
-    status, _, text = server.request("/run/inside")
-    assert status == 200
-    assert "commit abc" in text
-    assert "secret" not in text
+        write_run(tmp_path / "outside", range(1, 3))
+        run = write_run(tmp_path / "runs/inside", range(1, 3))
+        os.symlink(tmp_path / "outside", tmp_path / "runs/linked")
+        (tmp_path / "secret.txt").write_text("secret")
+        run.code.mkdir()
+        (run.code / "submission-000.json").write_text('{"commit": "abc"}')
+        os.symlink(tmp_path / "secret.txt", run.code / "submission-000.diff")
+        os.mkfifo(run.environment)
+        assert "Not shown: 1 link that points outside this folder." in server.request("/")[2]
+        assert server.request("/run/linked")[0] == 404
+        status, _, text = server.request("/run/inside")
+        assert status == 200
+        assert "commit abc" in text
+        assert "secret" not in text
 
 
 def test_server_listens_on_loopback_only(server):
@@ -285,7 +280,7 @@ def test_page_in_a_browser_follows_the_run(server, folder, tmp_path):
         browser.evaluate("document.getElementById('loss-chart-log').click()")
         steps = "document.querySelector('.figures dd').textContent"
         before = int(browser.evaluate(steps))
-        write(run, [], range(before + 1, before + 21))
+        add_steps(run, range(before + 1, before + 21))
         wait_for(lambda: browser.evaluate(steps) == str(before + 20), 60, "the new steps in the page")
         assert browser.evaluate("document.getElementById('loss-chart-log').ariaPressed") == "true"
         assert browser.evaluate("document.documentElement.dataset.state") == "live"
@@ -330,8 +325,7 @@ def test_filter_and_selection_survive_updates(server, folder, tmp_path):
             browser.press(letter)
         rows = "[...document.querySelectorAll('#runs tbody tr:not([hidden]) a')].map(a => a.textContent)"
         assert browser.evaluate(rows) == ["digits"]
-        write(RunDir(folder / "new"), EVENTS, range(1, 3))
-        RunDir(folder / "new").spec.write_text(SPEC.format(name="new", path=json.dumps(str(folder / "new"))))
+        write_run(folder / "new", range(1, 3))
         known = "document.querySelectorAll('#runs tbody tr').length"
         wait_for(lambda: browser.evaluate(known) == 3, 60, "the new run in the list")
         assert browser.evaluate(rows) == ["digits"]

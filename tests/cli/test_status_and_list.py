@@ -45,7 +45,6 @@ def test_run_is_unknown_while_slurm_is_unreachable(hpctrain, unknown_run):
     assert "unknown for" in listed
 
 
-@pytest.mark.slow
 def test_wait_stops_after_the_unknown_limit(hpctrain, unknown_run):
     past = time.time() - 100
     unknown_run.events.write_text(

@@ -1,51 +1,9 @@
-"""`hpctrain sweep`: dry runs, errors, and random trials."""
-
-import json
+"""`hpctrain sweep`: dry runs and errors."""
 
 import pytest
 
 #: They start many processes, so `make test-fast` leaves them out.
 pytestmark = pytest.mark.slow
-
-#: The loss is lowest at x = 3. The first attempt at x < 3 fails.
-TRIAL = """
-import json, os, pathlib, sys
-run, x = pathlib.Path(os.environ["HPCTRAIN_RUN_DIR"]), float(sys.argv[-1])
-if x < 3 and not (run / "failed").exists():
-    (run / "failed").touch()
-    sys.exit("the first attempt fails")
-(run / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": (x - 3) ** 2}) + "\\n")
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.ranks
-def test_random_trials_are_resumed_and_extended(hpctrain, tmp_path):
-    def document(*args: str):
-        return json.loads(hpctrain("sweep", *args, "--json").stdout)
-
-    (tmp_path / "train.py").write_text(TRIAL)
-    shape = ["--backend=local", "--concurrent=2", "--max-failures=1", "--run-dir=runs/s", "train.py"]
-    words = ["--over", "x=0..9", "--random", "4", "--metric", "loss", "--sweep-seed", "1"]
-    result = hpctrain("sweep", *words, *shape)
-    assert result.stdout.startswith("Sweep s: 4 trials"), result.stderr
-    hpctrain("wait", "s")
-    failed = {one["run_id"]: one["hparams"]["x"] for one in document("status", "s")["trials"]}
-    assert {run: x < 3 for run, x in failed.items()} == {
-        one["run_id"]: one["state"] == "FAILED" for one in document("status", "s")["trials"]
-    }
-    # A resumed trial keeps its values.
-    assert "accepts only options" in hpctrain("sweep", "resume", "s", "train.py", "--y=1").stderr
-    assert hpctrain("sweep", "resume", "s").returncode == 0
-    hpctrain("wait", "s")
-    assert "Add --random N" in hpctrain("sweep", "extend", "s", "--over", "x=1..2").stderr
-    assert document("extend", "s", "--random", "2")["trials"] == [4, 5]
-    hpctrain("wait", "s")
-    trials = document("status", "s")["trials"]
-    values = {one["run_id"]: one["hparams"]["x"] for one in trials}
-    assert len(values) == 6
-    assert failed.items() <= values.items()
-    assert document("best", "s")["best"]["value"] == min((x - 3) ** 2 for x in values.values())
 
 
 def test_trials_of_a_dry_run(hpctrain, tmp_path):

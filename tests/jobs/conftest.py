@@ -1,5 +1,6 @@
 """A fake supervisor, to test submission and its ends separately."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from helpers.fake_slurm import FakeSlurm
 
 from hpctrain.jobs.submit.prepare import PreparedSubmission, prepare_submission
 from hpctrain.jobspec.job_spec import JobSpec
+from hpctrain.sandbox import Sandbox
 
 _SUPERVISOR = """#!{python}
 import json, os, signal, sys, time
@@ -81,6 +83,23 @@ def fake_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     path.write_text(_SUPERVISOR.format(python=sys.executable, path=sys.path))
     path.chmod(0o755)
     return str(path)
+
+
+@pytest.fixture
+def fake_interpreter(fake_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submissions of this process use the fake interpreter, and see the environment of a command."""
+    monkeypatch.setattr(sys, "executable", fake_python)
+    variables = environment()
+    for name in os.environ.keys() - variables.keys():
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def environ(slurm: Sandbox) -> dict[str, str]:
+    """Variables of commands that use the shared cluster."""
+    return environment(slurm.env)
 
 
 @pytest.fixture

@@ -98,13 +98,19 @@ def test_end_of_the_array_supervisor_ends_its_tasks(prepared):
     assert_no_process_left(run.dir.path)
 
 
-def test_vanished_task_fails_and_the_others_continue(prepared):
+def test_vanished_task_fails_while_the_others_continue_and_is_resubmitted_alone(prepared):
     run, _ = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
     with pytest.raises(
         RunFailed, match="task-1: the supervisor of this task exited with code 9 without reporting a cause"
     ):
         run.wait(timeout=120)
     assert states(run) == ["COMPLETED", "FAILED", "COMPLETED"]
+    resubmitted, _ = submit_prepared(prepared(array="1,3", run_dir="r"))
+    assert resubmitted.wait(timeout=120).state is RunState.COMPLETED
+    assert [task.status().attempt for task in resubmitted.tasks()] == [0, 1, 0, 0]
+    first_id = next(read_json_lines(run.dir.events))["job_id"]
+    jobs = [f"{first_id}_0", f"{resubmitted.job_id}_1", f"{first_id}_2", f"{resubmitted.job_id}_3"]
+    assert [task.job_id for task in resubmitted.tasks()] == jobs
 
 
 def test_pending_tasks_fail_when_the_array_supervisor_is_killed(prepared):
@@ -120,17 +126,6 @@ def test_pending_tasks_fail_when_the_array_supervisor_is_killed(prepared):
     run.tasks()[0].cancel()
     wait_for(lambda: states(run) == ["CANCELLED", "FAILED"], 20, "the end")
     assert_no_process_left(run.dir.path)
-
-
-def test_some_tasks_of_an_array_are_resubmitted(prepared):
-    run, _ = submit_prepared(prepared("vanish-1", array="0-2", run_dir="r"))
-    run.wait_for_end(timeout=120)
-    resubmitted, _ = submit_prepared(prepared(array="1,3", run_dir="r"))
-    assert resubmitted.wait(timeout=120).state is RunState.COMPLETED
-    assert [task.status().attempt for task in resubmitted.tasks()] == [0, 1, 0, 0]
-    first_id = next(read_json_lines(run.dir.events))["job_id"]
-    jobs = [f"{first_id}_0", f"{resubmitted.job_id}_1", f"{first_id}_2", f"{resubmitted.job_id}_3"]
-    assert [task.job_id for task in resubmitted.tasks()] == jobs
 
 
 @pytest.mark.parametrize(

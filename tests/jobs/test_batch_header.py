@@ -141,7 +141,9 @@ def request(script: Path, environ: dict[str, str]) -> str | dict[str, str]:
     # Free text contains blanks and equals signs.
     fields = dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", shown))
     for name in {"StdOut", "StdErr"} & fields.keys():
-        fields[name] = re.sub(rf"(?<!\d){job}(?!\d)", "ID", fields[name])
+        # The folder of the test may contain the number of the job.
+        path = fields[name].removeprefix(str(script.parent))
+        fields[name] = re.sub(rf"(?<!\d){job}(?!\d)", "ID", path)
     return {name: value for name, value in fields.items() if not DIFFERENT.fullmatch(name)}
 
 

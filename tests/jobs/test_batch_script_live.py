@@ -31,11 +31,6 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.fixture
-def environ(slurm) -> dict[str, str]:
-    return environment(slurm.env)
-
-
-@pytest.fixture
 def submit_plain(environ, tmp_path):
     """Submit `PRINT_RANK` with the template `plain`, in an environment without hpctrain."""
 

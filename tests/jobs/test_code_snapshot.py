@@ -139,7 +139,6 @@ def test_links_lead_to_the_copy_or_to_their_original_target(prepared, repo, tmp_
     assert (copy / "ignored" / "x.txt").read_text() == "data"
 
 
-@pytest.mark.slow
 def test_resubmitted_run_gets_a_new_copy(prepared, repo):
     first = submit_and_get_copy(prepared, repo, run_dir="r")
     (repo / "changed.py").write_text("value = 4\n")
@@ -177,10 +176,6 @@ def test_snapshot_that_cannot_be_copied_is_refused(prepared, repo):
         prepared(script=repo / "train.py", code_snapshot_limit=2)
     assert prepared(script=repo / "train.py", code_snapshot_limit=4).snapshot.size_bytes > 3_000_000
     assert prepared(script=repo / "train.py", code_snapshot_limit=2, code_snapshot=False).snapshot is None
-    with pytest.raises(SpecError, match=r"Cannot access the run folder .*: File name too long"):
-        prepared(script=repo / "train.py", run_dir="x" * 300)
-    with pytest.raises(SpecError, match="must be at least 1"):
-        prepared(script=repo / "train.py", code_snapshot_limit=0)
 
 
 def test_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatch):
@@ -312,8 +307,9 @@ def test_missing_git_is_noted(prepared, repo, tmp_path):
 SECRET = "outside-secret-42"
 
 
-def make_repository(folder: Path) -> Path:
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("template")
     git(folder, "init", "--quiet", "--initial-branch=main")
     (folder / "train.py").write_text("print('here')\n")
     (folder / "data").mkdir()
@@ -321,11 +317,6 @@ def make_repository(folder: Path) -> Path:
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--message=first")
     return folder
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory) -> Path:
-    return make_repository(tmp_path_factory.mktemp("template") / "repo")
 
 
 @pytest.fixture
@@ -352,11 +343,6 @@ def copy_code(small_repo: Path, limit_mb: int = 20) -> Path:
         return copy
 
 
-def assert_nothing_from_outside(copy: Path) -> None:
-    for path in copy.rglob("*"):
-        assert path.is_symlink() or path.is_dir() or SECRET not in path.read_text(errors="replace"), path
-
-
 def test_symlinks_stay_symlinks(small_repo, outside):
     targets = {
         "loop": "loop",
@@ -377,7 +363,8 @@ def test_symlinks_stay_symlinks(small_repo, outside):
     git(small_repo, "add", "--all")
     copy = copy_code(small_repo)
     assert all((copy / name).is_symlink() for name in targets)
-    assert_nothing_from_outside(copy)
+    for path in copy.rglob("*"):
+        assert path.is_symlink() or path.is_dir() or SECRET not in path.read_text(errors="replace"), path
     assert (outside / "x.txt").read_text() == SECRET
 
 

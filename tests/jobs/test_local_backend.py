@@ -6,12 +6,9 @@ import threading
 import pytest
 from helpers.waiting import wait_for
 
-from hpctrain.errors import RunFailed, RunNotFound, SchedulerError, SpecError, WaitTimeout
+from hpctrain.errors import RunFailed, SchedulerError, SpecError, WaitTimeout
 from hpctrain.files import read_json_lines
 from hpctrain.jobs.backends import local
-from hpctrain.jobs.runs.run import find_run, list_runs
-from hpctrain.jobs.runs.run_log_reader import EventLine, LogText, follow_run
-from hpctrain.jobs.runs.run_status import RunStatus
 from hpctrain.jobs.submit import submit_prepared as submit_module
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.rundir import RunDir
@@ -126,33 +123,6 @@ def test_one_of_several_concurrent_submissions_wins(prepared):
     wait_for(lambda: run.log_path(), 20, "the first attempt")
     run.cancel()
     run.wait_for_end(timeout=120)
-
-
-def test_follow_shows_every_attempt_and_ends_with_the_status(prepared):
-    run, _ = submit_prepared(prepared("twice"))
-    *items, last = list(follow_run(run, whole=True))
-    assert isinstance(last, RunStatus)
-    assert last.state is RunState.COMPLETED
-    text = "".join(item.text for item in items if isinstance(item, LogText))
-    assert text == "hello from attempt 0\nhello from attempt 1\n"
-    lines = [item.line for item in items if isinstance(item, EventLine)]
-    assert lines == [
-        "attempt 0: starting, world size 1, nodes 1",
-        "attempt 0 failed; restarting",
-        "attempt 1: starting, world size 1, nodes 1",
-    ]
-
-
-def test_runs_are_found_by_id_and_by_folder(prepared, tmp_path):
-    run, _ = submit_prepared(prepared())
-    run.wait(timeout=120)
-    runs_dir = tmp_path / "runs"
-    assert find_run(run.run_id, runs_dir, {}).dir == run.dir
-    assert find_run(str(run.dir.path), tmp_path / "elsewhere", {}).dir == run.dir
-    assert [listed.run_id for listed in list_runs(runs_dir, {})] == [run.run_id]
-    with pytest.raises(RunNotFound, match=f"Did you mean {run.run_id!r}"):
-        find_run(run.run_id[:-1], runs_dir, {})
-    assert list_runs(tmp_path / "nothing", {}) == []
 
 
 def test_python_api_submits_with_this_interpreter(script, tmp_path, monkeypatch, caplog):

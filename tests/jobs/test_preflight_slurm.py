@@ -17,11 +17,12 @@ from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends.job_request import JobRequest
 from hpctrain.jobs.backends.mounts import path_notes
 from hpctrain.jobs.backends.site_check import check_request, explain_refusal
+from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
 from hpctrain.slurm.command import run_slurm
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.job_requests import describe_start
-from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site, parse_partition
+from hpctrain.slurm.site_facts import Site, SiteConventions, parse_partition
 
 STRICT = [
     "JobRequeue=0",
@@ -272,7 +273,7 @@ def test_limit_that_a_qos_may_lift_is_a_note(accounting, make_spec):
     environ = environment(accounting.env)
     run_command(["sacctmgr", "-i", "add", "qos", "lifted", "Flags=PartitionTimeLimit"], accounting.env)
     try:
-        site, _ = discover_site(environ, SiteConventions())
+        site, _ = SlurmBackend(environ).site_with_gaps(SiteConventions())
         short = replace(site.partition("urgent"), default=True, max_time_s=600.0)
         request = JobRequest.from_spec(
             make_spec(time_limit_s=3600.0, directives={"partition": "urgent"}), environ

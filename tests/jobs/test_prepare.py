@@ -20,7 +20,6 @@ def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"script": "nowhere.py"}, "Script .*nowhere.py. not found"),
         ({"script": "/dev/null"}, "not a regular file"),
         ({"script": "train.py/x"}, "not found"),
         ({"nodes": "4:2"}, "minimum number of nodes is 4 and the maximum is 2"),
@@ -34,14 +33,11 @@ def test_plain_submission_needs_only_a_script(prepared, tmp_path, script):
         ({"gpus_per_node": "h100"}, "'h100', but must be a number, such as 8, or a type"),
         ({"nodes": 1.5}, r"nodes .submit... is 1.5, but must be an integer"),
         ({"backend": "slrm"}, "'slrm', but must be auto, slurm or local"),
-        ({"template": "dpd"}, "Did you mean 'ddp'"),
+        ({"notify_on": ["end"]}, r"notify_on .* must be finish, failure or stall"),
         ({"template": "./mine"}, "mine. .--template. not found"),
-        ({"nodez": 2}, "Did you mean 'nodes'"),
-        ({"run_dir": "/proc/run"}, "Cannot write to the run folder"),
         ({"run_dir": "/"}, "--run-dir is '/', which has no folder name"),
         ({"run_dir": "train.py"}, "is a file"),
         ({"run_dir": "train.py/run"}, "is not a folder"),
-        ({"run_dir": "x" * 300}, "Cannot access the run folder .*: File name too long"),
         ({"script": "x" * 300}, "Cannot read the script .*: File name too long"),
         ({"stage": "nowhere"}, "nowhere. .--stage. not found"),
         ({"stage": ["/usr:a", "/etc:a"]}, "Both '/usr' and '/etc' have the name 'a'"),

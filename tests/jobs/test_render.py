@@ -250,7 +250,8 @@ def test_invalid_environment_options_are_refused(prepared, options, message):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [("{{ nodez }}", "nodez"), ("\n{% if %}", "line 2"), ('{% include "x" %}', "x")]
+    ("source", "message"),
+    [("{{ nodez }}", r"'nodez' is undefined\.$"), ("\n{% if %}", "line 2"), ('{% include "x" %}', "x")],
 )
 def test_invalid_template_is_reported(make_spec, tmp_path, source, message):
     own_template = tmp_path / "mine.j2"

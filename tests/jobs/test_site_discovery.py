@@ -8,12 +8,13 @@ from helpers.commands import environment
 
 from hpctrain.errors import SpecError
 from hpctrain.jobs.backends.mounts import find_mount
+from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.doctor.probe import DoctorReport
 from hpctrain.jobs.doctor.site_profile import profile_options
 from hpctrain.jobs.options.resolved_options import resolve_options
 from hpctrain.slurm import parsing
 from hpctrain.slurm.config import SlurmConfig, parse_config
-from hpctrain.slurm.site_facts import Site, SiteConventions, discover_site
+from hpctrain.slurm.site_facts import Site, SiteConventions
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ SLURM_VERSION           = 24.11.5
 
 
 def test_real_site_is_discovered_completely(slurm):
-    site, gaps = discover_site(environment(slurm.env), SiteConventions())
+    site, gaps = SlurmBackend(environment(slurm.env)).site_with_gaps(SiteConventions())
     assert gaps == []
     assert (site.slurm.cluster, site.slurm.job_requeue, site.slurm.accounting) == (slurm.name, True, False)
     assert site.slurm.kill_wait_s == 5
@@ -88,7 +89,7 @@ def test_real_site_is_discovered_completely(slurm):
 
 
 def test_missing_slurm_output_is_noted(tmp_path):
-    site, gaps = discover_site({"PATH": str(tmp_path)}, HABITS)
+    site, gaps = SlurmBackend({"PATH": str(tmp_path)}).site_with_gaps(HABITS)
     assert site == Site(habits=HABITS)
     assert gaps == [
         "Cannot query the nodes (sinfo not found on PATH)",

@@ -50,10 +50,7 @@ def installed(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def auto(installed, tmp_path, monkeypatch, fake_python):
-    monkeypatch.setattr(sys, "executable", fake_python)
-    for name in os.environ.keys() - environment().keys():
-        monkeypatch.delenv(name)
+def auto(installed, tmp_path, fake_interpreter):
     return submitit.AutoExecutor(
         tmp_path / "runs" / "%j",
         cluster="hpctrain",
@@ -165,7 +162,6 @@ def test_documentation_lists_all_parameters_of_submitit(tmp_path):
             Executor(tmp_path).update_parameters(**{name: None})
 
 
-@pytest.mark.slow
 def test_hydra_submits_a_multirun_without_waiting(tmp_path):
     """The jobs wait for a file that does not exist yet."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")

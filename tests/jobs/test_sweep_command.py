@@ -1,14 +1,11 @@
 """`hpctrain sweep` with fake supervisors: trials are tasks of a job array."""
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from helpers.commands import environment
 
 from hpctrain.cli.main import cli
 from hpctrain.errors import SchedulerError
@@ -19,12 +16,9 @@ from hpctrain.sweeps.sweep_record import SweepRecord, read_sweep
 
 
 @pytest.fixture
-def hpctrain(tmp_path, script, fake_python, monkeypatch) -> Callable[..., Result]:
+def hpctrain(tmp_path, script, fake_interpreter, monkeypatch) -> Callable[..., Result]:
     """Run the command in this process, in the folder of a script whose only argument is its fate."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "executable", fake_python)
-    for name in os.environ.keys() - environment().keys():
-        monkeypatch.delenv(name)
 
     def call(*args: str) -> Result:
         return CliRunner().invoke(cli, args, catch_exceptions=False)
@@ -52,6 +46,7 @@ def test_sweep_with_a_failing_trial_is_resumed_and_extended(hpctrain, tmp_path):
     assert "already contains a sweep" in result.output
 
     assert "do not support --follow" in hpctrain("sweep", "resume", "s", "--follow").output
+    assert "accepts only options" in hpctrain("sweep", "resume", "s", "train.py", "--y=1").output
     result = hpctrain("sweep", "resume", "s", "--name", "again")
     assert result.stdout.startswith("Sweep s: 1 trial, job "), result.output
     assert hpctrain("wait", "s").exit_code == 4
@@ -80,6 +75,16 @@ def test_cancelled_trials_are_resumed(hpctrain, tmp_path):
     assert "Sweep s: " in hpctrain("sweep", "resume", "s").output
     assert hpctrain("sweep", "cancel", "s").exit_code == 0
     hpctrain("wait", "s")
+
+
+@pytest.mark.slow
+def test_random_trials_are_extended(hpctrain):
+    words = ["--as", "{value}", "--random", "1", "--backend", "local", "--run-dir", "runs/s", "train.py"]
+    assert hpctrain("sweep", "--over", "fate=nap", *words).exit_code == 0
+    hpctrain("wait", "s")
+    assert "Add --random N" in hpctrain("sweep", "extend", "s", "--over", "fate=nap").output
+    assert document(hpctrain("sweep", "extend", "s", "--random", "2", "--json"))["trials"] == [1, 2]
+    assert hpctrain("wait", "s").exit_code == 0
 
 
 def test_rejected_extension_leaves_the_sweep_unchanged(prepared, tmp_path, monkeypatch):

@@ -29,7 +29,6 @@ def prepare_template(prepared, tmp_path):
             "{% block directives %}#SBATCH --wrap true\n{% endblock %}",
             "a template cannot set --wrap. Pass the script",
         ),
-        ("{% block setup %}{{ nothing }}{% endblock %}", r"'nothing' is undefined\.$"),
     ],
 )
 def test_faulty_template_is_refused(prepare_template, text, message):

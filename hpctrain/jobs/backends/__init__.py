@@ -37,9 +37,7 @@ def choose_backend(
 
     slurm = SlurmBackend(environ)
     trouble = slurm.unavailable_reason(meanwhile)
-    if trouble is None:
-        return slurm, []
-    if requested == "slurm" and dry_run:
+    if trouble is None or (requested == "slurm" and dry_run):
         return slurm, []
     if is_transient(trouble):  # this machine may be a login node, where no training must start
         raise SchedulerError(

@@ -10,10 +10,10 @@ from msgspec import Struct
 from hpctrain.errors import SchedulerError
 from hpctrain.jobspec.job_spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import JobRecord, JobStateView
 
 if TYPE_CHECKING:
     from hpctrain.slurm.site_facts import Site, SiteConventions
-    from hpctrain.slurm.states import JobRecord, JobStateView
 
 
 class SubmissionUnconfirmed(SchedulerError):

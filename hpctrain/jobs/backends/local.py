@@ -113,9 +113,11 @@ class LocalBackend:
 
     def cancel(self, jobs: Sequence[JobRecord]) -> None:
         for job in jobs:
+            run = job.run
             # A pending task finds the request in its folder.
-            if not _waits_in_array(job.run):
-                _signal_supervisor(job.run, signal.SIGTERM)
+            is_pending = run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)
+            if not is_pending:
+                _signal_supervisor(run, signal.SIGTERM)
 
     def requeue(self, jobs: Sequence[JobRecord]) -> None:
         for job in jobs:
@@ -153,10 +155,6 @@ def _await_start(run: RunDir) -> None:
                 f"The ranks of the run {run.path} have not started yet. Try again in a few seconds."
             )
         time.sleep(0.05)
-
-
-def _waits_in_array(run: RunDir) -> bool:
-    return run.array is not None and not is_locked(run.lock) and is_locked(run.array.lock)
 
 
 def _signal_supervisor(run: RunDir, number: signal.Signals) -> None:

@@ -27,7 +27,6 @@ class Mount(NamedTuple):
     source: str
     point: str
     type: str
-    options: tuple[str, ...]
 
     @property
     def is_shared(self) -> bool:
@@ -48,10 +47,10 @@ def find_mount(path: str | os.PathLike[str], table: Path = _MOUNTS) -> Mount | N
         cells = [_ESCAPE.sub(lambda match: chr(int(match[1], 8)), cell) for cell in line.split(" ")]
         if len(cells) < 4:
             continue
-        source, point, kind, options = cells[:4]
+        source, point, kind = cells[:3]
         is_inside = real == point or real.startswith(point.rstrip("/") + "/")
         if is_inside and (mount is None or len(point) >= len(mount.point)):
-            mount = Mount(source, point, kind, tuple(options.split(",")))
+            mount = Mount(source, point, kind)
     return mount
 
 

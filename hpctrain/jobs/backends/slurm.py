@@ -14,16 +14,13 @@ from hpctrain.jobspec.job_directives import job_directives
 from hpctrain.jobspec.job_spec import BackendName, JobSpec
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.command import is_answer_lost, is_transient, run_all
+from hpctrain.slurm.config import SiteAnswers, query_site
 from hpctrain.slurm.environment import sbatch_env, strip_job_env
 from hpctrain.slurm.job_requests import cancel_jobs, signal_batch, signal_ranks, submit_job, update_job
+from hpctrain.slurm.states import JobRecord, JobStateView
 
 if TYPE_CHECKING:
-    from hpctrain.slurm.config import SiteAnswers
     from hpctrain.slurm.site_facts import Site, SiteConventions
-    from hpctrain.slurm.states import JobRecord, JobStateView
-
-#: Time limit of a probe in seconds: a busy controller may take longer than ten seconds.
-_PROBE_TIMEOUT_S = 30
 
 
 class SlurmBackend:
@@ -33,36 +30,30 @@ class SlurmBackend:
         self._environ = environ
         self._outer = strip_job_env(environ)
         self._answers: SiteAnswers | None = None
-        """Slurm's answers about the site."""
         self._site: tuple[Site, list[str]] | None = None
-        """The site according to the answers, with a note on each failed query."""
         self._trouble: str | None = None
 
     def unavailable_reason(self, meanwhile: Callable[[], object] = bool) -> str | None:
         """Return a short reason why Slurm cannot be used on this machine; None if Slurm responds."""
-        self._trouble = self._probe(meanwhile)
-        return self._trouble
-
-    def _probe(self, meanwhile: Callable[[], object]) -> str | None:
         if shutil.which("sbatch", path=self._environ.get("PATH")) is None:
-            return "sbatch not found on PATH"
-        from hpctrain.slurm.config import query_site
-
+            self._trouble = "sbatch not found on PATH"
+            return self._trouble
         # The caller is about to submit, which requires all of these answers.
         calls = query_site(self._outer)
         meanwhile()
-        try:
-            self._answers = run_all(calls, probe_s=_PROBE_TIMEOUT_S)
-        except SchedulerError as error:
-            return str(error)
-        return None
+        answers = run_all(calls)
+        if isinstance(answers[0], SchedulerError):
+            self._trouble = str(answers[0])
+        else:
+            self._answers = answers
+        return self._trouble
 
     def site(self, habits: SiteConventions) -> Site | None:
-        return None if self._answers is None else self._site_with_gaps(habits)[0]
+        return None if self._answers is None else self.site_with_gaps(habits)[0]
 
-    def _site_with_gaps(self, habits: SiteConventions) -> tuple[Site, list[str]]:
+    def site_with_gaps(self, habits: SiteConventions) -> tuple[Site, list[str]]:
+        """Return the site, and a note on each query that failed."""
         if self._site is None:
-            from hpctrain.slurm.config import query_site
             from hpctrain.slurm.site_facts import parse_site
 
             self._site = parse_site(self._answers or run_all(query_site(self._outer)), habits)
@@ -85,7 +76,7 @@ class SlurmBackend:
         # Imported here because only submissions use it.
         from hpctrain.jobs.backends.site_check import preflight_slurm
 
-        return preflight_slurm(spec, script, self._environ, *self._site_with_gaps(habits))
+        return preflight_slurm(spec, script, self._environ, *self.site_with_gaps(habits))
 
     def submit(self, spec: JobSpec, run: RunDir, lock: int) -> str:  # noqa: ARG002 (the queue is the lock)
         environ = sbatch_env(self._environ, job_directives(spec))
@@ -118,16 +109,13 @@ class SlurmBackend:
 
     def requeue(self, jobs: Sequence[JobRecord]) -> None:
         # The ranks save and exit; the supervisor detects that and requests the requeue.
-        if ranks := [job.job_id for job in jobs if not _runs_batch_script(job)]:
+        scripts = [job.job_id for job in jobs if (job.run.array or job.run).batch_script.exists()]
+        if ranks := [job.job_id for job in jobs if job.job_id not in scripts]:
             signal_ranks(ranks, signal.SIGTERM, self._outer)
-        if scripts := [job.job_id for job in jobs if _runs_batch_script(job)]:
+        if scripts:
             signal_batch(scripts, signal.SIGTERM, self._outer)
 
     def release_hold(self, jobs: Sequence[JobRecord]) -> None:
         from hpctrain.slurm.job_status import REQUEUE_DELAY_S
 
         update_job([job.job_id for job in jobs], self._outer, StartTime=f"now+{REQUEUE_DELAY_S}")
-
-
-def _runs_batch_script(job: JobRecord) -> bool:
-    return (job.run.array or job.run).batch_script.exists()

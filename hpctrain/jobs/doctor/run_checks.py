@@ -25,7 +25,7 @@ from hpctrain.jobs.doctor.site_profile import SLURM_LIMIT_S, probe_options
 from hpctrain.slurm.command import is_transient, run_slurm
 from hpctrain.slurm.config import SlurmConfig
 from hpctrain.slurm.environment import strip_job_env
-from hpctrain.slurm.site_facts import Partition, Site, SiteConventions, discover_site, nodes_are_this_machine
+from hpctrain.slurm.site_facts import Partition, Site, SiteConventions, nodes_are_this_machine
 
 #: A shorter grace time may be insufficient to write a checkpoint.
 _LITTLE_GRACE_S = 10.0
@@ -119,7 +119,8 @@ def run_checks(environ: Mapping[str, str], runs: Path, habits: SiteConventions) 
         gpus_of_site = 0
         if (site := slurm.site) is not None:
             site = replace(site, habits=replace(site.habits, containers=runtimes))
-            gpus_of_site = max((group.num_gpus for group in site.node_groups()), default=0)
+            groups = (group for partition in site.partitions for group in partition.groups)
+            gpus_of_site = max((group.num_gpus for group in groups), default=0)
         findings = (
             *slurm.findings,
             *container_findings,
@@ -135,7 +136,8 @@ def run_checks(environ: Mapping[str, str], runs: Path, habits: SiteConventions) 
 def _check_slurm(
     environ: Mapping[str, str], outer: Mapping[str, str], habits: SiteConventions, pool: ThreadPoolExecutor
 ) -> DoctorReport:
-    if (trouble := SlurmBackend(environ).unavailable_reason()) is not None:
+    backend = SlurmBackend(environ)
+    if (trouble := backend.unavailable_reason()) is not None:
         finding = Finding("Slurm", "none", f"{trouble}, so runs will use this machine")
         if is_transient(trouble):
             remedy = (
@@ -143,7 +145,7 @@ def _check_slurm(
             )
             finding = Finding("Slurm", "no response", trouble, remedy, "problem")
         return DoctorReport((finding,))
-    site, gaps = discover_site(outer, habits)
+    site, gaps = backend.site_with_gaps(habits)
     probes = pool.submit(probe_options, site, outer)
     findings = [Finding("Slurm", "answers", gap, standing="note") for gap in gaps]
     if site.slurm is not None:

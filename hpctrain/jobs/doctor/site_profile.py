@@ -94,7 +94,7 @@ def _memory(refusals: Mapping[str, str], habits: SiteConventions, site: Site) ->
         value, remedy = f"required: {refusals['no memory']}", "Always set --mem."
     elif habits.memory_option == "ignored":
         value = "--mem only selects nodes with enough memory; usage is not limited"
-    elif site.slurm is not None and site.slurm.default_memory_mib is None:
+    elif (slurm := site.slurm) and not (slurm.def_mem_per_node_mib or slurm.def_mem_per_cpu_mib):
         value = "a job without --mem requests all memory on its nodes"
         remedy = "If jobs share nodes, always set --mem. Otherwise, each job waits for empty nodes."
     return _job_finding("memory", value, remedy)

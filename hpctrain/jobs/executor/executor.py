@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
@@ -13,14 +13,15 @@ import submitit
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.debug import DebugJob
 
-from hpctrain.errors import SpecError, UserError
+from hpctrain.errors import SpecError
 from hpctrain.jobs.executor.job import Job
 from hpctrain.jobs.options.option_parser import option_names
 from hpctrain.jobs.options.option_table import SubmitOptions
 from hpctrain.jobs.options.spec_builder import new_run_id, node_shape
-from hpctrain.jobs.runs.run import find_run
+from hpctrain.jobs.runs.run import find_run, require_single
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.submit_prepared import submit_prepared
+from hpctrain.jobspec.load_spec import load_spec
 from hpctrain.records.call_payload import CallPayload, FunctionCall
 from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.text import suggest
@@ -94,14 +95,11 @@ class Executor(submitit.Executor):
 
         Raises:
             RunNotFound: there is no such run.
-            UserError: it is a job array.
+            SpecError: it is a job array.
         """
         run = find_run(run_id, self.folder, os.environ)
-        if tasks := run.tasks():
-            raise UserError(
-                f"{run_id!r} is an array of {len(tasks)} jobs. Choose one job, such as {tasks[0].run_id!r}."
-            )
-        return Job.from_run(run)
+        require_single(run)
+        return Job(run.dir.path, run.job_id or "", range(load_spec(run.dir.spec).world_size))
 
     @classmethod
     def affinity(cls) -> int:
@@ -125,16 +123,8 @@ class Executor(submitit.Executor):
     ) -> list[submitit.Job[Any]]:
         if self.parameters.get("backend") == "debug":
             return [DebugJob(self.folder, delayed) for delayed in delayed_submissions]
-        calls = [
-            FunctionCall(submission.function, submission.args, submission.kwargs)
-            for submission in delayed_submissions
-        ]
-        return self._submit_calls(calls, *to_options(self.parameters))
-
-    def _submit_calls(
-        self, calls: Sequence[FunctionCall], options: SubmitOptions, max_concurrent: int
-    ) -> list[submitit.Job[Any]]:
-        """Submit calls; several become a job array."""
+        calls = [FunctionCall(call.function, call.args, call.kwargs) for call in delayed_submissions]
+        options, max_concurrent = to_options(self.parameters)
         # A function that raised an exception is called again only on request.
         again = "max_failures" in options or any(
             kind.startswith("python") for kind in options.get("restart_policy", ())

@@ -106,7 +106,7 @@ class JobFailed(RunFailed, FailedJobError):
     def from_status(cls, status: RunStatus) -> JobFailed:
         from hpctrain.record_types import FailureRecord, read_record
 
-        run = RunDir(Path(status.run_dir))
+        run = status.dir
         failure = read_run_record(run).failure
         if failure is not None and failure.cause != status.cause:
             failure = None  # That attempt was not the last attempt.
@@ -175,12 +175,6 @@ class Job(submitit.Job[R]):
         self.run = Run(RunDir(Path(folder).absolute()), os.environ)
         super().__init__(folder, job_id, tasks)
         self._paths = RunJobPaths(self.run.dir, job_id, self.task_id)
-
-    @classmethod
-    def from_run(cls, run: Run) -> Job[Any]:
-        from hpctrain.jobspec.load_spec import load_spec
-
-        return cls(run.dir.path, run.job_id or "", range(load_spec(run.dir.spec).world_size))
 
     def submission(self) -> DelayedSubmission:
         call = CallPayload.read(self.run.dir.function).deserialize()

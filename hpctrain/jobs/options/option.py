@@ -53,8 +53,9 @@ class OptionType(Struct, frozen=True):
     def parse(self, value: object) -> Any:
         """Convert a value, or raise ValueError. Strings are parsed; numbers are accepted for strings."""
         if self.many:
-            entries = [_nonempty(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
-            if self.choices and not {*",".join(entries).split(",")} <= {*self.choices, ""}:
+            entries = [_text(entry) for entry in (value if isinstance(value, list | tuple) else [value])]
+            is_known = not self.choices or {*",".join(entries).split(",")} <= {*self.choices, ""}
+            if "" in entries or not is_known:
                 raise ValueError(value)
             return entries
         if isinstance(value, str):
@@ -115,12 +116,6 @@ def _union(type_a: OptionType, type_b: OptionType) -> OptionType:
 def _text(value: object) -> str:
     if isinstance(value, str | int | float | os.PathLike) and not isinstance(value, bool):
         return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-    raise ValueError(value)
-
-
-def _nonempty(value: object) -> str:
-    if text := _text(value):
-        return text
     raise ValueError(value)
 
 

@@ -118,7 +118,7 @@ def build_spec(
         stage=_stage(options, cwd),
         notify=NotifyConfig(
             targets=tuple(options.get("notify", ())),
-            on=split_list_values(options.get("notify_on", NOTIFICATION_KINDS)),
+            on=cast(Any, split_list_values(options.get("notify_on", NOTIFICATION_KINDS))),
             stall_s=options.get("notify_stall_after", DEFAULT_STALL_S),
         ),
         **fields,

@@ -15,6 +15,7 @@ from hpctrain.errors import RunFailed, RunNotFound, SpecError, WaitTimeout
 from hpctrain.files import is_locked
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import RunDir
+from hpctrain.slurm.states import RunState
 from hpctrain.text import format_ranks, pluralize, suggest
 
 # Submitting a run does not require the status modules, so they are imported on use.
@@ -58,10 +59,6 @@ class Run(Struct, frozen=True):
         """Return the tasks of a job array as runs; empty for a single run."""
         return [Run(self.dir.task(index), self.environ) for index in self.dir.tasks()]
 
-    def watch(self) -> Iterator[RunStatus]:
-        """Yield the status repeatedly; the last status is that of the ended run."""
-        yield from self._watch(None)
-
     def wait(self, timeout: float | None = None, unknown_limit: float | None = None) -> RunStatus:
         """Wait until the run has ended successfully.
 
@@ -97,11 +94,10 @@ class Run(Struct, frozen=True):
         import logging
 
         from hpctrain.jobs.runs.status_poller import UNKNOWN_LIMIT_S, UnknownStateTracker, describe_unknown
-        from hpctrain.slurm.states import RunState
 
         tracker = UnknownStateTracker(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
         report = report or logging.getLogger("hpctrain").warning
-        for status in self._watch(timeout, tracker):
+        for status in self.watch(timeout, tracker):
             if message := tracker.message_for(status):
                 report(f"Waiting for run {self.run_id}: {message}")
         if not status.state.ended:
@@ -113,9 +109,10 @@ class Run(Struct, frozen=True):
         self.await_exit()
         return status
 
-    def _watch(
-        self, limit_s: float | None, tracker: UnknownStateTracker | None = None
+    def watch(
+        self, limit_s: float | None = None, tracker: UnknownStateTracker | None = None
     ) -> Iterator[RunStatus]:
+        """Yield the status repeatedly, until the run has ended or `limit_s` seconds have passed."""
         deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
         poller = _poller([self])
         while True:
@@ -161,8 +158,6 @@ class Run(Struct, frozen=True):
 
 
 def check_completed(status: RunStatus) -> RunStatus:
-    from hpctrain.slurm.states import RunState
-
     if status.state in (RunState.COMPLETED, RunState.STOPPED_EARLY):
         return status
     if status.state is RunState.CANCELLED:
@@ -170,12 +165,15 @@ def check_completed(status: RunStatus) -> RunStatus:
     raise RunFailed(f"Run {status.run_id} failed: {status.cause}. Log: {status.log}")
 
 
-def require_running(run: Run, *, done: str) -> RunStatus:
-    """Return the status of a single run that is running, although its ranks may not have started."""
-    from hpctrain.slurm.states import RunState
-
+def require_single(run: Run) -> None:
+    """Reject a job array."""
     if tasks := run.tasks():
         raise SpecError(f"Run {run.run_id} is a job array. Specify a task, such as {tasks[0].run_id}.")
+
+
+def require_running(run: Run, *, done: str) -> RunStatus:
+    """Return the status of a single run that is running, although its ranks may not have started."""
+    require_single(run)
     status = run.status()
     if status.state is not RunState.RUNNING:
         raise SpecError(f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be {done}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from hpctrain.errors import RunNotFound, SchedulerError, SpecError
 from hpctrain.jobs.backends import open_backend
@@ -25,12 +25,13 @@ def cancel(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
         job for job, report in statuses.items() if not report.state.ended and report.job_id is not None
     ] or [run]
     waiting = [job for job, report in statuses.items() if report.state is RunState.PENDING]
-    jobs = _jobs_of(going)
+    requests = _jobs_by_backend(going, environ)
     asked_now = [job for job in going if not job.cancel_request.exists()]
     for job in asked_now:
         job.cancel_request.touch(0o644)
     try:
-        _request(jobs, environ, lambda backend, jobs: backend.cancel(jobs))
+        for backend, jobs in requests:
+            backend.cancel(jobs)
         for job, report in zip(waiting, StatusPoller(waiting, environ).poll(), strict=True):
             if report.state is RunState.CANCELLED:
                 # No supervisor exists to record the end, and Slurm forgets the job.
@@ -59,7 +60,8 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
             f"Run {run.run_id} runs without hpctrain in the job (--template plain), so its ranks cannot be "
             f"asked to save. To restart them from their own checkpoint: scontrol requeue {status.job_id}"
         )
-    _request(_jobs_of(held), environ, lambda backend, jobs: backend.release_hold(jobs))
+    for backend, jobs in _jobs_by_backend(held, environ):
+        backend.release_hold(jobs)
     for job in running:
         job.request_requeue(statuses[job].attempt or 0)
     try:
@@ -73,7 +75,8 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
 
 def preempt(running: Iterable[RunDir], environ: Mapping[str, str]) -> None:
     """Send the ranks of running runs the preemption signal."""
-    _request(_jobs_of(running), environ, lambda backend, jobs: backend.requeue(jobs))
+    for backend, jobs in _jobs_by_backend(running, environ):
+        backend.requeue(jobs)
 
 
 def _query_status(run: RunDir, environ: Mapping[str, str]) -> tuple[RunStatus, dict[RunDir, RunStatus]]:
@@ -83,23 +86,16 @@ def _query_status(run: RunDir, environ: Mapping[str, str]) -> tuple[RunStatus, d
     return status, dict(zip(jobs, statuses, strict=True))
 
 
-def _jobs_of(runs: Iterable[RunDir]) -> dict[BackendName, list[JobRecord]]:
+def _jobs_by_backend(
+    runs: Iterable[RunDir], environ: Mapping[str, str]
+) -> list[tuple[Backend, list[JobRecord]]]:
     jobs: dict[BackendName, list[JobRecord]] = {}
     for run in runs:
         record = read_run_record(run)
         if record.backend is None or record.job is None:
             raise RunNotFound(f"Run {run.path} has never been submitted: its record contains no job id.")
         jobs.setdefault(record.backend, []).append(record.job)
-    return jobs
-
-
-def _request(
-    jobs: Mapping[BackendName, list[JobRecord]],
-    environ: Mapping[str, str],
-    request: Callable[[Backend, list[JobRecord]], None],
-) -> None:
-    for name, jobs_of_backend in jobs.items():
-        request(open_backend(name, environ), jobs_of_backend)
+    return [(open_backend(name, environ), jobs_of_backend) for name, jobs_of_backend in jobs.items()]
 
 
 def _is_supervised(run: RunDir) -> bool:

@@ -70,6 +70,10 @@ class RunStatus:
     #: Number of tasks of a job array by state; None for a single run.
     tasks: Mapping[str, int] | None = None
 
+    @property
+    def dir(self) -> RunDir:
+        return RunDir(Path(self.run_dir))
+
 
 def derive_status(record: RunRecord, view: JobStateView | None, last_known: float = 0.0) -> RunStatus:
     run = record.run

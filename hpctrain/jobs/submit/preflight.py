@@ -18,6 +18,7 @@ from hpctrain.jobs.options.batch_options import OF_RANKS
 from hpctrain.jobs.options.option import DEFAULT_SOURCE
 from hpctrain.jobs.options.option_table import all_options
 from hpctrain.jobs.options.resolved_options import PREVIOUS_SOURCE, ResolvedOptions
+from hpctrain.jobspec.container import is_image_file
 from hpctrain.jobspec.job_directives import directives_after_start
 from hpctrain.jobspec.job_spec import DEFAULT_STOP_BEFORE_LIMIT_S, JobSpec
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS
@@ -223,8 +224,9 @@ def _check_environment(spec: JobSpec, environ: Mapping[str, str]) -> None:
             f"{str(shell.environment)!r} ({option}) is not a Python environment: it has no bin/python. "
             "Check its path."
         )
-    if spec.container is not None:
-        spec.container.check_files()
+    image = spec.container.image if spec.container else ""
+    if is_image_file(image) and not os.path.exists(image):
+        raise SpecError(f"Image {image!r} (--container-image) not found. Check its path.")
 
 
 def _check_conda(name: str, environ: Mapping[str, str]) -> None:

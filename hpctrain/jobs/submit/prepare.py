@@ -61,10 +61,10 @@ class PreparedSubmission(Struct, frozen=True):
         """Return the expected start and cost; waits for the scheduler's answer."""
         return self.preflight.get_forecast()
 
-    def raise_refusal(self) -> None:
+    def raise_refusal(self, message: str = "The job was not submitted") -> None:
         """Raise an error if the scheduler would reject the job; waits for its answer."""
         if reason := self.preflight.refusal():
-            raise SchedulerError(f"The job was not submitted: {reason}")
+            raise SchedulerError(f"{message}: {reason}")
 
 
 def prepare_submission(

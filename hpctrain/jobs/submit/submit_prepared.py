@@ -23,7 +23,8 @@ from hpctrain.jobspec.launcher import ProgramKind
 from hpctrain.jobspec.redaction import redact_args
 from hpctrain.records.run_record import read_run_record
 from hpctrain.rundir import STOPPED_EARLY, RunDir
-from hpctrain.slurm.environment import loaded_modules
+from hpctrain.slurm.environment import loaded_modules, strip_job_env
+from hpctrain.slurm.states import RunState
 
 if TYPE_CHECKING:
     from hpctrain.sweeps.sweep_record import SweepRecord
@@ -194,8 +195,6 @@ def _refuse_active(runs: Sequence[Run]) -> None:
     if not recorded:
         return
     from hpctrain.records.lease import is_lease_alive, newest_lease
-    from hpctrain.slurm.environment import strip_job_env
-    from hpctrain.slurm.states import RunState
 
     for run, status in zip(recorded, query_statuses(recorded), strict=True):
         if status.state is RunState.UNKNOWN and status.job_id is not None:

@@ -140,11 +140,6 @@ class ScratchRun:
     def _load_spec(self) -> JobSpec:
         verified, spec = self._verified, load_spec(self._verified.spec)
         missing = f"of run {verified.run_id} is not on this machine"
-        if spec.array is not None:
-            task = next(iter(verified.tasks()), 0)
-            raise SpecError(
-                f"Run {verified.run_id} is a job array. Specify a task, such as {verified.task(task).path}."
-            )
         code, workdir, python = spec.code, Path(spec.workdir), spec.python
         if code is not None:
             folder = (verified.array or verified).code / Path(code.copy).name
