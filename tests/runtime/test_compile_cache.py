@@ -157,4 +157,4 @@ def test_folder_that_torch_sets_itself_is_not_the_users(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
     environ = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"}
     CompileCache().install(RunDir(tmp_path), ranks(), environ)
-    assert type(watchers[0]).__name__ == "_CompilerWatcher"
+    assert type(watchers[0]).__name__ == "ImportWatcher"
