@@ -73,13 +73,6 @@ def test_first_node_of_any_node_list_is_the_master(nodes, node, first_node):
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"), [("4(x2),3", [4, 4, 3]), ("1(x2)", [1, 1]), ("2,1(x2)", [2, 1, 1])]
-)
-def test_tasks_per_node_with_repetitions_is_parsed(text, counts):
-    assert parse_tasks_per_node(text) == counts
-
-
-@pytest.mark.parametrize(
     "text",
     [*("", "4(x)", "x2", "4(x2),", "4;3", "-1"), "2(x99999999999999999999)", "2(x9999999999)", "9" * 5000],
 )
