@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import click
 import yaml
-from fuzzing import FOLDER, Parser, write_file
+from fuzzing import FOLDER, Parser, parse_mapping, write_file
 
 from hpctrain.cli import resume, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
@@ -64,16 +64,8 @@ def request_of(key: str, read: Callable[[JobRequest], object]) -> Callable[[str]
     return lambda text: read(JobRequest(JOB, {key: text}, {}))
 
 
-def as_mapping(text: str) -> dict:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {}
-
-
 def as_changes(text: str) -> dict:
-    return {name: values for name, values in as_mapping(text).items() if isinstance(values, dict)}
+    return {name: values for name, values in parse_mapping(text).items() if isinstance(values, dict)}
 
 
 def check_notify(text: str) -> None:
@@ -114,7 +106,7 @@ PARSERS = [
     Parser(
         resume.resubmit_command,
         [json.dumps(SPEC)],
-        call=lambda text: resume.resubmit_command(as_mapping(text)),
+        call=lambda text: resume.resubmit_command(parse_mapping(text)),
     ),
     *(
         Parser(option.OptionType.parse, [example], (ValueError,), option_call(name))

@@ -1,8 +1,6 @@
 """Fuzzing of functions that search foreign output: logs, tracebacks, error messages, secrets."""
 
-import json
-
-from fuzzing import Parser, write_file
+from fuzzing import Parser, parse_mapping, write_file
 
 from hpctrain import files, text
 from hpctrain.jobspec import redaction
@@ -65,7 +63,7 @@ PARSERS = [
     Parser(
         redaction.redact_spec,
         ['{"env": {"TOKEN": "x"}, "args": ["--key", "y"], "notify": {"targets": ["https://h/x"]}}'],
-        call=lambda content: redaction.redact_spec(as_mapping(content)),
+        call=lambda content: redaction.redact_spec(parse_mapping(content)),
     ),
     Parser(crash_output.fold, [TRACEBACK]),
     Parser(crash_output.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
@@ -86,11 +84,3 @@ PARSERS = [
         slow=[("", "error: *** JOB 1", "\n")],
     ),
 ]
-
-
-def as_mapping(content: str) -> dict:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {}
