@@ -117,12 +117,10 @@ def _no_gpu_reason(environ: Mapping[str, str], *, is_rocm: bool) -> str:
         names = [name for name in (ROCR_VARIABLE, *HIP_VARIABLES) if name in environ]
         settings = ", ".join(f"{name}={environ[name]}" for name in names)
         return "no driver reports a GPU" + (settings and f" ({settings})")
-    listed = visible_devices(environ)
-    if listed == []:
-        return f"{VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]!r} hides all GPUs"
-    if listed:
-        return f"no driver reports a GPU, although {VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]}"
-    return "no driver reports a GPU"
+    text = environ.get(VISIBLE_VARIABLE)
+    if visible_devices(environ) == []:
+        return f"{VISIBLE_VARIABLE}={text!r} hides all GPUs"
+    return "no driver reports a GPU" + ("" if text is None else f", although {VISIBLE_VARIABLE}={text}")
 
 
 def _list(environ: Mapping[str, str]) -> str:
