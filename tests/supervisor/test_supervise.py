@@ -62,10 +62,8 @@ class FakeJob:
     cancel_signals = frozenset()
     nodes = successors = None
 
-    def __init__(
-        self, refuses=False, disposition=JobDisposition.STAYS, left=None, site_requeues=True, **parts
-    ):
-        self.refuses, self.left, self.site_requeues = refuses, left, site_requeues
+    def __init__(self, refuses=False, disposition=JobDisposition.STAYS, site_requeues=True, **parts):
+        self.refuses, self.site_requeues = refuses, site_requeues
         self.later_disposition = disposition
         self.num_requeues = 0
         self.__dict__.update(parts)
@@ -78,7 +76,7 @@ class FakeJob:
         return self.site_requeues
 
     def seconds_left(self):
-        return self.left
+        return None
 
     def requeue(self):
         self.num_requeues += 1
@@ -187,18 +185,13 @@ class StagingLauncher(FakeLauncher):
         return FakeStep()
 
 
-def supervise_staged(run, attempts, job, deaths=0, **fields):
-    """Return the steps that copied or removed files."""
-    spec = spec_of(run, stage={"data": "/data"}, **fields)
-    plan, launcher = StagePlan.create(spec, {}), StagingLauncher()
-    Supervisor(run, spec, FakeLauncher(attempts), job, staging=(plan, launcher)).run(deaths)
-    return launcher.started
-
-
 def test_next_supervisor_removes_the_copies_of_a_killed_one(run):
     run.log_event("started", run.new_attempt(), nodes=2, world_size=2, hosts=["n1", "n2"])
     run.log_event("requeue", 0, seconds=9.0, by="successor", **{"class": "preempted"})
-    assert supervise_staged(run, [], job_with_successor(), deaths=1) == [("remove", ["n1", "n2"])]
+    spec = spec_of(run, stage={"data": "/data"})
+    plan, launcher = StagePlan.create(spec, {}), StagingLauncher()
+    Supervisor(run, spec, FakeLauncher([]), job_with_successor(), staging=(plan, launcher)).run(deaths=1)
+    assert launcher.started == [("remove", ["n1", "n2"])]
 
 
 @pytest.mark.parametrize(
@@ -289,18 +282,10 @@ def test_exception_of_a_rank_with_stopped_peers_does_not_end_the_run(run, messag
     assert finished(run)["state"] == "COMPLETED"
 
 
-def write_corruption(run, attempt, suspects, verified_step=40):
-    """Write the failure file of a rank that detected wrong results."""
-    error = SilentCorruption("After step 50, x differed.", suspects, verified_step)
-    write_failure(run, attempt, 0, **failure_record(error, {}))
-
-
-FAULTY = (Suspect(1, "other name of n2", "GPU-7"),)
-CORRUPT = [TaskExit(0, 1), TaskExit(1, 1), StepEnded(1)]
-
-
 def test_wrong_results_exclude_the_node_and_limit_the_checkpoint(run):
-    write_corruption(run, 0, FAULTY)
+    suspects = [Suspect(1, "other name of n2", "GPU-7")]
+    error = SilentCorruption("After step 50, x differed.", suspects, verified_step=40)
+    write_failure(run, 0, 0, **failure_record(error, {}))
     limits = []
 
     def start(variables, _emit):
@@ -311,7 +296,8 @@ def test_wrong_results_exclude_the_node_and_limit_the_checkpoint(run):
 
     job = FakeJob(nodes=FakeNodes())
     killed = [TaskExit(0, None, signal.SIGKILL), StepEnded(137)]
-    attempts = [[start, *CORRUPT], [start, *killed], [start, resume, *killed], [start, *DONE]]
+    found = [TaskExit(0, 1), TaskExit(1, 1), StepEnded(1)]
+    attempts = [[start, *found], [start, *killed], [start, resume, *killed], [start, *DONE]]
     assert supervise(run, attempts, job, min_nodes=1) == 0
     # The limit applies until an attempt has resumed.
     assert limits == [None, "40", "40", None]
