@@ -32,14 +32,6 @@ def classify_message(message: str) -> object:
     return root_cause.classify(failure), root_cause.is_deterministic(failure)
 
 
-def newest_traceback(content: str) -> object:
-    return crash_output._newest_traceback(write_file(content), 0)
-
-
-def killed(content: str) -> object:
-    return list(root_cause.killed_tasks(write_file(content), 0, ""))
-
-
 PARSERS = [
     Parser(
         files.parse_json_object,
@@ -67,7 +59,11 @@ PARSERS = [
     ),
     Parser(crash_output.fold, [TRACEBACK]),
     Parser(crash_output.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
-    Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
+    Parser(
+        crash_output._newest_traceback,
+        [TRACEBACK + "srun: error\n" + TRACEBACK],
+        call=lambda content: crash_output._newest_traceback(write_file(content), 0),
+    ),
     Parser(root_cause.classify, ERRORS, call=classify_message),
     Parser(
         root_cause.killed_tasks,
@@ -75,7 +71,7 @@ PARSERS = [
             "srun: error: n1: task 0: Killed",
             "Root Cause (first observed failure):\n  host : n1\n  rank : 1 (x)\n  exitcode : -9 (pid: 7)",
         ],
-        call=killed,
+        call=lambda content: root_cause.killed_tasks(write_file(content), 0, ""),
     ),
     Parser(history.normalize_cause, ["rank 3 on n1: ValueError: at 0xdeadbeef"]),
     Parser(
