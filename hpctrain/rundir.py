@@ -351,6 +351,10 @@ class RunDir:
             else:
                 return number
 
+    def attempt_variables(self, attempt: int) -> dict[str, str]:
+        """Return the variables of the processes of an attempt."""
+        return {RUN_DIR_VARIABLE: str(self.path), ATTEMPT_VARIABLE: str(attempt)}
+
     def log_event(self, kind: EventKind, attempt: int, **fields: Any) -> None:
         """Append an event to the run's event log, with the time in seconds since the epoch."""
         self.storage.append(self.events, event_record(kind, attempt, **fields))
@@ -370,6 +374,11 @@ class RunDir:
     def read_events(self) -> Iterator[Event]:
         """Yield the recorded events. Damaged lines are skipped with a warning."""
         return self.storage.read_events(self.events)
+
+
+def attempt_of(environ: Mapping[str, str]) -> tuple[RunDir, int]:
+    """Return the run and the attempt of a process of a step; see `RunDir.attempt_variables`."""
+    return RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
 
 
 def find_output(run_dir: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> RunDir | None:

@@ -11,7 +11,7 @@ from os import _exit as exit_now
 from os import getpid
 from queue import SimpleQueue
 from signal import signal as handle_signal
-from threading import Event, Lock, RLock, Thread, Timer, get_ident
+from threading import Event, Lock, RLock, Thread, Timer
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Event", "Lock", "Popen", "RLock", "SimpleQueue", "Thread", "ThreadPoolExecutor", "Timer",
-    "create_connection", "exit_now", "get_ident", "gethostname", "getpid", "handle_signal", "monotonic",
-    "sleep", "time",
+    "create_connection", "exit_now", "gethostname", "getpid", "handle_signal", "monotonic", "sleep", "time",
 ]  # fmt: skip
 
 #: Imported on first use, because the import takes milliseconds.

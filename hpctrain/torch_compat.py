@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "buffer_broadcast_kwargs",
     "dataloader_worker",
     "fsdp_states",
+    "keep_process_groups",
     "load_tensors",
     "pytree",
     "register_first_post_hook",
@@ -61,6 +63,16 @@ _SHARES_BUFFERS = next(
 def load_tensors(tensors: dict[str, Any], reader: StorageReader) -> None:
     """Load tensors in place, on this process alone; `dcp.load` has no argument for this before torch 2.7."""
     _load_state_dict(tensors, reader, no_dist=True)
+
+
+def keep_process_groups() -> None:
+    """Never free the process groups of this process.
+
+    Before torch 2.8, the destructor of gloo's groups waits for exchanges while it holds the GIL, which the end
+    of an exchange needs.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def register_first_post_hook(optimizer: Any, hook: Callable[..., None]) -> None:

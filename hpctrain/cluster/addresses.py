@@ -75,7 +75,7 @@ def gloo_variables(own_address: str, environ: Mapping[str, str]) -> dict[str, st
         listens_at = None
     if listens_at is not None and not is_loopback(listens_at):
         return {}
-    interface = find_interface(own_address)
+    interface = next((name for name, address in interfaces() if address == own_address), None)
     return {_GLOO_VARIABLE: interface} if interface else {}
 
 
@@ -100,10 +100,6 @@ def _is_own(address: str) -> bool:
         except OSError:
             return False
     return True
-
-
-def find_interface(address: str) -> str | None:
-    return next((name for name, own_address in interfaces() if own_address == address), None)
 
 
 def interfaces() -> Iterator[tuple[str, str]]:

@@ -47,7 +47,8 @@ def plan_device(
     if (per_task := gpus_per_task(environ)) > 1:
         index = own_gpus(ranks, environ, num_visible)[0]
         return DevicePlan(index, f"the first of {per_task} GPUs of this process ({GPUS_PER_TASK_VARIABLE})")
-    on_node = _gpus_on_node(ranks, environ)
+    knows_node = ranks.environment == "slurm" and environ.get(_ON_NODE_VARIABLE)
+    on_node = read_int(environ, _ON_NODE_VARIABLE) if knows_node else 0
     num_tasks, local_rank = ranks.local_world_size, ranks.local_rank
     if num_visible < on_node:
         bound = f"bound to this task by Slurm; the node has {on_node} ({_ON_NODE_VARIABLE})"
@@ -60,7 +61,13 @@ def plan_device(
     # A single visible GPU may be bound to this rank: outside of Slurm, this is visible only from its UUID.
     if num_tasks > num_visible and (num_visible > 1 or on_node == 1):
         if allowed is None:
-            raise _too_many_ranks(ranks, environ, num_visible)
+            gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
+            raise EnvironmentMismatch(
+                f"There are {num_tasks} ranks on this node "
+                f"({ranks.sources.get('local_world_size', ranks.environment)}), but only {gpus} visible to "
+                f"this rank{_list(environ)}. Request {num_tasks} GPUs per node (--gpus-per-node="
+                f"{num_tasks}), start fewer ranks, or set {SHARE_VARIABLE}=1 to let ranks share a GPU."
+            )
         source = f"local rank modulo {num_visible} visible GPUs ({allowed})"
         return DevicePlan(local_rank % num_visible, source)
     if num_visible == 1:
@@ -105,36 +112,17 @@ def gpu_sharing_reason(environ: Mapping[str, str]) -> str | None:
     return "SLURM_SHARDS_ON_NODE" if "SLURM_SHARDS_ON_NODE" in environ else None
 
 
-def _gpus_on_node(ranks: Ranks, environ: Mapping[str, str]) -> int:
-    if ranks.environment != "slurm" or not environ.get(_ON_NODE_VARIABLE):
-        return 0
-    return read_int(environ, _ON_NODE_VARIABLE)
-
-
 def _no_gpu_reason(environ: Mapping[str, str], *, is_rocm: bool) -> str:
     if is_rocm:
         names = [name for name in (ROCR_VARIABLE, *HIP_VARIABLES) if name in environ]
         settings = ", ".join(f"{name}={environ[name]}" for name in names)
         return "no driver reports a GPU" + (settings and f" ({settings})")
-    listed = visible_devices(environ)
-    if listed == []:
-        return f"{VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]!r} hides all GPUs"
-    if listed:
-        return f"no driver reports a GPU, although {VISIBLE_VARIABLE}={environ[VISIBLE_VARIABLE]}"
-    return "no driver reports a GPU"
+    text = environ.get(VISIBLE_VARIABLE)
+    if visible_devices(environ) == []:
+        return f"{VISIBLE_VARIABLE}={text!r} hides all GPUs"
+    return "no driver reports a GPU" + ("" if text is None else f", although {VISIBLE_VARIABLE}={text}")
 
 
 def _list(environ: Mapping[str, str]) -> str:
     text = environ.get(VISIBLE_VARIABLE)
     return "" if text is None else f" ({VISIBLE_VARIABLE}={text})"
-
-
-def _too_many_ranks(ranks: Ranks, environ: Mapping[str, str], num_visible: int) -> EnvironmentMismatch:
-    gpus = "1 GPU is" if num_visible == 1 else f"{num_visible} GPUs are"
-    source = ranks.sources.get("local_world_size", ranks.environment)
-    return EnvironmentMismatch(
-        f"There are {ranks.local_world_size} ranks on this node ({source}), but only {gpus} visible to "
-        f"this rank{_list(environ)}. Request {ranks.local_world_size} GPUs per node "
-        f"(--gpus-per-node={ranks.local_world_size}), start fewer ranks, or set {SHARE_VARIABLE}=1 to let "
-        "ranks share a GPU."
-    )

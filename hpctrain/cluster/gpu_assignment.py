@@ -77,7 +77,13 @@ def assign_gpus(placements: Sequence[RankPlacement], *, may_share: bool) -> tupl
     ]
     sharing = [placement for placement in waiting if not _reassign(placement, owners, set())]
     if sharing and not may_share:
-        raise _collision(owners[str(sharing[0].gpu)], sharing[0], placements)
+        rival = sharing[0]
+        on_host = sum(placement.host == rival.host for placement in placements)
+        raise HpctrainError(
+            f"Two ranks would use GPU {rival.gpu}: {owners[str(rival.gpu)]} and {rival}. Request one GPU per "
+            f"rank (--gpus-per-node={on_host}), start fewer ranks, make all GPUs visible to each rank (srun "
+            f"--gpu-bind=none), or set {SHARE_VARIABLE}=1 to let ranks share a GPU."
+        )
     indexes = {placement.rank: placement.index for placement in sharing if placement.index is not None}
     indexes |= {placement.rank: placement.gpus.index(gpu) for gpu, placement in owners.items()}
     return indexes, bool(sharing)
@@ -107,15 +113,4 @@ def _contradiction(earlier: RankPlacement, later: RankPlacement) -> HpctrainErro
         f"Two ranks contradict each other: {places}. Run `hpctrain env` on each host to show the variables "
         "that set these values. Set NODE_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or unset variables left over "
         "from another job."
-    )
-
-
-def _collision(
-    owner: RankPlacement, rival: RankPlacement, placements: Sequence[RankPlacement]
-) -> HpctrainError:
-    on_host = sum(placement.host == rival.host for placement in placements)
-    return HpctrainError(
-        f"Two ranks would use GPU {rival.gpu}: {owner} and {rival}. Request one GPU per rank "
-        f"(--gpus-per-node={on_host}), start fewer ranks, make all GPUs visible to each rank (srun "
-        f"--gpu-bind=none), or set {SHARE_VARIABLE}=1 to let ranks share a GPU."
     )

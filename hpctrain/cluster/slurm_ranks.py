@@ -44,7 +44,8 @@ def detect_slurm(environ: Mapping[str, str]) -> Ranks | None:
     if not environ.get("SLURM_PROCID"):
         return None
     rank = read_int(environ, "SLURM_PROCID")
-    if not _in_step(environ):
+    has_ids = environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID")
+    if not has_ids or not 0 <= read_int(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP:
         lost_job = environ.get("SLURM_STEP_ID") and not environ.get("SLURM_JOB_ID")
         if rank or lost_job:
             missing = "SLURM_JOB_ID" if lost_job else "the job step (SLURM_JOB_ID, SLURM_STEP_ID)"
@@ -87,11 +88,6 @@ def detect_slurm(environ: Mapping[str, str]) -> Ranks | None:
             **endpoint_sources,
         },
     )
-
-
-def _in_step(environ: Mapping[str, str]) -> bool:
-    has_ids = environ.get("SLURM_JOB_ID") and environ.get("SLURM_STEP_ID")
-    return bool(has_ids) and 0 <= read_int(environ, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
 
 
 def _key(environ: Mapping[str, str]) -> str:

@@ -26,7 +26,7 @@ from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.records.call_payload import CallPayload, FunctionCall, dumps
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import RunDir, attempt_of
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
 from hpctrain.runtime.failure_file import mark_non_retryable
 from hpctrain.runtime.release_devices import shut_down_process_group
@@ -36,7 +36,7 @@ from hpctrain.runtime.stopping.stop_signals import StoppedBeforeTraining, captur
 
 
 def main() -> None:
-    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    run, attempt = attempt_of(os.environ)
     ranks = detect(os.environ)
     payload = CallPayload.read(run.resume_call if run.resume_call.exists() else run.function)
     this_folder = str(Path(__file__).parent)
@@ -99,7 +99,7 @@ def _is_final(error: Exception, payload: CallPayload, run: RunDir) -> bool:
         return True
     # Another attempt may succeed if a network or a device was the cause, or if there is a saved state: a
     # complete checkpoint of the `Trainer`, or any file of the function.
-    may_pass = isinstance(error, (dist.DistError, torch.AcceleratorError))
+    may_pass = isinstance(error, (dist.DistError, getattr(torch, "AcceleratorError", ())))
     own_files = (path for path in run.checkpoints.glob("*") if not path.name.startswith((".", "step-")))
     has_checkpoint = any(True for _ in chain(committed_steps(run.checkpoints), own_files))
     return not (payload.retry_on_exception or may_pass or run.resume_call.exists() or has_checkpoint)

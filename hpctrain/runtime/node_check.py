@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from hpctrain.cluster.processes import die_with_supervisor
 from hpctrain.cluster.visible_gpus import is_mig, visible_devices
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, read_json, write_atomic
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import RunDir, attempt_of
 from hpctrain.runtime.release_devices import release_devices_within
 from hpctrain.runtime.stopping.agreed_stop import agreement_timeout_s
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
@@ -42,7 +41,7 @@ _SIZE = 1024
 
 def main(environ: Mapping[str, str]) -> None:
     begun = time.monotonic()
-    run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
+    run, attempt = attempt_of(environ)
     ranks = detect({**environ, ENVIRONMENT_VARIABLE: "slurm"})
     path = run.node_check_result(attempt, ranks.rank)
     make_folder(path.parent)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 #: Name of the torch threads that run gloo's exchanges.
 _GLOO_THREAD = "pt_gloo_runloop"
+#: First version of torch that is known to name them.
+_NAMES_THREADS = "2.13"
 _TASKS = Path("/proc/self/task")
 #: This thread sleeps between two checks, so that gloo's threads can acquire the GIL.
 _POLL_INTERVAL_S = 0.005
@@ -20,10 +22,15 @@ _LIMIT_S = 5.0
 
 def shut_down_process_group() -> None:
     """Destroy the default process group, if there is one, when its threads are idle."""
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         drain_gloo_threads()
+        if torch.__version__ < "2.8":
+            from hpctrain.torch_compat import keep_process_groups
+
+            keep_process_groups()
         dist.destroy_process_group()
 
 
@@ -47,20 +54,34 @@ def drain_gloo_threads() -> None:
 
 
 def _asleep() -> dict[str, str] | None:
-    """Return the count of sleeps of each gloo thread; None if one is awake."""
-    counts = {}
+    """Return the count of sleeps of each gloo thread; None if one is awake.
+
+    Where torch does not name its threads, any other thread may be one.
+    """
+    counts: dict[str, str] = {}
+    this_thread, any_name = str(threading.get_native_id()), _has_unnamed_gloo_threads()
     for task in os.listdir(_TASKS):
         try:
             status = (_TASKS / task / "status").read_text(errors="replace")
         except OSError:
             continue  # The thread has ended.
         fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        if fields["Name"] != _GLOO_THREAD:
+        if task == this_thread or not (any_name or fields["Name"] == _GLOO_THREAD):
             continue
         if not fields["State"].startswith("S"):
             return None
         counts[task] = fields["voluntary_ctxt_switches"]
     return counts
+
+
+def _has_unnamed_gloo_threads() -> bool:
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and torch.__version__ < _NAMES_THREADS
+        and "torch.distributed" in sys.modules
+        and torch.distributed.is_initialized()
+    )
 
 
 def release_devices_within(limit_s: float) -> None:

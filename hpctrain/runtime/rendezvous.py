@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -55,7 +55,9 @@ def connect_store(ranks: Ranks, environ: Mapping[str, str], timeout_s: float) ->
     if ranks.is_main and not has_agent_store:
         raise_fd_limit(ranks.world_size)
         try:
-            listener = _listen(ranks)
+            with bind_socket(port, local_only=ranks.master_addr == "127.0.0.1") as bound:
+                bound.listen(socket.SOMAXCONN)
+                listener = bound.detach()
         except OSError as error:
             problem = (
                 f"rank 0 cannot listen on port {port} ({error.strerror}). To find the program that uses the "
@@ -99,12 +101,6 @@ def remind(ranks: Ranks, awaited: str) -> None:
     print(f"hpctrain: {name} is waiting for {awaited}", file=sys.stderr, flush=True)
 
 
-def _listen(ranks: Ranks) -> int:
-    with bind_socket(ranks.master_port, local_only=ranks.master_addr == "127.0.0.1") as listener:
-        listener.listen(socket.SOMAXCONN)
-        return listener.detach()
-
-
 def _await_listener(ranks: Ranks, environ: Mapping[str, str], deadline: float) -> str:
     """Return the address at which rank 0 listens. torch's store would wait a second between two attempts."""
     port, pause_s, remind_at = ranks.master_port, 0.01, time.monotonic() + REMIND_AFTER_S
@@ -144,7 +140,14 @@ def assign_device(
     Every rank sends rank 0 its placement, its visible GPUs and its preferred GPU. Rank 0 checks for
     contradictions, and answers all. A `problem` of rank 0 ends all ranks.
     """
-    placement = _own_placement(ranks, environ, use_gpus=use_gpus)
+    host, gpus, trouble = host_name(environ), visible_uuids(environ) if use_gpus else (), ""
+    try:
+        index = _plan(ranks, environ, len(gpus))
+    except EnvironmentMismatch as error:
+        index, trouble = None, str(error)
+    placement = RankPlacement(
+        ranks.rank, ranks.node_rank, ranks.local_rank, host, gpus, index, trouble, ranks.world_size
+    )
     if duplicate := _publish_placement(placement, store):
         _answer({"error": duplicate, "missing": False}, store)
         _wait_until_read(ranks, store)
@@ -202,17 +205,6 @@ def visible_uuids(environ: Mapping[str, str]) -> tuple[str, ...]:
         return tuple((visible_devices(environ) or [])[:1])
     count = torch.cuda.device_count()
     return tuple(f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count))
-
-
-def _own_placement(ranks: Ranks, environ: Mapping[str, str], *, use_gpus: bool) -> RankPlacement:
-    gpus = visible_uuids(environ) if use_gpus else ()
-    placement = RankPlacement(
-        ranks.rank, ranks.node_rank, ranks.local_rank, host_name(environ), gpus, world_size=ranks.world_size
-    )
-    try:
-        return replace(placement, index=_plan(ranks, environ, len(gpus)))
-    except EnvironmentMismatch as error:
-        return replace(placement, problem=str(error))
 
 
 def _publish_placement(placement: RankPlacement, store: Store) -> str | None:

@@ -28,7 +28,7 @@ import xxhash
 from hpctrain.cluster.processes import die_with_parent, die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE, StagingError
 from hpctrain.files import REMOVE_COMMAND, make_folder, make_private_folder, read_json, try_lock, write_atomic
-from hpctrain.rundir import ARCHIVE_SUFFIX, ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, STAGED_ENVIRONMENT, RunDir
+from hpctrain.rundir import ARCHIVE_SUFFIX, STAGED_ENVIRONMENT, attempt_of
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.text import format_size
 
@@ -57,7 +57,7 @@ def main(argv: list[str], environ: Mapping[str, str]) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(EXIT_CONTINUE))
     plan, node = json.loads(argv[0]), int(environ["SLURM_NODEID"])
-    run, attempt = RunDir(Path(environ[RUN_DIR_VARIABLE])), int(environ[ATTEMPT_VARIABLE])
+    run, attempt = attempt_of(environ)
     folder, result = Path(plan["folder"]), run.staging_result(attempt, node)
     staged_environment = folder / STAGED_ENVIRONMENT
     staged, error, name = {}, None, "files"

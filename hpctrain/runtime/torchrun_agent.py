@@ -25,7 +25,7 @@ from hpctrain.cluster.processes import child_pids, die_with_supervisor
 from hpctrain.errors import EXIT_CONTINUE, Unauthenticated
 from hpctrain.files import make_folder, own_file, write_atomic
 from hpctrain.records.crash_output import find_crash_output
-from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, LIFELINE_VARIABLE, RunDir, attempt_of
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.text import signal_name
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> NoReturn:
     # Requests stacks of the ranks, and would end this process.
     signal.signal(signal.SIGQUIT, lambda *_: None)
     die_with_supervisor(os.environ)
-    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    run, attempt = attempt_of(os.environ)
     log = run.agent_log(attempt, int(os.environ["SLURM_NODEID"]))
     fd = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(fd, 1)

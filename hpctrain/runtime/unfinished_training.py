@@ -17,7 +17,7 @@ from typing import Any, Self
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.records.crash_output import UNFINISHED, UNFINISHED_ADVICE, describe_unfinished
-from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
+from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, attempt_of
 from hpctrain.runtime.failure_file import failure_record
 from hpctrain.runtime.rank_activity import activity
 
@@ -38,8 +38,8 @@ class TrainingMarker:
         self._file: Path | None = None
         if RUN_DIR_VARIABLE in environ and ATTEMPT_VARIABLE in environ:
             key = hashlib.sha256(os.fsencode(self._folder or "")).hexdigest()[:8]
-            attempt, rank = int(environ[ATTEMPT_VARIABLE]), int(environ.get("RANK", "0"))
-            self._file = RunDir(Path(environ[RUN_DIR_VARIABLE])).unfinished_marker(attempt, rank, key)
+            run, attempt = attempt_of(environ)
+            self._file = run.unfinished_marker(attempt, int(environ.get("RANK", "0")), key)
         self.step: int | None = None
         """Number of completed steps, set at the end."""
         self.last_step: int | None = None

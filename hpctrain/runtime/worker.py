@@ -33,12 +33,11 @@ from hpctrain.files import make_folder, own_file
 from hpctrain.records.buffered_writer import make_stdio_lossy
 from hpctrain.records.log_tail import read_last_lines
 from hpctrain.rundir import (
-    ATTEMPT_VARIABLE,
     HISTORY_VARIABLES,
-    RUN_DIR_VARIABLE,
     STANDBY_VARIABLE,
     SUPERVISOR_ADDRESS_VARIABLE,
     RunDir,
+    attempt_of,
 )
 from hpctrain.runtime.cpu_binding import bind_cpus
 from hpctrain.runtime.failure_file import failure_record, print_failure, write_failure
@@ -87,7 +86,7 @@ def main(argv: list[str]) -> NoReturn:
     if environment:
         # A killed agent cannot end its ranks.
         die_with_parent()
-    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    run, attempt = attempt_of(os.environ)
     show_title, program_name = title_writer(program_json), Path(json.loads(program_json)[1]).name
     if STANDBY_VARIABLE in os.environ:
         show_title(f"standby worker: {program_name}")
@@ -99,7 +98,7 @@ def main(argv: list[str]) -> NoReturn:
     _redirect_output(run.rank_log(attempt, ranks.rank), printed)
     start_log_index(run.log_index(attempt, ranks.node_rank), ranks.rank)
     if ranks.local_rank == 0:
-        kill_orphans(os.environ[RUN_DIR_VARIABLE], attempt)
+        kill_orphans(str(run.path), attempt)
     rank_end = _RankEnd(run, attempt, ranks, start_node_sampler(run, ranks, os.environ))
     # The sampler, which has already started, measures all GPUs of the node.
     if gpus_per_task(os.environ) > 1:

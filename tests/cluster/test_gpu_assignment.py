@@ -6,17 +6,12 @@ from hpctrain.cluster.gpu_assignment import RankPlacement, assign_gpus, check_un
 from hpctrain.errors import HpctrainError
 
 
-def placements(*gpus_and_index: tuple[str, int | None], host: str = "n1") -> list[RankPlacement]:
+def placements(*gpus_and_index: tuple[str, int | None]) -> list[RankPlacement]:
     """Return one node's ranks, each with its visible GPUs (a letter each) and its planned index."""
     return [
-        RankPlacement(rank, 0, rank, host, tuple(gpus), index)
+        RankPlacement(rank, 0, rank, "n1", tuple(gpus), index)
         for rank, (gpus, index) in enumerate(gpus_and_index)
     ]
-
-
-def assigned_gpus(placements: list[RankPlacement], **options: bool) -> list[str]:
-    indexes, _ = assign_gpus(placements, **({"may_share": False} | options))
-    return [placement.gpus[indexes[placement.rank]] for placement in placements]
 
 
 @pytest.mark.parametrize(
@@ -37,17 +32,9 @@ def assigned_gpus(placements: list[RankPlacement], **options: bool) -> list[str]
     ],
 )
 def test_every_rank_gets_its_own_gpu(visible, expected):
-    assert "".join(assigned_gpus(placements(*visible))) == expected
-
-
-def test_two_ranks_on_one_gpu_are_reported_with_remedies():
-    on_node = placements(("ab", 0), ("ab", 1), ("ab", 1), host="n7")
-    with pytest.raises(HpctrainError) as caught:
-        assign_gpus(on_node, may_share=False)
-    message = str(caught.value)
-    assert "Two ranks would use GPU b: rank 1 on n7 and rank 2 on n7" in message
-    assert "--gpus-per-node=3" in message
-    assert "HPCTRAIN_SHARE_GPUS=1" in message
+    on_node = placements(*visible)
+    indexes, _ = assign_gpus(on_node, may_share=False)
+    assert "".join(placement.gpus[indexes[placement.rank]] for placement in on_node) == expected
 
 
 def test_shared_gpus_are_assigned_as_planned():

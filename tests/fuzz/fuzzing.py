@@ -13,9 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -223,14 +221,18 @@ def _with_odd_words(examples: Sequence[str]) -> Iterator[str]:
             parent[key] = kept
 
 
+def parse_mapping(text: str) -> dict[str, Any]:
+    """Return the fields of a JSON object; none for any other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def parse_environment(text: str) -> dict[str, str]:
     """Return environment variables from a JSON object; variables that are null are not set."""
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        record = text
-    if not isinstance(record, dict):
-        record = {"RANK": text, "WORLD_SIZE": text}
+    record = parse_mapping(text) or {"RANK": text, "WORLD_SIZE": text}
     return {name: _text(value) for name, value in record.items() if value is not None}
 
 
@@ -317,13 +319,3 @@ def _growing(draw: st.DrawFn, examples: Sequence[str]) -> tuple[str, str, str]:
     # An end that does not fit makes a parser search for another one.
     end = draw(st.sampled_from([text[i:], "", "\0", "\n"]))
     return text[:i], part, end
-
-
-def with_answer(module: ModuleType, function: Callable[[], object]) -> Callable[[str], object]:
-    """Return a call of a function that sends one command to Slurm, with a fake answer."""
-
-    def call(text: str) -> object:
-        with patch.object(module, "run_slurm", return_value=text):
-            return function()
-
-    return call

@@ -90,11 +90,6 @@ def read_run_data() -> object:
     return run_data.RunData(RUN, now=time.time())
 
 
-def read_claim() -> str:
-    path = RUN.successor_claim("17")
-    return submit_successor.claim_successor(RUN, "18", path.name.rpartition("-")[2])
-
-
 def read_gpu_metrics() -> object:
     metrics = GpuMetrics(RUN)
     metrics._offsets.clear()
@@ -172,7 +167,10 @@ PARSERS = [
         lease.encode_holder(record_types.LeaseHolder("17", 0, "n1", 5)).decode(),
     ),
     Parser(
-        submit_successor.claim_successor, ["18"], (OSError,), with_file(RUN.successor_claim("17"), read_claim)
+        submit_successor.claim_successor,
+        ["18"],
+        (OSError,),
+        with_file(RUN.successor_claim("17"), lambda: submit_successor.claim_successor(RUN, "18", "17")),
     ),
     of_run(root_cause.read_failures, RUN.failure(0, 0), json.dumps(RANK_FAILURE), read_failures),
     of_run(

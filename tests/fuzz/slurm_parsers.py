@@ -1,6 +1,10 @@
 """Fuzzing of the parsers of Slurm's output and notations."""
 
-from fuzzing import Parser, with_answer
+import sys
+from collections.abc import Callable
+from unittest.mock import patch
+
+from fuzzing import Parser
 
 from hpctrain.cluster import hostlist, slurm_ranks
 from hpctrain.errors import EnvironmentMismatch, SchedulerError, SpecError, UserError
@@ -64,6 +68,18 @@ FORECAST = (
 )
 
 
+def of_answer(
+    function: Callable[..., object], examples: list[str], *arguments: object, fails: bool = False
+) -> Parser:
+    """A parser of Slurm's answer to the command that it sends."""
+
+    def call(text: str) -> object:
+        with patch.object(sys.modules[function.__module__], "run_slurm", return_value=text):
+            return function(*arguments, {})
+
+    return Parser(function, examples, (SchedulerError,) if fails else (), call)
+
+
 PARSERS = [
     Parser(parsing.parse_pairs, [PARTITION, "JobId=17 Nodes=n1"]),
     Parser(parsing.is_null, ["UNLIMITED", "(null)"]),
@@ -88,45 +104,18 @@ PARSERS = [
     ),
     Parser(site_facts._parse_nodes, [f"{NODES}\n" * 2]),
     Parser(job_queries._parse_records, [JOB]),
-    Parser(
-        job_queries.query_squeue,
-        [QUEUE * 2],
-        call=with_answer(job_queries, lambda: job_queries.query_squeue(["17"], {})),
-    ),
-    Parser(
-        job_queries.query_sacct,
-        [ACCOUNTING],
-        call=with_answer(job_queries, lambda: job_queries.query_sacct(["17"], {})),
-    ),
-    Parser(
-        job_queries.query_scontrol,
-        [JOB],
-        (SchedulerError,),
-        with_answer(job_queries, lambda: job_queries.query_scontrol(["17"], {})),
-    ),
-    Parser(
-        job_queries.query_job,
-        [JOB],
-        (SchedulerError,),
-        with_answer(job_queries, lambda: job_queries.query_job("17", {})),
-    ),
-    Parser(
+    of_answer(job_queries.query_squeue, [QUEUE * 2], ["17"]),
+    of_answer(job_queries.query_sacct, [ACCOUNTING], ["17"]),
+    of_answer(job_queries.query_scontrol, [JOB], ["17"], fails=True),
+    of_answer(job_queries.query_job, [JOB], "17", fails=True),
+    of_answer(
         command.list_rank_steps,
         ["17.batch batch\n17.0 hpctrain-ranks-0\n17.1 hpctrain-reserve-1\n17.2 hpctrain-chaos\n"],
-        call=with_answer(command, lambda: command.list_rank_steps(["17"], {})),
+        ["17"],
     ),
-    Parser(
-        command.find_step,
-        ["17.batch batch\n17.0 hpctrain-ranks-0\n"],
-        call=with_answer(command, lambda: command.find_step("17", "hpctrain-ranks-0", {})),
-    ),
+    of_answer(command.find_step, ["17.batch batch\n17.0 hpctrain-ranks-0\n"], "17", "hpctrain-ranks-0"),
     Parser(command._words, ["sbatch: error: no\nsbatch: fatal: never\n"]),
-    Parser(
-        job_requests.submit_job,
-        ["sbatch: lua: hello\n17;north\n", "17\n"],
-        (SchedulerError,),
-        with_answer(job_requests, lambda: job_requests.submit_job([], {})),
-    ),
+    of_answer(job_requests.submit_job, ["sbatch: lua: hello\n17;north\n", "17\n"], [], fails=True),
     Parser(
         submit_successor.replace_dependency,
         ["afterok:17(unfulfilled),afterany:18", "afterok:17?afterany:17"],

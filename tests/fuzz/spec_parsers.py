@@ -1,11 +1,10 @@
 """Fuzzing of the parsers of specifications, configuration files, options and templates."""
 
 import json
-from collections.abc import Callable
 
 import click
 import yaml
-from fuzzing import FOLDER, Parser, write_file
+from fuzzing import FOLDER, Parser, parse_mapping, write_file
 
 from hpctrain.cli import resume, verify
 from hpctrain.errors import HpctrainError, SpecError, UserError
@@ -55,39 +54,14 @@ JOB = JobSpec(
 SPEC = yaml.safe_load(JOB.text())
 
 
-def option_call(name: str) -> Callable[[str], object]:
-    """Return the conversion of a value of this option, which raises ValueError if it is invalid."""
-    return all_options()[name].kind.parse
-
-
-def request_of(key: str, read: Callable[[JobRequest], object]) -> Callable[[str], object]:
-    return lambda text: read(JobRequest(JOB, {key: text}, {}))
-
-
-def as_mapping(text: str) -> dict:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {}
-
-
 def as_changes(text: str) -> dict:
-    return {name: values for name, values in as_mapping(text).items() if isinstance(values, dict)}
-
-
-def check_notify(text: str) -> None:
-    notify.NotifyConfig(targets=(text,))
+    return {name: values for name, values in parse_mapping(text).items() if isinstance(values, dict)}
 
 
 def check_container(text: str) -> str:
     found = container.Container(image=text, runtime="pyxis", mounts=(f"/a:/{text}",))
     found.check({"run folder": "/r"})
     return found.image_name
-
-
-def check_endpoint(text: str) -> None:
-    launcher.TorchrunConfig(rdzv_backend="etcd", rdzv_endpoint=text)
 
 
 PARSERS = [
@@ -114,10 +88,10 @@ PARSERS = [
     Parser(
         resume.resubmit_command,
         [json.dumps(SPEC)],
-        call=lambda text: resume.resubmit_command(as_mapping(text)),
+        call=lambda text: resume.resubmit_command(parse_mapping(text)),
     ),
     *(
-        Parser(option.OptionType.parse, [example], (ValueError,), option_call(name))
+        Parser(option.OptionType.parse, [example], (ValueError,), all_options()[name].kind.parse)
         for name, example in {"nodes": "2", "requeue": "yes", "time": "30:00", "notify": "x"}.items()
         if name in all_options()
     ),
@@ -149,9 +123,17 @@ PARSERS = [
     Parser(container.split_list_values, ["a,b"], call=lambda text: container.split_list_values([text])),
     Parser(container.Container.check, ["data:ro", "data"], (SpecError,), check_container),
     Parser(
-        notify.NotifyConfig.__post_init__, ["https://example.org:80/x", "mail me"], (SpecError,), check_notify
+        notify.NotifyConfig.__post_init__,
+        ["https://example.org:80/x", "mail me"],
+        (SpecError,),
+        lambda text: notify.NotifyConfig(targets=(text,)),
     ),
-    Parser(launcher.TorchrunConfig.__post_init__, ["host:2379", "[::1]:2379"], (SpecError,), check_endpoint),
+    Parser(
+        launcher.TorchrunConfig.__post_init__,
+        ["host:2379", "[::1]:2379"],
+        (SpecError,),
+        lambda text: launcher.TorchrunConfig(rdzv_backend="etcd", rdzv_endpoint=text),
+    ),
     Parser(
         complete_options.resolve_dependency,
         ["afterok:123:124_5,afterany:9", "after:17+5?afterok:18"],
@@ -175,7 +157,7 @@ PARSERS = [
     Parser(
         JobRequest.memory_per_node_mib.fget,
         ["32G"],
-        call=request_of("mem", lambda one: one.memory_per_node_mib),
+        call=lambda text: JobRequest(JOB, {"mem": text}, {}).memory_per_node_mib,
     ),
     Parser(
         search_space.parse_space,

@@ -1,8 +1,6 @@
 """Fuzzing of functions that search foreign output: logs, tracebacks, error messages, secrets."""
 
-import json
-
-from fuzzing import Parser, write_file
+from fuzzing import Parser, parse_mapping, write_file
 
 from hpctrain import files, text
 from hpctrain.jobspec import redaction
@@ -34,14 +32,6 @@ def classify_message(message: str) -> object:
     return root_cause.classify(failure), root_cause.is_deterministic(failure)
 
 
-def newest_traceback(content: str) -> object:
-    return crash_output._newest_traceback(write_file(content), 0)
-
-
-def killed(content: str) -> object:
-    return list(root_cause.killed_tasks(write_file(content), 0, ""))
-
-
 PARSERS = [
     Parser(
         files.parse_json_object,
@@ -65,11 +55,15 @@ PARSERS = [
     Parser(
         redaction.redact_spec,
         ['{"env": {"TOKEN": "x"}, "args": ["--key", "y"], "notify": {"targets": ["https://h/x"]}}'],
-        call=lambda content: redaction.redact_spec(as_mapping(content)),
+        call=lambda content: redaction.redact_spec(parse_mapping(content)),
     ),
     Parser(crash_output.fold, [TRACEBACK]),
     Parser(crash_output.PEER_LOST.search, ["Connection closed by peer", "socket timeout"]),
-    Parser(crash_output._newest_traceback, [TRACEBACK + "srun: error\n" + TRACEBACK], call=newest_traceback),
+    Parser(
+        crash_output._newest_traceback,
+        [TRACEBACK + "srun: error\n" + TRACEBACK],
+        call=lambda content: crash_output._newest_traceback(write_file(content), 0),
+    ),
     Parser(root_cause.classify, ERRORS, call=classify_message),
     Parser(
         root_cause.killed_tasks,
@@ -77,7 +71,7 @@ PARSERS = [
             "srun: error: n1: task 0: Killed",
             "Root Cause (first observed failure):\n  host : n1\n  rank : 1 (x)\n  exitcode : -9 (pid: 7)",
         ],
-        call=killed,
+        call=lambda content: root_cause.killed_tasks(write_file(content), 0, ""),
     ),
     Parser(history.normalize_cause, ["rank 3 on n1: ValueError: at 0xdeadbeef"]),
     Parser(
@@ -86,11 +80,3 @@ PARSERS = [
         slow=[("", "error: *** JOB 1", "\n")],
     ),
 ]
-
-
-def as_mapping(content: str) -> dict:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {}

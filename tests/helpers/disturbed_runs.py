@@ -22,7 +22,7 @@ def train(
     options = ["--backend=local", f"--ntasks-per-node={num_ranks}", "--standby-workers=never"]
     options += [f"--env=DISTURB={disturb}", f"--run-dir={run.path}"]
     run.hpctrain("submit", *options, str(SCRIPTS / script), str(result), *arguments)
-    assert run.wait() == 0, run.story() + log_of(run)
+    assert run.wait() == 0, run.describe() + log_of(run)
     return run, torch.load(result, weights_only=False)
 
 

@@ -168,7 +168,6 @@ class World(NamedTuple):
 
 
 @cache
-@cache
 def event_records(events: tuple[Event, ...]) -> list[record_types.Event]:
     names = {"submitted": "after", "finished": "state"}
     return [

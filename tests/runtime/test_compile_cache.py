@@ -13,6 +13,7 @@ from helpers.node_ranks import ranks
 from hpctrain.rundir import RunDir
 from hpctrain.runtime.program import compile_cache
 from hpctrain.runtime.program.compile_cache import CompileCache
+from hpctrain.runtime.program.import_watcher import ImportWatcher
 
 
 class FakeTorch:
@@ -145,16 +146,12 @@ def test_other_nodes_wait_for_the_file_of_the_first(process, tmp_path, monkeypat
     assert len(files(tmp_path)) == 1
 
 
-def test_folder_of_the_user_is_left_to_torch(tmp_path):
-    watchers = list(sys.meta_path)
-    CompileCache().install(RunDir(tmp_path), ranks(), {"TORCHINDUCTOR_CACHE_DIR": "/shared"})
-    assert sys.meta_path == watchers
+OF_TORCH = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 
 
-def test_folder_that_torch_sets_itself_is_not_the_users(tmp_path, monkeypatch):
-    watchers = list(sys.meta_path)
-    monkeypatch.setattr(sys, "meta_path", watchers)
+@pytest.mark.parametrize(("folder", "is_users"), [("/shared", True), (OF_TORCH, False)])
+def test_folder_of_the_user_is_left_to_torch(tmp_path, monkeypatch, folder, is_users):
+    monkeypatch.setattr(sys, "meta_path", finders := list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
-    environ = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"}
-    CompileCache().install(RunDir(tmp_path), ranks(), environ)
-    assert type(watchers[0]).__name__ == "_CompilerWatcher"
+    CompileCache().install(RunDir(tmp_path), ranks(), {"TORCHINDUCTOR_CACHE_DIR": folder})
+    assert isinstance(finders[0], ImportWatcher) is not is_users

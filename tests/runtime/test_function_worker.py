@@ -27,7 +27,7 @@ def run(tmp_path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def make_context(world_size: int = 1) -> DistributedContext:
+def make_context(world_size: int) -> DistributedContext:
     ranks = dataclasses.replace(detect({}), world_size=world_size, local_world_size=world_size)
     return DistributedContext(ranks, torch.device("cpu"), None)
 
@@ -40,27 +40,29 @@ class NextCall:
 
 
 class Checkpointable:
-    def __init__(self, leave=None, following=True):
-        self.leave, self.following, self.step = leave, following, 0
+    def __init__(self, error, following=True):
+        self.error, self.following, self.step = error(75), following, 0
 
     def __call__(self, lr):
         self.step += 1
-        if self.leave is not None:
-            raise self.leave
-        return lr
+        raise self.error
 
     def checkpoint(self, lr):
         return NextCall(self, lr / 2) if self.following else None
 
 
+def stop(run, error, world_size=1, **options):
+    """Call a function that a stop ends with this error."""
+    call = FunctionCall(Checkpointable(error, **options), (8.0,))
+    with pytest.raises(error):
+        function_worker._result_of(call, PAYLOAD, run, make_context(world_size))
+
+
 @pytest.mark.parametrize(
-    ("code", "world_size"), [(SystemExit, 1), (SystemExit, 2), (StoppedBeforeTraining, 1)]
+    ("error", "world_size"), [(SystemExit, 1), (SystemExit, 2), (StoppedBeforeTraining, 1)]
 )
-def test_next_call_is_the_result_of_checkpoint(run, code, world_size):
-    with pytest.raises(code):
-        function_worker._result_of(
-            FunctionCall(Checkpointable(code(75)), (8.0,)), PAYLOAD, run, make_context(world_size)
-        )
+def test_next_call_is_the_result_of_checkpoint(run, error, world_size):
+    stop(run, error, world_size)
     payload = CallPayload.read(run.resume_call)
     assert payload.sys_path == ("/of the program",)
     call = payload.deserialize()
@@ -68,22 +70,13 @@ def test_next_call_is_the_result_of_checkpoint(run, code, world_size):
 
 
 def test_checkpoint_of_several_ranks_is_not_called_without_consensus(run, capsys):
-    with pytest.raises(StoppedBeforeTraining):
-        function_worker._result_of(
-            FunctionCall(Checkpointable(StoppedBeforeTraining(75)), (8.0,)), PAYLOAD, run, make_context(2)
-        )
+    stop(run, StoppedBeforeTraining, 2)
     assert not run.resume_call.exists()
     assert "hpctrain.should_stop()" in capsys.readouterr().out
 
 
 def test_checkpoint_may_end_the_run(run, capsys):
-    with pytest.raises(SystemExit):
-        function_worker._result_of(
-            FunctionCall(Checkpointable(SystemExit(75), following=False), (8.0,)),
-            PAYLOAD,
-            run,
-            make_context(),
-        )
+    stop(run, SystemExit, following=False)
     assert run.cancel_request.exists()
     assert "checkpoint() returned None" in capsys.readouterr().out
 

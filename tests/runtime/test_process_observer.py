@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 
 from helpers.waiting import wait_for
+from test_heartbeat import FakeConnection
 
 from hpctrain.cluster import detect
 from hpctrain.rundir import CHILD_VARIABLE
@@ -16,14 +17,6 @@ from hpctrain.runtime.program import process_observer
 from hpctrain.runtime.program.process_observer import ChildRelay, connect_to_worker
 from hpctrain.runtime.rank_activity import has_process_group
 from hpctrain.runtime.supervisor_connection import Connection
-
-
-class FakeConnection:
-    def __init__(self) -> None:
-        self.sent: list[dict] = []
-
-    def send(self, message: dict) -> None:
-        self.sent.append(message)
 
 
 class FakeWorker:

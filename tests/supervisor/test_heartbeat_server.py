@@ -60,15 +60,6 @@ def ranks(rank: int = 0) -> Ranks:
     return Ranks(rank, 2, rank, 2, 0, 1, "127.0.0.1", 1, "slurm")
 
 
-def address_of(server: HeartbeatServer) -> tuple[str, int]:
-    address, port, _ = server.variables[SUPERVISOR_ADDRESS_VARIABLE].rsplit(":", 2)
-    return address, int(port)
-
-
-def connect(server: HeartbeatServer) -> socket.socket:
-    return socket.create_connection(address_of(server), timeout=60)
-
-
 def is_closed(connection: socket.socket, within_s: float = 10.0) -> bool:
     """True if the other end closes the connection, after the nonce that it always sends."""
     connection.settimeout(within_s)
@@ -111,7 +102,8 @@ def works(server: HeartbeatServer, listener: RecordingListener) -> bool:
     ids=["nested", "short-nested", "endless", "empty-lines", "binary", "unsigned", "forged", "old"],
 )
 def test_invalid_data_of_strangers_is_refused_unread(server, listener, data, caplog):
-    with connect(server) as connection:
+    address, port, _ = server.variables[SUPERVISOR_ADDRESS_VARIABLE].rsplit(":", 2)
+    with socket.create_connection((address, int(port)), timeout=60) as connection:
         with suppress(OSError):
             connection.sendall(data)
         assert is_closed(connection)

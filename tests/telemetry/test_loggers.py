@@ -292,7 +292,10 @@ def test_real_client_has_each_step_once_in_one_run(run, name):
         # TensorBoard reads its files in order of their names, which begin with the second of the start.
         time.sleep(1 - time.time() % 1)
         train(run, attempt, first, last)
-        log_all(run, name, ending)
+        process = start_loggers(run, name)
+        # After a stop, the logger has only seconds.
+        wait_for(run.logger_state(name).exists, 60, "the start of the logger")
+        end_loggers(process, name, ending)
         run_ids.append(json.loads(run.logger_state(name).read_text())["known"])
     assert len(set(run_ids)) == 1
     points = getattr(tracker_files, f"{name}_points")(run.path)
@@ -324,14 +327,6 @@ def test_real_client_receives_measurements_of_fake_gpus_on_all_nodes(run, name, 
     for node in ("node-000", "node-001"):
         for quantity, value in (("util", 83), ("temp_c", 71), ("clock_mhz", 1410), ("power_w", 300)):
             assert (f"gpu/{node}/0/{quantity}", 3, pytest.approx(value)) in points
-
-
-def log_all(run: RunDir, name: str, ending: str) -> None:
-    """Make the logger process deliver all metrics, as in one attempt."""
-    process = start_loggers(run, name)
-    # After a stop, the logger has only seconds.
-    wait_for(run.logger_state(name).exists, 60, "the start of the logger")
-    end_loggers(process, name, ending)
 
 
 def start_loggers(run: RunDir, name: str) -> subprocess.Popen[bytes]:

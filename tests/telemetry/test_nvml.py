@@ -3,6 +3,7 @@
 import pynvml
 import pytest
 from helpers.fake_gpu_driver import DetailedFakeDriver, FakeDriver, install_fake_driver
+from test_sampler import sample
 
 from hpctrain.files import read_json_lines
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading, count_gpus, count_visible
@@ -59,18 +60,10 @@ def test_all_readings_of_fake_driver_are_read(monkeypatch):
 def test_activity_and_energy_of_fake_driver_are_sampled_and_samples_are_freed(monkeypatch, tmp_path):
     driver = DetailedFakeDriver()
     install_fake_driver(monkeypatch, driver)
-    path, now = tmp_path / "node-000.jsonl", [0.0]
     with GpuReader() as gpus:
-        sampler = TelemetrySampler(
-            path, gpus, ProcfsReader(), host="n1", run_id="r", clock=lambda: now[0], now=lambda: now[0]
-        )
-        sampler.begin()
-        for second in range(1, 6):
-            now[0] = second
-            sampler.read()
+        _, line = sample(tmp_path / "node-000.jsonl", 5, gpus)
         assert driver.allocated == 2
     assert driver.allocated == 0
-    _, line = read_json_lines(path)
     assert (line["gpu_sm"], line["gpu_dram"], line["gpu_energy_j"]) == ([61.5], [20.2], [2500.0])
     assert "gpu_tensor" not in line
 

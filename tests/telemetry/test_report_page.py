@@ -212,13 +212,10 @@ def test_figures_from_steps_are_unknown_without_steps(tmp_path):
     assert comparison.count('<td class="n">unknown</td>') == 6
 
 
-def cancelled_run(job_id: str = "7") -> RunHistory:
-    """Return a cancelled run whose supervisor was killed before it recorded the end."""
-    return started_run(5).steps(1, 5, every=1).after(10, "seen", job_id=job_id, job_state="CANCELLED by 1000")
-
-
 def test_cancelled_run_without_a_recorded_end_is_not_a_lost_job(tmp_path):
-    run = write_run(tmp_path / "run", cancelled_run())
+    """The supervisor was killed before it recorded the end."""
+    history = started_run(5).steps(1, 5, every=1)
+    run = write_run(tmp_path / "run", history.after(10, "seen", job_id="7", job_state="CANCELLED by 1000"))
     run.cancel_request.touch()
     for facts in (facts_of(run), facts_of(run, "CANCELLED")):
         (attempt,) = facts.attempts
@@ -244,9 +241,7 @@ def test_nan_is_shown_with_its_step(tmp_path):
         assert series["not_finite"] == [[3, "NaN"], [4, "inf"]]
         assert charts[name]["marks"] == [{"x": 3, "label": "NaN"}]
     run = write_run(tmp_path / "other", run_with_losses([0.5, math.nan]))
-    facts = facts_of(run)
-    assert ("Loss", "NaN", "since step 2; lowest 0.5 at step 1") in key_figures(facts)
-    assert "<h3>val_loss: NaN</h3>" in render_run_page(facts)
+    assert "<h3>val_loss: NaN</h3>" in render_run_page(facts_of(run))
 
 
 def test_means_of_each_gpu_are_shown_by_the_name_of_its_node(tmp_path):

@@ -52,7 +52,10 @@ def main(argv: list[str]) -> NoReturn:
         code = _wait(child, lock)
     finally:
         child.kill()
-        _kill_children()
+        while left := [process for process in processes(os.geteuid()) if process.parent == os.getpid()]:
+            for process in left:
+                process.kill()
+                os.waitpid(process.pid, 0)
     sys.exit(128 - code if code < 0 else code)
 
 
@@ -91,13 +94,6 @@ def _wait(child: subprocess.Popen[bytes], lock: Path | None) -> int:
         return child.wait(_HANGUP_S)
     child.kill()
     return child.wait()
-
-
-def _kill_children() -> None:
-    while children := [process for process in processes(os.geteuid()) if process.parent == os.getpid()]:
-        for process in children:
-            process.kill()
-            os.waitpid(process.pid, 0)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,20 @@ because generated code contains the number of the device. torch uses an entry on
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from importlib.machinery import ModuleSpec
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hpctrain.cluster import Ranks
 from hpctrain.files import make_folder, read_regular, write_atomic
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.program.import_watcher import call_after_import
 from hpctrain.telemetry.sampling.nvml import read_driver_facts
 from hpctrain.text import format_size
 
@@ -56,18 +54,18 @@ class CompileCache:
         if not folder.name.startswith(_DEFAULT_FOLDER.name) or folder.parent != _DEFAULT_FOLDER.parent:
             return
         self._run, self._ranks = run, ranks
-        if _COMPILER in sys.modules:
-            self._load()
-        else:
-            sys.meta_path.insert(0, _CompilerWatcher(self._load))
+        call_after_import(_COMPILER, self._load)
 
-    def _load(self) -> None:
+    def _load(self, _compiler: object) -> None:
         import torch
 
         if not hasattr(torch.compiler, "load_cache_artifacts"):  # before torch 2.7
             return
         try:
-            self._folder = self._run.compile_cache / _machine_name()
+            gpus = sorted(set(read_driver_facts().names))
+            parts = [*gpus, torch.backends.cpu.get_cpu_capability(), f"torch-{torch.__version__}"]
+            machine = re.sub(r"[^\w.+]+", "-", "-".join([*parts, str(sys.implementation.cache_tag)]))
+            self._folder = self._run.compile_cache / machine
             self._artifacts = sys.modules["torch.compiler._cache"].CacheArtifactManager
             self.is_active = True
             for path in self._files():
@@ -139,39 +137,6 @@ class CompileCache:
                 files.append((path.stat(), path))
         files.sort(key=lambda file: -file[0].st_mtime)
         return {path: status.st_size for status, path in files}
-
-
-class _CompilerWatcher:
-    """Calls a function after the import of the compiler."""
-
-    def __init__(self, on_import: Callable[[], None]) -> None:
-        self._on_import = on_import
-
-    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        if name != _COMPILER:
-            return None
-        # In place, a concurrent import in another thread would skip a finder.
-        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
-        spec = importlib.util.find_spec(name)
-        loader: Any = spec and spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def execute_and_call(module: ModuleType) -> None:
-                execute(module)
-                self._on_import()
-
-            loader.exec_module = execute_and_call
-        return spec
-
-
-def _machine_name() -> str:
-    """Return a name for the GPUs, the CPU's vector instructions and the versions."""
-    import torch
-
-    gpus = sorted(set(read_driver_facts().names))
-    parts = [*gpus, torch.backends.cpu.get_cpu_capability(), f"torch-{torch.__version__}"]
-    return re.sub(r"[^\w.+]+", "-", "-".join([*parts, str(sys.implementation.cache_tag)]))
 
 
 def _artifact_keys(info: Any) -> frozenset[str]:

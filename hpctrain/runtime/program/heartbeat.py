@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -58,7 +58,7 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
             activity.step if steps is None else steps
             for steps in (activity.timed_steps, activity.measured_steps)
         ],
-        "modules": select_slow_modules(sys.modules),
+        "modules": [name for name in _SLOW_MODULES if name in sys.modules],
         "changed": changed_variables(started_with, os.environ),
     }
 
@@ -66,11 +66,6 @@ def heartbeat_message(started_with: Mapping[str, str]) -> Message:
 def changed_variables(before: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
     names = before.keys() | environ.keys()
     return sorted({name for name in names if before.get(name) != environ.get(name)} - _SET_BY_IMPORTS)
-
-
-def select_slow_modules(loaded: Iterable[str]) -> list[str]:
-    names = set(loaded)
-    return [name for name in _SLOW_MODULES if name in names]
 
 
 def on_message(run: RunDir, attempt: int, ranks: Ranks, connection: Connection, message: Message) -> None:
@@ -124,14 +119,13 @@ def describe_frame(frame: FrameType | None) -> dict[str, Any]:
     """Return a thread's innermost line of user code, and True if it waits for other ranks."""
     if frame is None:
         return {"place": "nowhere", "waits": False}
-    users = (outer for outer in outer_frames(frame) if not _is_library(outer))
-    shown = next(users, frame)
+    for shown in outer_frames(frame):
+        if not f"{shown.f_globals.get('__name__')}.".startswith(_LIBRARIES):
+            break
+    else:
+        shown = frame
     place = f"{shown.f_code.co_name} ({Path(shown.f_code.co_filename).name}:{shown.f_lineno})"
     return {"place": place, "waits": waits_for_ranks(frame)}
-
-
-def _is_library(frame: FrameType) -> bool:
-    return f"{frame.f_globals.get('__name__')}.".startswith(_LIBRARIES)
 
 
 def _flight_record() -> str | None:

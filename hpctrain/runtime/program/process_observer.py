@@ -19,12 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
 from hpctrain.cluster import Ranks, detect
+from hpctrain.cluster.addresses import host_name
 from hpctrain.cluster.detection import detect_local
 from hpctrain.errors import EnvironmentMismatch, UserError
 from hpctrain.jobspec.launcher import RANK_LAUNCHERS, observing_variables
@@ -32,9 +32,9 @@ from hpctrain.rundir import (
     ATTEMPT_VARIABLE,
     CHILD_VARIABLE,
     INDEPENDENT_RANKS_VARIABLE,
-    RUN_DIR_VARIABLE,
     SUPERVISOR_ADDRESS_VARIABLE,
     RunDir,
+    attempt_of,
 )
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.program import heartbeat
@@ -142,24 +142,21 @@ def observe_process() -> None:
     command = json.loads(os.environ[CHILD_VARIABLE])
     launch = [os.environ.get(name) for name in _LAUNCH_VARIABLES]
     is_restart = int(os.environ[ATTEMPT_VARIABLE]) > 0
-    if command.get("launch") == launch and command["pid"] != os.getpid():
-        install_step_hook(_LateObserver(command, launch), is_restart=is_restart)
-    elif (after_step := _observe(command, launch)) is not None:
-        install_step_hook(after_step, is_restart=is_restart)
+    if command.get("launch") != launch or command["pid"] == os.getpid():
+        if (observed := _observe(command, launch)) is not None:
+            install_step_hook(observed, is_restart=is_restart)
+        return
 
+    @cache
+    def observe_first() -> Callable[[], None] | None:
+        return _observe(command, launch) if _claim_training(command["pid"]) else None
 
-class _LateObserver:
-    """Observes a process from its first optimizer step on, if no other process of its parent has trained."""
+    def after_step() -> None:
+        """Observe the process from its first step on, if no other process of its parent has trained."""
+        if (observed := observe_first()) is not None:
+            observed()
 
-    def __init__(self, command: Mapping[str, Any], launch: list[str | None]) -> None:
-        self._command, self._launch = command, launch
-        self._after_step: Callable[[], None] | None = None
-
-    def __call__(self) -> None:
-        if self._after_step is None:
-            is_first = _claim_training(self._command["pid"])
-            self._after_step = (_observe(self._command, self._launch) if is_first else None) or (lambda: None)
-        self._after_step()
+    install_step_hook(after_step, is_restart=is_restart)
 
 
 #: Names bound by this process, or None if another process has bound it, by parent.
@@ -182,12 +179,22 @@ def _claim_training(parent: int) -> bool:
 
 def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[], None] | None:
     """Observe this process, and return the function to call after each step; None if it cannot report."""
-    run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+    run, attempt = attempt_of(os.environ)
     address = os.environ.get(SUPERVISOR_ADDRESS_VARIABLE)
     connect: Callable[[], Connection]
     if address is not None:  # of a batch script
-        ranks = _own_ranks()
-        facts = _group_facts(ranks, in_step=os.environ.get("SLURM_STEP_ID") != command["step"])
+        try:
+            ranks = detect(os.environ)
+        except UserError:  # The script may know its ranks in another way.
+            ranks = detect_local(os.environ)
+        host = host_name(os.environ)
+        # The name of the process group, equal on all ranks, its size, and the node of this rank.
+        facts = {
+            "group": ranks.rendezvous_id or f"{host}:{os.getpid()}",
+            "world_size": ranks.world_size,
+            "host": host,
+            "in_step": os.environ.get("SLURM_STEP_ID") != command["step"],
+        }
         connect = partial(SupervisorConnection, address, ranks, attempt, facts)
     else:
         ranks, connect = Ranks(**command["ranks"]), partial(connect_to_worker, command["socket"])
@@ -215,20 +222,6 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
     compile_cache.install(run, ranks, os.environ)
     observer.start(connect if address is not None else partial(reconnect_or_die, connect))
     return partial(_after_step, observer)
-
-
-def _own_ranks() -> Ranks:
-    try:
-        return detect(os.environ)
-    except UserError:  # The script may know its ranks in another way.
-        return detect_local(os.environ)
-
-
-def _group_facts(ranks: Ranks, *, in_step: bool) -> dict[str, object]:
-    """Return the name of the process group, equal on all ranks, its size, and the node of this rank."""
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    name = ranks.rendezvous_id or f"{host}:{os.getpid()}"
-    return {"group": name, "world_size": ranks.world_size, "host": host, "in_step": in_step}
 
 
 def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks, recorded: type[BaseException]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpctrain.record_types import RankPhase
 from hpctrain.runtime.program.compile_cache import compile_cache
+from hpctrain.runtime.program.import_watcher import call_after_import
 from hpctrain.runtime.program.rank_0_wait import wait_in_rendezvous
 from hpctrain.runtime.program.step_profiler import step_profiler
 from hpctrain.runtime.rank_activity import activity
@@ -25,34 +26,8 @@ def install_step_hook(after_step: Callable[[], None] = lambda: None, *, is_resta
     if os.environ.get("HPCTRAIN_STEP_HOOK") == "0":
         return
     step_profiler.counts_steps = True
-    _call_after_import("torch.optim.optimizer", _StepHook(after_step, is_restart).register)
-    _call_after_import("torch.distributed.rendezvous", wait_in_rendezvous)
-
-
-def _call_after_import(name: str, register: Callable[[ModuleType], None]) -> None:
-    watcher = _ImportWatcher(name, register)
-    sys.meta_path.insert(0, watcher)
-    watcher.find_spec()
-
-
-class _ImportWatcher:
-    """Calls a function at the first import after that of a module.
-
-    torch imports the optimizers themselves after their module. Without torch, there is no cost.
-    """
-
-    def __init__(self, name: str, register: Callable[[ModuleType], None]) -> None:
-        self._name, self._pending = name, [register]
-
-    def find_spec(self, *_: object) -> None:
-        module = sys.modules.get(self._name)
-        if module is None or getattr(module.__spec__, "_initializing", False):
-            return
-        try:
-            register = self._pending.pop()
-        except IndexError:  # registered, maybe by another thread
-            return
-        register(module)
+    call_after_import("torch.optim.optimizer", _StepHook(after_step, is_restart).register)
+    call_after_import("torch.distributed.rendezvous", wait_in_rendezvous)
 
 
 class _StepHook:

@@ -75,15 +75,16 @@ class AgreedStop:
         with self._changed:
             if self._wait_after is None or activity.step < self._wait_after:
                 return False
-            if not self._changed.wait_for(self._is_settled, AGREEMENT_TIMEOUT_S):
+            self._changed.wait_for(
+                lambda: self._stop_after is not None or self._wait_after is None, AGREEMENT_TIMEOUT_S
+            )
+            if self._stop_after is None:
                 self._give_up()
-            return self._stop_after is not None and activity.step >= self._stop_after
+                return False
+            return activity.step >= self._stop_after
 
     def _is_possible(self) -> bool:
         return self.is_enabled and activity.step > 0 and not activity.is_managed
-
-    def _is_settled(self) -> bool:
-        return self._stop_after is not None or self._wait_after is None
 
     def _give_up(self) -> None:
         self._wait_after, self.is_enabled = None, False

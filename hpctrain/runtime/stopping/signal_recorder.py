@@ -139,17 +139,21 @@ def _watch(record: _SignalRecord, leave_in_time: Callable[[signal.Signals, float
             if instruction is None or instruction != previous:
                 num_polls = 0
             elif num_polls * HANDLER_POLL_S >= STUCK_HANDLER_TIMEOUT_S:
-                print(
-                    f"hpctrain: the script's {number.name} handler has been waiting for other ranks "
-                    f"for {STUCK_HANDLER_TIMEOUT_S:.0f} s, so this rank exits. Stacks of all threads:",
-                    file=sys.stderr,
-                    flush=True,
+                report_stacks(
+                    f"the script's {number.name} handler has been waiting for other ranks for "
+                    f"{STUCK_HANDLER_TIMEOUT_S:.0f} s, so this rank exits"
                 )
-                faulthandler.dump_traceback(all_threads=True)
                 os._exit(EXIT_CONTINUE)
             leave_in_time(number, time.monotonic() - since)
             time.sleep(HANDLER_POLL_S)
             num_polls += 1  # a pause of this process counts as one
+
+
+def report_stacks(reason: str) -> None:
+    """Print why this rank exits, and the stacks of all threads, which may hold the lock of `print`."""
+    with contextlib.suppress(OSError):  # such as a full disk
+        os.write(2, f"hpctrain: {reason}. Stacks of all threads:\n".encode())
+    faulthandler.dump_traceback(all_threads=True)
 
 
 def _handler_instruction(thread: int, number: signal.Signals) -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import functools
 import math
 import os
@@ -26,12 +25,7 @@ from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.cluster import detect
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.record_types import RankPhase
-from hpctrain.rundir import (
-    ATTEMPT_VARIABLE,
-    CHECKPOINTS_VARIABLE,
-    RUN_DIR_VARIABLE,
-    RunDir,
-)
+from hpctrain.rundir import ATTEMPT_VARIABLE, CHECKPOINTS_VARIABLE, RUN_DIR_VARIABLE, RunDir, attempt_of
 from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.release_devices import release_devices, release_devices_within
 from hpctrain.runtime.stopping.agreed_stop import agreed_stop, agreement_timeout_s
@@ -40,6 +34,7 @@ from hpctrain.runtime.stopping.signal_recorder import (
     clear_stop_signals,
     pending_stop_signal,
     read_stop_grace,
+    report_stacks,
 )
 from hpctrain.runtime.unfinished_training import has_started
 from hpctrain.text import format_duration
@@ -210,13 +205,10 @@ def leave_in_time(number: signal.Signals, passed_s: float) -> None:
     margin_s = min(LEAVE_MARGIN_S, grace_s * _LEAVE_SHARE)
     if passed_s < grace_s - margin_s:
         return
-    message = (
-        f"hpctrain: still in phase {activity.phase} {passed_s:.0f} s after {number.name}, this rank exits, "
-        f"because it would be killed after {grace_s:.0f} s. Stacks of all threads:\n"
+    report_stacks(
+        f"still in phase {activity.phase} {passed_s:.0f} s after {number.name}, this rank exits, because it "
+        f"would be killed after {grace_s:.0f} s"
     )
-    with contextlib.suppress(OSError):
-        os.write(2, message.encode())
-    faulthandler.dump_traceback(all_threads=True)
     release_devices_within(margin_s / 2)
     os._exit(EXIT_CONTINUE)
 
@@ -225,7 +217,7 @@ def _grace_s(number: signal.Signals) -> float:
     """Return the seconds between a signal and the end of this process by Slurm; infinite if unknown."""
     with contextlib.suppress(UserError):
         grace = read_stop_grace(os.environ)
-        run, attempt = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+        run, attempt = attempt_of(os.environ)
         return grace.get(run.grace_key(attempt) or number.name, math.inf)
     return math.inf
 
@@ -249,13 +241,7 @@ def _force_exit_after_timeout() -> None:
     time.sleep(EXIT_TIMEOUT_S)
     if not is_exiting():
         return  # Signals are captured now, and that code received this signal.
-    message = (
-        f"hpctrain: this rank is still running {EXIT_TIMEOUT_S:.0f} s after a stop signal, so it exits now. "
-        "Stacks of all threads:\n"
-    )
-    with contextlib.suppress(OSError):  # such as a full disk
-        os.write(2, message.encode())
-    faulthandler.dump_traceback(all_threads=True)
+    report_stacks(f"this rank is still running {EXIT_TIMEOUT_S:.0f} s after a stop signal, so it exits now")
     os._exit(EXIT_CONTINUE)
 
 

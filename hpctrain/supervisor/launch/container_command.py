@@ -7,7 +7,7 @@ only Python and PyTorch. A rank's environment variables override those of the im
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,14 +62,10 @@ def containerize(
     for mount in _mounts(spec):
         command_line += ["--bind", mount]
     command_line += ["--pwd", spec.workdir, container.image_name, *command]
-    return ContainerCommand(["/bin/sh", "-c", _export(variables, Path(program).name), "sh", *command_line])
-
-
-def _export(names: Collection[str], program: str) -> str:
-    """Return a shell line that also exports variables under apptainer's names, then runs its arguments."""
-    prefix = f"{program.upper()}ENV_"
-    exports = [f'[ -z "${{{name}+set}}" ] || export {prefix}{name}="${name}"' for name in names]
-    return "; ".join([*exports, 'exec "$@"'])
+    # Also export the variables under the program's names.
+    prefix = f"{Path(program).name.upper()}ENV_"
+    exports = [f'[ -z "${{{name}+set}}" ] || export {prefix}{name}="${name}"' for name in variables]
+    return ContainerCommand(["/bin/sh", "-c", "; ".join([*exports, 'exec "$@"']), "sh", *command_line])
 
 
 def _mounts(spec: JobSpec) -> list[str]:

@@ -68,7 +68,9 @@ class EarlyStoppingMonitor(PeriodicCheck):
                     self._newest, self._due = report, 0.0
             if (newest := self._newest) is None or system.monotonic() < self._due:
                 return False
-            trials = self._trials()
+            array = self.run.array
+            assert array is not None
+            trials = [trial for trial in map(array.task, array.tasks()) if trial.path != self.run.path]
             self._due = system.monotonic() + _INTERVAL_PER_TRIAL_S * len(trials)
             reports = (report for trial in trials for report in self._reports(trial))
             rivals = [report for report in reports if report.step == newest.step]
@@ -76,11 +78,6 @@ class EarlyStoppingMonitor(PeriodicCheck):
                 self._stop(reason)
                 return True
         return False
-
-    def _trials(self) -> list[RunDir]:
-        array = self.run.array
-        assert array is not None
-        return [trial for trial in map(array.task, array.tasks()) if trial.path != self.run.path]
 
     def _reports(self, trial: RunDir) -> Iterator[TrialReport]:
         return map(TrialReport.from_line, read_records(trial.early_stopping, TrialLine))

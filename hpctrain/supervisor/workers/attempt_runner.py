@@ -21,14 +21,12 @@ from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
-    ATTEMPT_VARIABLE,
     CHECKPOINTS_VARIABLE,
     CODE_SOURCE_VARIABLE,
     CODE_VARIABLE,
     CPU_BINDING_VARIABLE,
     INDEPENDENT_RANKS_VARIABLE,
     MICRO_BATCH_VARIABLE,
-    RUN_DIR_VARIABLE,
     VERIFIED_STEP_VARIABLE,
     RunDir,
 )
@@ -149,7 +147,7 @@ class AttemptRunner:
 
     def _variables(self, attempt: int, lead: float) -> dict[str, str]:
         spec = self.spec
-        variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
+        variables = self.run.attempt_variables(attempt)
         for name, grace in self.grace_variables.items():
             variables[name] = _TIME_LIMIT_GRACE.sub(rf"\g<1>{lead:g}", grace)
         if spec.checkpoints is not None:

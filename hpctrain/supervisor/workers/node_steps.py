@@ -28,8 +28,6 @@ from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
 from hpctrain.record_types import Event, NodeCheck, read_record, to_record
 from hpctrain.rundir import (
-    ATTEMPT_VARIABLE,
-    RUN_DIR_VARIABLE,
     STAGE_VARIABLE,
     STAGED_CODE,
     STAGED_ENVIRONMENT,
@@ -78,12 +76,11 @@ def run_node_step(
     all_hosts, deadline = launcher.hosts, system.monotonic() + limit_s
     launcher.hosts = [host for host in all_hosts if host not in lost]
     events: system.SimpleQueue[StepEvent] = system.SimpleQueue()
-    variables = {RUN_DIR_VARIABLE: str(run.path), ATTEMPT_VARIABLE: str(attempt)}
     try:
         with RendezvousStore(launcher.address, hosted=uses_store) as rendezvous, ExitStack() as on_exit:
             if not launcher.hosts:
                 return None
-            step = launcher.start(command, rendezvous.variables | variables, events.put)
+            step = launcher.start(command, rendezvous.variables | run.attempt_variables(attempt), events.put)
             on_exit.callback(step.close)
             rendezvous.serve()
             while True:
@@ -225,7 +222,7 @@ class Stager:
         """Copy everything to the nodes of an attempt, while `monitor` watches, and reuse unchanged copies."""
         begun = system.monotonic()
         command = [*module_command(self.plan.host_spec, "stage_node"), self.plan.arguments]
-        variables = {RUN_DIR_VARIABLE: str(self.run.path), ATTEMPT_VARIABLE: str(attempt)}
+        variables = self.run.attempt_variables(attempt)
         log.info("attempt %d: staging on %s, in %s", attempt, pluralize(len(hosts), "node"), self.plan.folder)
         self.launcher.hosts = hosts
         limit = format_duration(_COPY_LIMIT_S)

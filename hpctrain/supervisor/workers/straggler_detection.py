@@ -17,7 +17,7 @@ _SLOW_RATIO = 1.5
 #: and is longer by this fraction of the step, which excludes negligible differences.
 _SLOW_PART = 0.1
 #: Minimum length of a window in seconds and in measured steps; one pause does not make a straggler.
-WINDOW_S, _WINDOW_STEPS = 20.0, 5
+_WINDOW_S, _WINDOW_STEPS = 20.0, 5
 #: Number of consecutive slow windows after which a rank counts as a lasting straggler.
 LASTING_WINDOWS = 3
 
@@ -87,8 +87,8 @@ def find_stragglers(times: Mapping[int, StepTimes]) -> list[Straggler]:
 class StragglerDetector:
     """Tracks the ranks of one attempt. The caller passes the time, in seconds."""
 
-    def __init__(self, world_size: int, window_s: float = WINDOW_S) -> None:
-        self._world_size, self._window_s = world_size, window_s
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._newest: dict[int, StepTimes] = {}
         self._window: dict[int, StepTimes] = {}
         self._window_start = 0.0
@@ -113,7 +113,7 @@ class StragglerDetector:
             return []
         times = {rank: newest.since(self._window[rank]) for rank, newest in self._newest.items()}
         num_measured = min(total.measured_steps for total in times.values())
-        if now - self._window_start < self._window_s or num_measured < _WINDOW_STEPS:
+        if now - self._window_start < _WINDOW_S or num_measured < _WINDOW_STEPS:
             return []
         self._window, self._window_start = dict(self._newest), now
         stragglers = find_stragglers(times)

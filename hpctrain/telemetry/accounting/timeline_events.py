@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -106,22 +107,17 @@ def read_timeline_events(
         begin_us = max(time_us, started_us.get(record.attempt, 0))
         steps.append(TimelineEvent(begin_us, "step", record.attempt, record.step, record.first_step, spent))
     steps.sort(key=lambda mark: mark.time_us)
-    return list(_merged(turns, steps)), sorted([*saves.values(), *pauses], key=lambda span: span.start_us)
+    timeline = list(heapq.merge(turns, steps, key=_place))
+    return timeline, sorted([*saves.values(), *pauses], key=lambda span: span.start_us)
 
 
-def _merged(turns: list[TimelineEvent], steps: list[TimelineEvent]) -> Iterator[TimelineEvent]:
-    """Merge both in order of time; events at the same time are in the order of an attempt's phases."""
-    done = 0
-    for turn in turns:
-        begins = turn.kind in ("submitted", "started", "resumed")
-        while done < len(steps) and (
-            steps[done].time_us < turn.time_us
-            or (steps[done].time_us == turn.time_us and steps[done].attempt < turn.attempt + (not begins))
-        ):
-            yield steps[done]
-            done += 1
-        yield turn
-    yield from steps[done:]
+def _place(event: TimelineEvent) -> tuple[int, float]:
+    """Return the place in the order of time; events at the same time follow the phases of an attempt."""
+    if event.kind in ("submitted", "started", "resumed"):
+        phase = 0.0
+    else:
+        phase = 0.5 if event.kind in ("step", "checkpoint") else 1.0
+    return event.time_us, event.attempt + phase
 
 
 def microseconds(seconds: float) -> int:

@@ -180,7 +180,10 @@ class TopView:
 def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[str, str]]:
     """Return lines for a terminal of this size, each with a kind that selects its color."""
     width = max(_NARROWEST, width)
-    lines = [("title", _title(snapshot))]
+    attempt = f", attempt {snapshot.attempt}" if snapshot.attempt is not None else ""
+    counts = ((snapshot.failures, "failure"), (snapshot.stops, "stop"))
+    disturbances = "".join(f", {pluralize(count, noun)}" for count, noun in counts if count)
+    lines = [("title", f"{snapshot.run_id}  {snapshot.state}{attempt}{disturbances}")]
     if snapshot.words:
         lines.append(("soft", snapshot.words))
     lines += [("", line) for line in _progress(snapshot, width)]
@@ -194,13 +197,6 @@ def format_view(snapshot: TopSnapshot, width: int, height: int) -> list[tuple[st
     lines += [("soft", "events"), *events] if events else [("soft", "no events yet")]
     lines += [("soft", "log"), *(("", line) for line in log)] if log else []
     return [(kind, cut_line(line, width)) for kind, line in lines]
-
-
-def _title(snapshot: TopSnapshot) -> str:
-    attempt = f", attempt {snapshot.attempt}" if snapshot.attempt is not None else ""
-    counts = ((snapshot.failures, "failure"), (snapshot.stops, "stop"))
-    disturbances = "".join(f", {pluralize(count, noun)}" for count, noun in counts if count)
-    return f"{snapshot.run_id}  {snapshot.state}{attempt}{disturbances}"
 
 
 def _progress(snapshot: TopSnapshot, width: int) -> Iterator[str]:

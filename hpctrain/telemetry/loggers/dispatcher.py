@@ -198,10 +198,10 @@ class GpuMetrics:
     def read(self) -> None:
         paths = self._run.all_telemetry()
         for path in paths:
-            for sample in self._new_samples(path):
-                if gpus := _values_by_gpu(sample):
-                    self._newest[path.stem] = sample.time, gpus
-                    self._unsent.add(path.stem)
+            with suppress(OSError):
+                text, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
+                for line in text.splitlines():
+                    self._add_sample(path.stem, line)
         # Nodes that have not reported yet have as many GPUs as the others.
         self._num_gpus = len(paths) * max((len(gpus) for _, gpus in self._newest.values()), default=0)
 
@@ -228,23 +228,19 @@ class GpuMetrics:
         """Record that the measurements of the last call of `values` have been sent."""
         self._unsent -= self._offered
 
-    def _new_samples(self, path: Path) -> Iterator[NodeSample]:
+    def _add_sample(self, node: str, line: bytes) -> None:
         try:
-            text, self._offsets[path] = read_new_lines(path, self._offsets.get(path, 0))
-        except OSError:
-            return
-        for line in text.splitlines():
-            with suppress(ValueError):
-                yield decode(line, NodeSample)
-
-
-def _values_by_gpu(sample: NodeSample) -> list[dict[str, float]]:
-    """Return the measurements of each GPU."""
-    columns = {name: getattr(sample, field) or () for field, name in _GPU_FIELDS.items()}
-    return [
-        {name: float(value) for name, value in zip(columns, values, strict=True) if value is not None}
-        for values in zip_longest(*columns.values())
-    ]
+            sample = decode(line, NodeSample)
+        except ValueError:
+            return  # Truncated by a crash.
+        columns = {name: getattr(sample, field) or () for field, name in _GPU_FIELDS.items()}
+        gpus = [
+            {name: float(value) for name, value in zip(columns, values, strict=True) if value is not None}
+            for values in zip_longest(*columns.values())
+        ]
+        if gpus:
+            self._newest[node] = sample.time, gpus
+            self._unsent.add(node)
 
 
 #: Seconds allowed for the last lines after training has ended.
@@ -288,7 +284,9 @@ def main() -> int:
     ]
     for thread in threads:
         thread.start()
-    endings.append(_read_ending(sys.stdin.buffer))
+    # A killed training sends nothing.
+    ending = sys.stdin.buffer.readline().decode("ascii", "replace").strip()
+    endings.append(cast(TrainingEnd, ending) if ending in get_args(TrainingEnd) else "failed")
     ended.set()
     deadline = time.monotonic() + _LIMIT_S
     for thread in threads:
@@ -297,12 +295,6 @@ def main() -> int:
     sys.stderr.flush()
     # Remaining threads of a tracker's client must not keep the process alive.
     os._exit(0)
-
-
-def _read_ending(stream: BinaryIO) -> TrainingEnd:
-    """Wait for the end of the training; a killed training sends nothing and counts as failed."""
-    ending = stream.readline().decode("ascii", "replace").strip()
-    return cast(TrainingEnd, ending) if ending in get_args(TrainingEnd) else "failed"
 
 
 def _report(text: str) -> None:

@@ -73,7 +73,13 @@ def read_attempts(
         if event.kind == "seen" and event.job_id != job_id:
             continue
         if event.kind == "started":
-            attempts.append(_start_attempt(attempts, event))
+            if attempts:
+                last = attempts[-1]
+                if last.end is None:
+                    last.end, last.cause = "vanished", VANISHED_CAUSE
+                last.followed_by = last.followed_by or "requeue"
+            started = Attempt(event.attempt, event.time, event.hosts or [], event.nodes, event.world_size)
+            attempts.append(started)
         elif attempts:
             _add_event(attempts[-1], event)
     for number in sorted(set(steps) - {attempt.number for attempt in attempts}):
@@ -101,14 +107,6 @@ def describe_arguments(events: Iterable[Event]) -> list[str]:
         for arguments, numbers in groups
     ]
     return lines if len(lines) > 1 else []
-
-
-def _start_attempt(attempts: Sequence[Attempt], event: Event) -> Attempt:
-    if attempts and attempts[-1].end is None:
-        attempts[-1].end, attempts[-1].cause = "vanished", VANISHED_CAUSE
-    if attempts:
-        attempts[-1].followed_by = attempts[-1].followed_by or "requeue"
-    return Attempt(event.attempt, event.time, event.hosts or [], event.nodes, event.world_size)
 
 
 def _add_event(attempt: Attempt, event: Event) -> None:

@@ -252,7 +252,11 @@ class GpuReader:
                 if self._listed is None or any(_means(entry, index, uuids) for entry in self._listed):
                     self._handles.append((device, handle))
                     self.places.append((index, uuids, handle))
-        self._errors = _listen_for_errors([gpu for _, gpu in self._handles])
+        if self._handles:
+            self._errors = query_driver(pynvml.nvmlEventSetCreate)
+        for _, gpu in self._handles if self._errors is not None else ():
+            event = pynvml.nvmlEventTypeXidCriticalError
+            query_driver(pynvml.nvmlDeviceRegisterEvents, gpu, event, self._errors)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -312,15 +316,6 @@ class GpuReader:
             uuid = _uuid(event.device)
             errors[uuid] = (*errors.get(uuid, ()), int(event.eventData))
         return errors
-
-
-def _listen_for_errors(handles: Sequence[Any]) -> Any:
-    """Return an NVML event set for errors of these GPUs; None if unsupported."""
-    if not handles or (errors := query_driver(pynvml.nvmlEventSetCreate)) is None:
-        return None
-    for handle in handles:
-        query_driver(pynvml.nvmlDeviceRegisterEvents, handle, pynvml.nvmlEventTypeXidCriticalError, errors)
-    return errors
 
 
 def _uuid(handle: Any) -> str:

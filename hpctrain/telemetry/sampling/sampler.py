@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,57 +32,36 @@ _WHOLE_DISK = re.compile(r"(sd|vd|xvd|hd)[a-z]+|nvme\d+n\d+|mmcblk\d+")
 _SECTOR_BYTES = 512
 
 
-@dataclass(frozen=True)
-class NodeReading:
-    """Measurements of a node since the previous reading; None if unknown."""
-
-    cpu: float | None = None
-    """Utilisation of all CPUs together, in per cent."""
-    memory: int | None = None
-    """Bytes unavailable to other programs."""
-    disk_read: float | None = None
-    """Bytes per second, over all disks."""
-    disk_write: float | None = None
-    net_rx: float | None = None
-    """Bytes per second over the network, without loopback."""
-    net_tx: float | None = None
-
-
 class ProcfsReader:
     def __init__(self, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic) -> None:
         self._proc, self._clock = proc, clock
         self._time, self._before = clock(), self._counters()
 
     @property
-    def num_cpus(self) -> int:
-        return os.cpu_count() or 1
-
-    @property
     def memory_bytes(self) -> int | None:
         return self._memory().get("MemTotal")
 
-    def read(self) -> NodeReading:
+    def read(self) -> dict[str, float]:
+        """Return the measurements since the previous call, as far as known; rates are bytes per second.
+
+        `cpu` is the utilization of all CPUs in per cent, `memory` the bytes unavailable to other programs.
+        """
         time_now, counters = self._clock(), self._counters()
         seconds, before = time_now - self._time, self._before
         self._time, self._before = time_now, counters
-
-        def rate(name: str) -> float | None:
-            if seconds <= 0 or name not in counters or name not in before:
-                return None
-            # The sum decreases when a device is removed.
-            return max(0, counters[name] - before[name]) / seconds
-
-        busy, idle = rate("busy"), rate("idle")
-        memory = self._memory()
-        total, available = memory.get("MemTotal"), memory.get("MemAvailable")
-        return NodeReading(
-            cpu=None if busy is None or idle is None or not busy + idle else 100 * (busy / (busy + idle)),
-            memory=None if total is None or available is None else total - available,
-            disk_read=rate("disk_read"),
-            disk_write=rate("disk_write"),
-            net_rx=rate("net_rx"),
-            net_tx=rate("net_tx"),
-        )
+        # The sum decreases when a device is removed.
+        rates = {
+            name: max(0, count - before[name]) / seconds
+            for name, count in counters.items()
+            if name in before and seconds > 0
+        }
+        busy, idle = rates.pop("busy", 0.0), rates.pop("idle", 0.0)
+        memory, readings = self._memory(), dict[str, float]()
+        if busy + idle:
+            readings["cpu"] = 100 * (busy / (busy + idle))
+        if "MemTotal" in memory and "MemAvailable" in memory:
+            readings["memory"] = memory["MemTotal"] - memory["MemAvailable"]
+        return readings | rates
 
     def _counters(self) -> dict[str, int]:
         counters: dict[str, int] = {}
@@ -156,7 +135,7 @@ class TelemetrySampler:
             {
                 "gpu_names": self._gpus.names,
                 "gpu_memory_total": self._gpus.memory_bytes,
-                "cpus": self._node.num_cpus,
+                "cpus": os.cpu_count() or 1,
                 "memory_total": self._node.memory_bytes,
             }
         )
@@ -178,8 +157,7 @@ class TelemetrySampler:
             line |= _summarize(self._readings, self._counted)
         line |= {
             name: round(value, 1) if isinstance(value, float) else value
-            for name, value in vars(self._node.read()).items()
-            if value is not None
+            for name, value in self._node.read().items()
         }
         self._write(line)
         self._counted, self._readings, self._line_began = self._readings[-1], [], self._clock()
