@@ -68,7 +68,7 @@ def load_tensors(tensors: dict[str, Any], reader: StorageReader) -> None:
 def keep_process_groups() -> None:
     """Never free the process groups of this process.
 
-    Before torch 2.8, the destructor of gloo's groups waits for exchanges while it holds the GIL, which the end
+    Before torch 2.8, the destructor of gloo groups waits for exchanges and holds the GIL, which the end
     of an exchange needs.
     """
     for group in dist.distributed_c10d._world.pg_map:

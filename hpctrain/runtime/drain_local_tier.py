@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
+from hpctrain.runtime.release_devices import shut_down_process_group
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if rank == 0:
         for note in notes:
             print(f"hpctrain: {note}", flush=True)
-    dist.destroy_process_group()
+    shut_down_process_group()
     return 1 if notes else 0
 
 

@@ -23,7 +23,7 @@ from hpctrain.cluster.visible_gpus import is_mig, visible_devices
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.files import make_folder, read_json, write_atomic
 from hpctrain.rundir import RunDir, attempt_of
-from hpctrain.runtime.release_devices import release_devices_within
+from hpctrain.runtime.release_devices import release_devices_within, shut_down_process_group
 from hpctrain.runtime.stopping.agreed_stop import agreement_timeout_s
 from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
 from hpctrain.telemetry.sampling.nvml import GpuReader, GpuReading
@@ -166,7 +166,7 @@ def _check_all_reduce(environ: Mapping[str, str], ranks: Ranks, gpus: list[int])
     value = torch.ones(1, device=device)
     dist.all_reduce(value)
     total = value.item()
-    dist.destroy_process_group()
+    shut_down_process_group()
     if total == size:
         return []
     return [f"an all-reduce of ones over {size} ranks returned {total:g} instead of {size}"]

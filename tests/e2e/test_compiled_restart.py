@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import SCRIPTS
 from helpers.training_runs import Run
 
@@ -33,6 +34,7 @@ def result(run: Run) -> object:
     return run.losses() or (run.path / "losses").read_text()
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "save_cache_artifacts"), reason="needs torch 2.7")
 @pytest.mark.extended
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -209,6 +209,7 @@ def test_strategy_does_not_change_a_bit(undisturbed, tmp_path, strategy):
     assert_same(results(tmp_path / "run", [(3, 12)], strategy=strategy), undisturbed)
 
 
+@pytest.mark.fully_sharded
 @pytest.mark.parametrize("batch", [pytest.param(96, marks=pytest.mark.long), 100])
 def test_resized_and_killed_run_equals_one_undisturbed_rank(tmp_path, batch):
     reference = results(tmp_path / "one", [(1, 16)], global_batch_size=batch)
@@ -221,6 +222,7 @@ def test_resized_and_killed_run_equals_one_undisturbed_rank(tmp_path, batch):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+@pytest.mark.fully_sharded
 @pytest.mark.parametrize("seed", range(100))
 def test_random_resizing_plan_does_not_change_a_bit(undisturbed, tmp_path, seed):
     draw, step, plan = random.Random(seed), 0, []
@@ -376,7 +378,7 @@ def test_features_with_another_strategy_do_not_change_a_bit(tmp_path, feature, s
     [
         {"bucket_cap_mb": 1e-4},
         {"micro_batch_size": 24},
-        {"micro_batch_size": 24, "strategy": "zero3"},
+        pytest.param({"micro_batch_size": 24, "strategy": "zero3"}, marks=pytest.mark.fully_sharded),
         {"strategy": "ddp_spawn"},
         {"strategy": "ddp2"},
     ],

@@ -63,6 +63,7 @@ torch.save((weights, trainer.step, trainer.metrics, losses.seen), "out")
 
 
 @pytest.mark.extended
+@pytest.mark.fully_sharded
 def test_module_of_the_caller_has_the_weights(tmp_path):
     """Any strategy works, also the script's own, without a main guard; no process runs the script again.
 

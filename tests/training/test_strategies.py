@@ -28,6 +28,9 @@ from hpctrain.training.base.device_selection import choose_devices, find_devices
 from hpctrain.training.strategies import STRATEGIES, Strategy, find_strategy, register_strategy, sharded
 from hpctrain.training.strategies.ddp import DDP
 
+#: Strategies on `fully_shard`.
+FULLY_SHARDED = ("zero2", "zero3") if torch.__version__ >= "2.8" else ()
+
 SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -105,7 +108,8 @@ def test_one_and_fifty_steps_are_those_of_one_process(tmp_path, strategy, ranks)
 def test_twelve_steps_of_both_kinds_of_modules_are_those_of_one_process(tmp_path, kind):
     if kind and find_spec("lightning") is None:
         pytest.skip("Lightning is not installed")
-    names = ["ddp", "ddp_spawn", "ddp2", "zero1", "zero2", "ddp_sharded", "zero3", "fsdp"]
+    names = ["ddp", "ddp_spawn", "ddp2", "zero1", *FULLY_SHARDED]
+    names += ["ddp_sharded", "fsdp"] if FULLY_SHARDED else []
     trainings = [{"strategy": name, "max_steps": 12, **kind} for name in names]
     results = train(tmp_path, *trainings, ranks=2)
     results += train(tmp_path, {"strategy": "dp", "devices": 3, "max_steps": 12, **kind}, ranks=1)
@@ -278,7 +282,7 @@ def test_steps_that_stages_cannot_share_are_refused(mode, message):
 
 @pytest.mark.ranks
 def test_running_means_are_those_of_rank_0(tmp_path):
-    names = ["ddp", "zero1", "zero2", "zero3"]
+    names = ["ddp", "zero1", *FULLY_SHARDED]
     expected, *others = train(
         tmp_path, *({"strategy": name, "max_steps": 2, "norm": True} for name in names), ranks=2
     )
@@ -287,6 +291,7 @@ def test_running_means_are_those_of_rank_0(tmp_path):
 
 
 @pytest.mark.extended
+@pytest.mark.fully_sharded
 @pytest.mark.ranks
 def test_run_resumes_under_other_strategies_and_numbers_of_ranks(tmp_path):
     """A checkpoint is complete, whoever held which part; no sample is lost or repeated."""
@@ -340,7 +345,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
         tmp_path,
         *(
             {"strategy": name, "max_steps": 5, "precision": "16-mixed", "overflow_at": 2}
-            for name in ("ddp", "zero1", "zero2", "zero3")
+            for name in ("ddp", "zero1", *FULLY_SHARDED)
         ),
         ranks=2,
     )
