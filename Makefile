@@ -38,7 +38,7 @@ demo: .venv/demo  ## train on handwritten digits: two pretend nodes, four ranks,
 
 test-fast: .venv/installed  ## the tests that start no Slurm and no ranks: a minute
 	$(BIN)/pytest -q -n $(FAST_PROCESSES) --dist worksteal -m "not (slurm or ranks or slow or gpu or long)" \
-	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins --ignore=tests/fuzz \
+	    --ignore=tests/e2e --ignore=tests/examples --ignore=tests/plugins \
 	    --ignore=tests/training/test_lightning_module.py # because the import of Lightning takes seconds
 
 test: .venv/installed  ## the tests that take seconds, on a real Slurm that they start: eight minutes on two cores

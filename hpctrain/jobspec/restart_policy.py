@@ -82,6 +82,11 @@ class EndKindInfo(NamedTuple):
     rule: RestartRule | None = None
     advice: str = ""
     """Advice for users if the run ended because of this kind."""
+    may_follow_stop: bool = False
+    """True if a failure of this kind after a stop request is part of the stop: ranks that stop at different
+    times lose each other."""
+    checks_nodes: bool = False
+    """True if the nodes are checked before the next attempt, if `node_check` is `auto`."""
 
 
 END_KINDS: Mapping[EndKind, EndKindInfo] = {
@@ -114,6 +119,7 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "end",
         RestartRule(retries=0),
         "look for `sys.exit`, `return` or a caught exception in the script",
+        may_follow_stop=True,
     ),
     EndKind.OOM: EndKindInfo(
         "the job ran out of memory",
@@ -133,18 +139,22 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "restart",
         RestartRule(exclude=2),
         "check whether the kernel log of the node reports a lack of memory",
+        may_follow_stop=True,
     ),
     EndKind.SIGNAL: EndKindInfo(
         "a rank was killed by another signal, such as SIGSEGV",
         "restart",
         RestartRule(exclude=2),
         "`hpctrain logs RUN` shows the Python stack; look for a faulty C extension or driver",
+        may_follow_stop=True,
     ),
     EndKind.COMMUNICATION: EndKindInfo(
         "communication between ranks failed, and no rank reported another cause",
         "restart",
         RestartRule(exclude=2),
         "`hpctrain doctor` checks the network; --env NCCL_DEBUG=INFO logs the cause",
+        may_follow_stop=True,
+        checks_nodes=True,
     ),
     EndKind.UNAUTHENTICATED: EndKindInfo(
         "a program from outside the run changed the state of torchrun's agents",
@@ -157,6 +167,8 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         "restart",
         RestartRule(retries=_MACHINES, exclude=1),
         "report the node to an administrator, and exclude it with --exclude",
+        may_follow_stop=True,
+        checks_nodes=True,
     ),
     EndKind.CORRUPTION: EndKindInfo(
         "a rank computed wrong results, although its hardware reported no error",
@@ -170,6 +182,7 @@ END_KINDS: Mapping[EndKind, EndKindInfo] = {
         RestartRule(exclude=2),
         "`hpctrain logs RUN` shows the stacks of the ranks; if the script is only slow, use a longer "
         "--hang-timeout",
+        checks_nodes=True,
     ),
     EndKind.STRAGGLER: EndKindInfo(
         "a node repeatedly slowed down the others", "–", RestartRule(retries=_MACHINES, exclude=2)

@@ -24,12 +24,12 @@ class SbatchOption(NamedTuple):
 _TABLE = {
     "passed required": """
         account/A$ acctg-freq$ batch$ bb$ bbf begin/b cluster-constraint$ comment constraint/C$ container$
-        container-id$ container-type$ core-spec/S$ cores-per-socket cpu-freq$ deadline delay-boot$
+        container-id$ container-type$ context core-spec/S$ cores-per-socket cpu-freq$ deadline delay-boot$
         dependency/d distribution/m$ exclude/x extra extra-node-info/B gid gpu-bind$ gpu-freq$ gres$
         gres-flags$ hint$ kill-on-invalid-dep licenses/L mail-type mail-user mcs-label mem$ mem-bind$
-        mem-per-cpu$ mem-per-gpu$ mincpus network$ nodelist/w partition/p$ power$ prefer priority qos/q$
-        reservation$ segment$ sockets-per-node switches$ thread-spec$ threads-per-core$ time-min tmp
-        tres-bind$ tres-per-job tres-per-task$ uid wait-all-nodes$ wckey$""",
+        mem-per-cpu$ mem-per-gpu$ mem-update mincpus network$ nodelist/w partition/p$ power$ prefer priority
+        qos/q$ reservation$ resources segment$ sockets-per-node switches$ thread-spec$ threads-per-core$
+        time-min tmp tres-bind$ tres-per-job tres-per-task$ uid wait-all-nodes$ wckey$""",
     "passed optional": "exclusive$ get-user-env$ nice propagate resv-ports",
     "passed none": """
         consolidate-segments$ contiguous hold/H ignore-pbs$ overcommit/O$ oversubscribe/s reboot
@@ -38,7 +38,7 @@ _TABLE = {
         array/a cpus-per-task/c gpus-per-node gpus-per-task job-name/J$ nodes/N ntasks-per-node time/t$""",
     "batch required": """
         chdir/D cpus-per-gpu error/e export export-file gpus/G gpus-per-socket input/i nodefile/F ntasks/n
-        ntasks-per-core ntasks-per-gpu ntasks-per-socket open-mode output/o signal""",
+        ntasks-per-core ntasks-per-gpu ntasks-per-socket ntasks-per-tres open-mode output/o signal""",
     "batch optional": "no-kill/k oom-kill-step requeue",
     "other required": "clusters/M profile$ tasks-per-node wrap",
     "other none": """

@@ -176,7 +176,8 @@ class Step:
         with contextlib.ExitStack() as stack:
             ranks = range(len(self.placed))
             processes = [stack.enter_context(self.start(rank, key, env)) for rank in ranks]
-            return [json.loads(_output(process)) for process in processes]
+            # gloo of torch 2.8 prints further lines.
+            return [json.loads(_output(process).splitlines()[-1]) for process in processes]
 
     def start(self, rank: int, key: str, env: dict[str, str]) -> subprocess.Popen[str]:
         host = self.placed[rank]

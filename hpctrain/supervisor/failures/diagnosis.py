@@ -13,7 +13,7 @@ from typing import Any
 from hpctrain import system
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.jobspec.restart_policy import EndKind
+from hpctrain.jobspec.restart_policy import END_KINDS, EndKind
 from hpctrain.record_types import Corruption, Event, StepRecord, UnfinishedCall, read_record
 from hpctrain.records.crash_output import describe_unfinished
 from hpctrain.records.log_tail import read_last_records
@@ -37,12 +37,6 @@ from hpctrain.supervisor.workers.attempt_monitor import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
 
 log = logging.getLogger(__name__)
-
-#: Failures after a stop request that are part of the stop, in addition to exit codes: ranks that stop at
-#: different times lose each other.
-_PART_OF_STOP = frozenset(
-    {EndKind.KILLED, EndKind.SIGNAL, EndKind.COMMUNICATION, EndKind.UNFINISHED, EndKind.GPU}
-)
 
 
 @dataclass(frozen=True)
@@ -277,10 +271,8 @@ class FailureAnalyzer:
             return self._diagnose_stop(result)
         if failure.corruption is not None:
             return self._record_corruption(attempt, failure, failure.corruption, hosts)
-        kind = classify(failure)
-        if gpu_faults(self.run, [failure.host], result.started_at):
-            kind = EndKind.GPU
-        if monitor.is_stopping and (kind in _PART_OF_STOP or failure.kind == "exit"):
+        kind = classify(failure, has_xid=bool(gpu_faults(self.run, [failure.host], result.started_at)))
+        if monitor.is_stopping and (END_KINDS[kind].may_follow_stop or failure.kind == "exit"):
             log.info("after the stop request, %s: this is part of the stop", failure)
             return self._diagnose_stop(result)
         # A rank whose peers have stopped may fail with a subsequent error.

@@ -198,10 +198,15 @@ def _write(run: RunDir, attempt: int, failure: RankFailure, traceback: str = "")
     return failure
 
 
-def classify(failure: RankFailure) -> EndKind:
-    """Return the kind of a root-cause failure. `USER_ERROR` is determined elsewhere."""
+def classify(failure: RankFailure, *, has_xid: bool = False) -> EndKind:
+    """Return the kind of a root-cause failure: the first condition that holds decides.
+
+    `USER_ERROR` is determined elsewhere. `has_xid` is true if the driver reported a GPU fault on the node.
+    """
     text = f"{failure.error}: {failure.message}"
     classes = {failure.error, *failure.classes}
+    if has_xid:
+        return EndKind.GPU
     if failure.kind == UNFINISHED:
         return EndKind.UNFINISHED
     if failure.corruption is not None:

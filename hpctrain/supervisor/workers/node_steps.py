@@ -25,7 +25,7 @@ from hpctrain.cluster import compress_hostlist
 from hpctrain.errors import StagingError
 from hpctrain.files import REMOVE_COMMAND, read_json
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.jobspec.restart_policy import EndKind
+from hpctrain.jobspec.restart_policy import END_KINDS, EndKind
 from hpctrain.record_types import Event, NodeCheck, read_record, to_record
 from hpctrain.rundir import (
     STAGE_VARIABLE,
@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 
 #: Time limit of a check; ranks without a result count as failed.
 _CHECK_LIMIT_S = 90.0
-#: Failures that cause a check of the nodes if `node_check` is `auto`.
-_SUSPICIOUS = frozenset({EndKind.GPU, EndKind.COMMUNICATION, EndKind.HANG})
 #: Time limit in seconds. A failure loses at most one save interval of training.
 _DRAIN_LIMIT_S = 120.0
 #: After a stop, the job may have a few seconds left.
@@ -136,7 +134,8 @@ def _node_folders(run: RunDir) -> tuple[Path | None, Path | None]:
 
 def node_check_is_due(spec: JobSpec, last_end: EndKind | None) -> bool:
     """Return true if the nodes must be checked after this end of the previous attempt, if any."""
-    return spec.node_check == "always" or (spec.node_check == "auto" and last_end in _SUSPICIOUS)
+    is_suspicious = last_end is not None and END_KINDS[last_end].checks_nodes
+    return spec.node_check == "always" or (spec.node_check == "auto" and is_suspicious)
 
 
 def check_nodes(run: RunDir, spec: JobSpec, launcher: Launcher, attempt: int) -> dict[str, str] | None:

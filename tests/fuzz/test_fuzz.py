@@ -40,11 +40,13 @@ def find_functions() -> set[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", PARSERS, ids=str)
 def test_parser_raises_only_documented_errors(parser):
     check_errors(parser)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", PARSERS, ids=str)
 def test_parser_takes_linear_time(parser):
     check_time(parser)
