@@ -66,7 +66,7 @@ def load_tensors(tensors: dict[str, Any], reader: StorageReader) -> None:
 
 
 def keep_process_groups() -> None:
-    """Never free the process groups of this process.
+    """Never free the process groups of this process, not even when the interpreter clears its modules.
 
     Before torch 2.8, the destructor of gloo groups waits for exchanges and holds the GIL, which the end
     of an exchange needs.

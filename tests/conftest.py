@@ -100,8 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if Version(metadata.version("torch")) < Version("2.8"):  # refused, which a test of the strategies checks
         too_new = pytest.mark.skip(reason="the strategy needs torch 2.8")
         for item in items:
-            named = re.search("zero[23]|fsdp|fully_shard|pipeline|stage", item.nodeid.partition("::")[2])
-            if named or item.get_closest_marker("fully_sharded"):
+            is_named = re.search("zero[23]|fsdp|fully_shard|pipeline|stage", item.nodeid.partition("::")[2])
+            if is_named or item.get_closest_marker("fully_sharded"):
                 item.add_marker(too_new)
     if config.getoption("--long") or "long" in config.getoption("-m"):
         return

@@ -89,7 +89,7 @@ class CheckpointStore:
         checked: Callable[[str], bool] | None = None,
     ) -> None:
         """Open the checkpoints; tensors with `checked` keys must be finite."""
-        self._coordinator = RankCoordinator(group, patience_s + _MARGIN_S)
+        self._coordinator = RankCoordinator(group is not None, patience_s + _MARGIN_S)
         self._target = CommitTarget(
             self._coordinator,
             CheckpointDir(folder, records=records),
@@ -104,7 +104,7 @@ class CheckpointStore:
                 self._tier = LocalTier(
                     second_tier,
                     self._target,
-                    RankCoordinator(group, patience_s + _MARGIN_S),
+                    RankCoordinator(group is not None, patience_s + _MARGIN_S),
                     on_copied=self._on_copied,
                     on_failure=self._report,
                 )

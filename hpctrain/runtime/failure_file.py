@@ -59,7 +59,10 @@ def suggest_micro_batch_size(error: BaseException, size: int) -> None:
 
 def failure_record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a record of `error` for `write_failure`, without references to the exception's objects."""
-    error = name_killed_worker(error)
+    return _record(name_killed_worker(error), environ)
+
+
+def _record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
     if hint := describe_missing_copy(error, environ) or _describe_earlier_output(error, environ):
         error.add_note(f"{hint}.")
     record = {
@@ -102,7 +105,7 @@ def print_failure(path: Path, error: BaseException, log: Path, environ: Mapping[
     """Print the traceback, or only the cause if a peer was lost, and write the failure file. Never raises."""
     with no_death_handler():
         error = name_killed_worker(error)
-        record = failure_record(error, environ)
+        record = _record(error, environ)
         is_consequence = is_peer_lost(str(error), record["classes"])
         if not is_consequence:
             print(fold(_traceback(error)), end="", file=sys.stderr)

@@ -13,6 +13,8 @@ from pathlib import Path
 _GLOO_THREAD = "pt_gloo_runloop"
 #: First version of torch that is known to name them.
 _NAMES_THREADS = "2.13"
+#: First version whose process groups can be freed during an exchange; see `keep_process_groups`.
+_CAN_FREE_GROUPS = "2.8"
 _TASKS = Path("/proc/self/task")
 #: This thread sleeps between two checks, so that gloo's threads can acquire the GIL.
 _POLL_INTERVAL_S = 0.005
@@ -20,21 +22,21 @@ _POLL_INTERVAL_S = 0.005
 _LIMIT_S = 5.0
 
 
-def shut_down_process_group() -> None:
-    """Destroy the default process group, if there is one, when its threads are idle."""
+def shut_down_process_group(limit_s: float = _LIMIT_S) -> None:
+    """Destroy the default process group, if there is one, when its threads are idle, or after the limit."""
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
-        drain_gloo_threads()
-        if torch.__version__ < "2.8":
+        drain_gloo_threads(limit_s)
+        if torch.__version__ < _CAN_FREE_GROUPS:
             from hpctrain.torch_compat import keep_process_groups
 
             keep_process_groups()
         dist.destroy_process_group()
 
 
-def drain_gloo_threads() -> None:
+def drain_gloo_threads(limit_s: float = _LIMIT_S) -> None:
     """Wait until no gloo thread can still release the tensors of a finished exchange.
 
     A thread that releases a tensor after the interpreter has shut down aborts the process. The threads are
@@ -43,7 +45,7 @@ def drain_gloo_threads() -> None:
     if not _TASKS.exists():
         time.sleep(0.1)
         return
-    deadline = time.monotonic() + _LIMIT_S
+    deadline = time.monotonic() + limit_s
     previous: dict[str, str] | None = None
     while time.monotonic() < deadline:
         counts = _asleep()
@@ -56,17 +58,18 @@ def drain_gloo_threads() -> None:
 def _asleep() -> dict[str, str] | None:
     """Return the count of sleeps of each gloo thread; None if one is awake.
 
-    Where torch does not name its threads, any other thread may be one.
+    If torch does not name its threads, any thread that is not Python's may be one.
     """
     counts: dict[str, str] = {}
-    this_thread, any_name = str(threading.get_native_id()), _has_unnamed_gloo_threads()
+    any_name = _has_unnamed_gloo_threads()
+    of_python = {str(thread.native_id) for thread in threading.enumerate()}
     for task in os.listdir(_TASKS):
         try:
             status = (_TASKS / task / "status").read_text(errors="replace")
         except OSError:
             continue  # The thread has ended.
         fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        if task == this_thread or not (any_name or fields["Name"] == _GLOO_THREAD):
+        if task in of_python or not (any_name or fields["Name"] == _GLOO_THREAD):
             continue
         if not fields["State"].startswith("S"):
             return None
@@ -75,23 +78,23 @@ def _asleep() -> dict[str, str] | None:
 
 
 def _has_unnamed_gloo_threads() -> bool:
-    torch = sys.modules.get("torch")
+    # Another thread may be importing the module, which then lacks attributes.
+    is_initialized = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "is_initialized", None)
     return (
-        torch is not None
-        and torch.__version__ < _NAMES_THREADS
-        and "torch.distributed" in sys.modules
-        and torch.distributed.is_initialized()
+        is_initialized is not None and is_initialized() and sys.modules["torch"].__version__ < _NAMES_THREADS
     )
 
 
 def release_devices_within(limit_s: float) -> None:
     """Release the devices in another thread; a lost peer may block it forever."""
-    thread = threading.Thread(target=release_devices, name="hpctrain-release", daemon=True)
+    thread = threading.Thread(
+        target=release_devices, args=(limit_s / 2,), name="hpctrain-release", daemon=True
+    )
     thread.start()
     thread.join(limit_s)
 
 
-def release_devices() -> None:
+def release_devices(drain_limit_s: float = _LIMIT_S) -> None:
     """Complete the work on the devices, then destroy communicators: a cut collective may harm GPU links."""
     if (torch := sys.modules.get("torch")) is None:
         return
@@ -103,4 +106,4 @@ def release_devices() -> None:
                     torch.cuda.synchronize(device)
     with suppress(Exception):
         if "torch.distributed" in sys.modules:
-            shut_down_process_group()
+            shut_down_process_group(drain_limit_s)

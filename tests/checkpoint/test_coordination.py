@@ -21,7 +21,7 @@ SIZES = (0, 1, 25)
 def exchange_in_small_parts() -> list[bytes]:
     coordination._PART_BYTES = 10
     rank = dist.get_rank()
-    source, coordinator = (rank - 1) % 3, RankCoordinator(dist.group.WORLD, 20.0)
+    source, coordinator = (rank - 1) % 3, RankCoordinator(True, 20.0)
     received = torch.empty(SIZES[source], dtype=torch.uint8)
     content = torch.full((SIZES[rank],), rank, dtype=torch.uint8)
     coordinator.exchange(content, (rank + 1) % 3, {source: received}, "copies")
@@ -34,7 +34,7 @@ def test_contents_of_different_sizes_are_exchanged_in_parts():
 
 
 def check_longer_than_the_limit(progress: bool) -> str:
-    coordinator = RankCoordinator(dist.group.WORLD, 1.0)
+    coordinator = RankCoordinator(True, 1.0)
 
     def check(on_read: Any) -> str:
         for _ in range(10 if dist.get_rank() == 1 else 0):

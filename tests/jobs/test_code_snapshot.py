@@ -176,6 +176,8 @@ def test_snapshot_that_cannot_be_copied_is_refused(prepared, repo):
         prepared(script=repo / "train.py", code_snapshot_limit=2)
     assert prepared(script=repo / "train.py", code_snapshot_limit=4).snapshot.size_bytes > 3_000_000
     assert prepared(script=repo / "train.py", code_snapshot_limit=2, code_snapshot=False).snapshot is None
+    with pytest.raises(SpecError, match="must be at least 1"):
+        prepared(script=repo / "train.py", code_snapshot_limit=0)
 
 
 def test_failed_submission_leaves_no_copy(prepared, repo, tmp_path, monkeypatch):

@@ -30,6 +30,8 @@ def test_dry_run_without_slurm(workdir, folder, reason):
     done = run_command(headline, env, cwd=workdir)
     assert unknown in done.stderr
     assert "from slurm_templates/ddp.sbatch.j2" in done.stdout
+    assert "srun --nodes=4 --ntasks=32 --ntasks-per-node=8" in done.stdout
+    assert "#SBATCH --gres=gpu:8\n" in done.stdout
     assert run_command([*HPCTRAIN, "train.py"], env, cwd=workdir, check=False).returncode == 3
     invalid = run_command([*HPCTRAIN, "--dry-run", "--nodes=0", "train.py"], env, cwd=workdir, check=False)
     assert invalid.returncode == 2

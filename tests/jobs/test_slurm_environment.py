@@ -30,6 +30,8 @@ CONTEXTS = {
         "HPCTRAIN_VERIFY_STEPS": "5,10",
         "HPCTRAIN_VERIFY_SYNC_STEPS": "5",
         "HPCTRAIN_STAGE": "/tmp/stage",
+        "HPCTRAIN_CPU_BINDING": "none",
+        "HPCTRAIN_STOP_GRACE": "SIGTERM=30",
         "HPCTRAIN_INDEPENDENT_RANKS": "1",
         "RANK": "3",
         "NODE_RANK": "1",

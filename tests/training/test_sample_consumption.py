@@ -5,12 +5,14 @@ from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 from helpers.iterable_datasets import PlainDataset, ShardedDataset, StatefulDataset, StatefulIteratorDataset
 from helpers.simulated_ranks import TrainedSteps, train_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpctrain
+from hpctrain.errors import UserError
 from hpctrain.training.data.dataset_adapters import make_step_source
 from hpctrain.training.data.loader_config import LoaderConfig
 from hpctrain.training.data.step_source import StopCondition
@@ -114,6 +116,22 @@ def test_stream_without_state_reports_repeated_samples():
     ]  # fmt: skip
     # At the end of an epoch, nothing is repeated.
     assert train_steps(make, 1, 1, after=5, state=train_steps(make, 2, 5).state).remarks == []
+
+
+class UnstorableDataset(StatefulDataset):
+    def state_dict(self):
+        return {"at": self.at, "seen": {1, 2}}
+
+
+def test_stream_positions_that_a_checkpoint_cannot_hold_are_refused():
+    with pytest.raises(
+        UserError, match=r"state_dict.. of train_dataset/.*/seen has type builtins.set, which"
+    ):
+        train_steps(source_maker(lambda: UnstorableDataset(37), 8, StopCondition(12)), 1, 7)
+    make = source_maker(lambda: StatefulDataset(37), 8, StopCondition(12))
+    of_older_version = {**train_steps(make, 1, 7).state, "marks": torch.zeros(9, dtype=torch.uint8)}
+    with pytest.raises(UserError, match="in the format of an older hpctrain"):
+        train_steps(make, 1, 100, after=7, state=of_older_version)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def export_checkpoint(checkpoint: Path, file: Path, *, everything: bool = False)
 
 
 def load_on_cpu(folder: Path) -> LoadedCheckpoint:
-    return load(RankCoordinator(None, 0.0), VerifiedCheckpoint(folder, read_verified(folder)), None)
+    return load(RankCoordinator(False, 0.0), VerifiedCheckpoint(folder, read_verified(folder)), None)
 
 
 def _tensors(weights: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

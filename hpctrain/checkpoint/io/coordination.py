@@ -37,15 +37,15 @@ class SaveAborted(CheckpointError): ...
 class RankCoordinator:
     """All ranks, which save together, as seen by one rank; all methods are collective."""
 
-    def __init__(self, group: dist.ProcessGroup | None, limit_s: float) -> None:
+    def __init__(self, is_distributed: bool, limit_s: float) -> None:
         """Create a group; `limit_s` is the longest time that a rank may block the others."""
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.world_size = dist.get_world_size() if is_distributed else 1
         self.limit_s = limit_s
         self.lost_reason: str | None = None
         """Reason for the loss of communication; None while the ranks can communicate."""
         self._group: dist.ProcessGroup | None = None
-        if group is not None:
+        if is_distributed:
             self._group = dist.new_group(timeout=timedelta(seconds=limit_s), backend="gloo")
 
     @property
@@ -140,5 +140,7 @@ class RankCoordinator:
 
 def describe_exception(error: BaseException) -> str:
     """Return an exception as one line, without the type name for CheckpointErrors."""
-    text = str(error).splitlines()[0] if str(error) else ""
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    text, name = str(error).partition("\n")[0], type(error).__name__
+    if isinstance(error, CheckpointError):
+        return text
+    return f"{name}: {text}" if text else name

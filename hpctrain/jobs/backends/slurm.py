@@ -41,11 +41,11 @@ class SlurmBackend:
         # The caller is about to submit, which requires all of these answers.
         calls = query_site(self._outer)
         meanwhile()
-        answers = run_all(calls)
-        if isinstance(answers[0], SchedulerError):
-            self._trouble = str(answers[0])
+        (probe,) = run_all(calls[:1])
+        if isinstance(probe, SchedulerError):
+            self._trouble = str(probe)
         else:
-            self._answers = answers
+            self._trouble, self._answers = None, [probe, *run_all(calls[1:])]
         return self._trouble
 
     def site(self, habits: SiteConventions) -> Site | None:

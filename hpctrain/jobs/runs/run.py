@@ -59,6 +59,10 @@ class Run(Struct, frozen=True):
         """Return the tasks of a job array as runs; empty for a single run."""
         return [Run(self.dir.task(index), self.environ) for index in self.dir.tasks()]
 
+    def watch(self) -> Iterator[RunStatus]:
+        """Yield the status repeatedly; the last status is that of the ended run."""
+        yield from self._watch(None)
+
     def wait(self, timeout: float | None = None, unknown_limit: float | None = None) -> RunStatus:
         """Wait until the run has ended successfully.
 
@@ -97,7 +101,7 @@ class Run(Struct, frozen=True):
 
         tracker = UnknownStateTracker(UNKNOWN_LIMIT_S if unknown_limit is None else unknown_limit)
         report = report or logging.getLogger("hpctrain").warning
-        for status in self.watch(timeout, tracker):
+        for status in self._watch(timeout, tracker):
             if message := tracker.message_for(status):
                 report(f"Waiting for run {self.run_id}: {message}")
         if not status.state.ended:
@@ -109,10 +113,9 @@ class Run(Struct, frozen=True):
         self.await_exit()
         return status
 
-    def watch(
-        self, limit_s: float | None = None, tracker: UnknownStateTracker | None = None
+    def _watch(
+        self, limit_s: float | None, tracker: UnknownStateTracker | None = None
     ) -> Iterator[RunStatus]:
-        """Yield the status repeatedly, until the run has ended or `limit_s` seconds have passed."""
         deadline = time.monotonic() + (math.inf if limit_s is None else limit_s)
         poller = _poller([self])
         while True:
@@ -168,7 +171,7 @@ def check_completed(status: RunStatus) -> RunStatus:
 def require_single(run: Run) -> None:
     """Reject a job array."""
     if tasks := run.tasks():
-        raise SpecError(f"Run {run.run_id} is a job array. Specify a task, such as {tasks[0].run_id}.")
+        raise SpecError(f"Run {run.run_id} is a job array. Specify a task, such as {tasks[0].dir.path}.")
 
 
 def require_running(run: Run, *, done: str) -> RunStatus:

@@ -12,8 +12,8 @@ from typing import Any
 
 def call_after_import(name: str, on_import: Callable[[ModuleType], object]) -> None:
     """Call a function with a module immediately after its import, or now if it is already imported."""
-    if (module := sys.modules.get(name)) is not None:
-        on_import(module)
+    if name in sys.modules:
+        on_import(importlib.import_module(name))  # waits for an import in another thread
     else:
         sys.meta_path.insert(0, ImportWatcher(name, on_import))
 

@@ -151,6 +151,11 @@ class StreamStepSource(StepSource):
             [UNKNOWN_LENGTH if length is None else length for length in state["lengths"]], dtype=torch.int64
         )
         taken = cursor.taken(lengths)
+        if isinstance(state["marks"], torch.Tensor):
+            raise UserError(
+                "The checkpoint contains positions of a stream in the format of an older hpctrain. "
+                "Resume the run with that version, or start a new run."
+            )
         checkpoints = [fields and ReaderCheckpoint(*fields) for fields in state["marks"]]
         has_begun, has_ended = ((taken > 0) & (taken < lengths)).tolist(), (taken >= lengths).tolist()
         self._upcoming.clear()

@@ -75,7 +75,7 @@ class StateCopies:
         if problem := next(filter(None, self._parts.context.all_gather(problem)), None):
             self._disable(problem)
             return
-        coordinator = RankCoordinator(self._parts.context.cpu_group, IO_TIMEOUT_S)
+        coordinator = RankCoordinator(self._parts.context.cpu_group is not None, IO_TIMEOUT_S)
         self._copies = MemoryCopies(self.folder, coordinator, self._attempt)
         if self._limit is not True:
             # A failure may interrupt a copy that is sent to another node, or comes from a GPU.
