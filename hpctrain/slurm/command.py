@@ -47,6 +47,10 @@ _CONFIG_END = "\nSlurmctld(primary) at "
 _LEVEL = re.compile(r"^\w+: (?:error|fatal): ")
 
 
+class CommandKilled(SchedulerError):
+    """A signal ended the command; Slurm's signals to a job also reach the commands that it runs."""
+
+
 class SlurmCall:
     """A Slurm command that starts immediately; its output is read later."""
 
@@ -81,7 +85,8 @@ class SlurmCall:
                     raise
                 raise SchedulerError(f"{self._name} {NO_ANSWER_MESSAGE} {self._timeout_s:g} s") from error
         if process.returncode and (err or _CONFIG_END not in out):
-            raise SchedulerError(f"{self._name} failed: {_words(err) or f'exit code {process.returncode}'}")
+            error_class = CommandKilled if process.returncode < 0 else SchedulerError
+            raise error_class(f"{self._name} failed: {_words(err) or f'exit code {process.returncode}'}")
         return out, err
 
     def __del__(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.slurm.command import run_slurm
+from hpctrain.slurm.command import CommandKilled, run_slurm
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.parsing import SOON_S, parse_duration, parse_number, parse_timestamp
 from hpctrain.slurm.pending_reasons import explain_reason
@@ -36,6 +36,8 @@ _MAX_WORD = 120_000
 _JOB_ID = re.compile(r"(\d+)([_+]\d+)?", re.ASCII)
 #: Pending tasks share a record, `17_[0-3,9%2]`.
 _SHARED_ID = re.compile(r"(\d+)_\[(.*)\]", re.ASCII)
+#: A query of a job in itself is repeated if Slurm's signal to the job also kills the query.
+_TRIES, _PAUSE_S = 3, 0.5
 #: No time left, in any notation.
 _ZERO = re.compile(r"[0:-]*0[0:-]*")
 #: Print task lists in full; otherwise, they are truncated after 64 characters.
@@ -183,7 +185,16 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
 
 def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
     """Return the controller's record of one job, or of one task of an array."""
-    rows = _parse_records(run_slurm(["scontrol", "--all", "show", "job", job_id], environ))
+    command = ["scontrol", "--all", "show", "job", job_id]
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            output = run_slurm(command, environ)
+            break
+        except CommandKilled:
+            if not tries_left:
+                raise
+            system.sleep(_PAUSE_S)
+    rows = _parse_records(output)
     if (row := next(rows, None)) is None:
         raise SchedulerError(f"scontrol returned no record of job {job_id}")
     return row

@@ -1,5 +1,6 @@
 """Lost nodes, from `scontrol show node` and from their slurmd."""
 
+import os
 import socket
 
 import pytest
@@ -11,7 +12,8 @@ from hpctrain.rundir import RunDir
 from hpctrain.slurm import config, job_requests, node_queries
 from hpctrain.slurm.node_queries import NodeRecord, node_trouble, parse_nodes
 from hpctrain.supervisor import job_control
-from hpctrain.supervisor.job_control import SlurmNodes
+from hpctrain.supervisor.job_control import SlurmJobControl, SlurmNodes
+from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 RECORD = """\
 NodeName=n1 Arch=x86_64 CoresPerSocket=1
@@ -31,6 +33,24 @@ def test_node_records_are_parsed():
         NodeRecord("n1", "10.0.0.1", 26811, "ALLOCATED", 900, "State=DOWN Port=1"),
         NodeRecord("n2", "n2", None, "DOWN*+DRAIN"),
     ]
+
+
+def test_query_of_the_own_job_that_the_signal_to_the_job_kills_is_repeated(tmp_path):
+    """Otherwise, a run whose script has requeued its job would be marked as completed."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f"#!/bin/sh\ncd {tmp_path}; echo >> calls; [ $(wc -l < calls) -gt 2 ] || kill -TERM $$\n"
+        "echo 'JobId=7 JobName=a'; echo '   Requeue=1 Restarts=1'\n"
+        "echo '   JobState=COMPLETING Reason=None'\n"
+    )
+    scontrol.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = SlurmJobControl(RunDir(tmp_path), make_spec(), {**environ, "SLURM_JOB_ID": "7"})
+    assert job.disposition() is JobDisposition.REQUEUED
+    (tmp_path / "calls").unlink()
+    scontrol.write_text("#!/bin/sh\nkill -TERM $$\n")
+    with pytest.raises(SchedulerError, match="exit code -15"):
+        job.disposition()
 
 
 @pytest.mark.parametrize(
