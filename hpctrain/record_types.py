@@ -63,6 +63,8 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: str | None = None
     checkpoint: str | None = None
     """The loaded checkpoint."""
+    is_loaded: bool | None = None
+    """True if the script has loaded a state of this step itself; otherwise, the step may be assumed."""
     broken: list[str] | None = None
     """Descriptions of the damaged checkpoints that were skipped."""
     num_bytes: Count | None = field(name="bytes", default=None)

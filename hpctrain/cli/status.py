@@ -115,7 +115,9 @@ def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
     if is_batch and status.attempt is not None and status.state != "COMPLETED":
         if (pattern := checkpoint_pattern(run)) is not None:
             return f"none: no file matches {short_path(pattern)} (--checkpoints) yet"
-        return "none: a restart starts over, unless --checkpoints names the files that the script saves"
+        if starts_over(run):
+            return "none: a restart starts over, unless --checkpoints names the files that the script saves"
+        return "saved by the script; name its files with --checkpoints"
     if status.attempt and starts_over(run):
         return (
             f"none in {short_path(run.checkpoints)}; restarts start over, unless the script saves elsewhere"

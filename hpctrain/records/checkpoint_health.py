@@ -41,8 +41,8 @@ def starts_over(run: RunDir, pattern: str | None = None) -> bool:
     is_started = False
     for event in run.read_events():
         is_started |= event.kind == "started"
-        # A checkpoint may be in the local tier, or a copy of the state in memory.
-        if event.kind in ("checkpoint", "memory_copy"):
+        # A checkpoint may be in the local tier, in memory, or where only the script knows.
+        if event.kind in ("checkpoint", "memory_copy") or event.is_loaded:
             return False
     return is_started
 

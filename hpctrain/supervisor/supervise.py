@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 
@@ -13,6 +14,7 @@ from hpctrain.cluster.kill_orphans import kill_orphans
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.restart_policy import EndKind
+from hpctrain.records.checkpoint_health import starts_over
 from hpctrain.records.submit_successor import JobChanges
 from hpctrain.rundir import EventKind, RunDir
 from hpctrain.supervisor.acquire_run import acquire_run
@@ -194,6 +196,7 @@ class Supervisor:
             lead_s=self._spec.stop_before_limit_s,
             seconds=ended.seconds,
             must_release=ended.must_release,
+            has_checkpoint=self._has_checkpoint(),
         )
         if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.end.kind is EndKind.DONE:
             return situation
@@ -209,6 +212,11 @@ class Supervisor:
         left_s = None if ended.end.kind.releases_nodes else known_seconds_left(self._job_control)
         ends_at = None if left_s is None else system.monotonic() + left_s
         return replace(situation, nodes=nodes, ends_at=ends_at, larger_memory=memory)
+
+    def _has_checkpoint(self) -> bool:
+        with suppress(OSError):  # such as a vanished folder, which is reported elsewhere
+            return not starts_over(self._run, self._spec.checkpoints)
+        return True
 
     def _history(self) -> History:
         return History.from_events(self._run.read_events())

@@ -221,6 +221,37 @@ def test_script_that_always_fails_and_saves_nothing_ends(workdir, failure, cause
     assert max(steps) <= 15
 
 
+SAVES_ELSEWHERE = """
+import os, signal, time, torch
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+first = 1
+if os.path.exists("own.pt"):
+    state = torch.load("own.pt")
+    optimizer.load_state_dict(state["optimizer"])
+    first = state["step"] + 1
+for step in range(first, 31):
+    optimizer.zero_grad()
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    torch.save({"step": step, "optimizer": optimizer.state_dict()}, "own.pt")
+    if step % 5 == 0 and step < 30:
+        time.sleep(2)  # the steps are recorded every second
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.extended
+def test_script_that_resumes_from_files_that_hpctrain_does_not_know_makes_progress(workdir):
+    (workdir / "train.py").write_text(SAVES_ELSEWHERE)
+    (workdir / "job.sh").write_text(f"#!/bin/bash\n{sys.executable} train.py\n")
+    run, code, printed = submit(workdir, "job.sh")
+    assert code == 0, printed
+    assert len(run.attempts()) == 6, "more than --max-failures"
+    assert [event["step"] for event in events(run, "resumed")] == [5, 10, 15, 20, 25]
+    assert "no known checkpoint" in printed
+
+
 def test_script_under_srun_and_exec(slurm, tmp_path):
     """Without a supervisor, the ranks agree on a port themselves."""
     step = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "hpctrain", "exec", "--"]

@@ -440,8 +440,10 @@ def test_resumption_from_a_later_step_is_progress():
     events = [event("checkpoint", step=10), failure, resumed, failure]
     assert len(History.from_events(events).failures) == 2
     assert History.from_events([*events, event("resumed", step=12, checkpoint="x")]).failures == []
+    assert History.from_events([*events, event("resumed", step=12, is_loaded=True)]).failures == []
     # The steps that a script counts prove no checkpoint.
     assert len(History.from_events([*events, event("resumed", step=12)]).failures) == 2
+    assert len(History.from_events([*events, event("resumed", step=10, is_loaded=True)]).failures) == 2
 
 
 def test_limit_to_verified_checkpoints_ends_when_the_run_has_resumed():

@@ -369,7 +369,7 @@ def describe_event(event: Event) -> str | None:
 def _describe_kind(event: Event) -> str | None:
     match event.kind:
         case "started":
-            over = "; no checkpoint to resume from" if event.starts_over else ""
+            over = "; no known checkpoint" if event.starts_over else ""
             return f": starting, world size {event.world_size}, nodes {event.nodes}{over}"
         case "staged":
             return f": {describe_staging(event)}"

@@ -102,6 +102,7 @@ class StepLog:
     def _begin(self) -> int:
         """Return the number of steps before this attempt, and record this number if a state was loaded."""
         restored = activity.restored_steps
+        is_loaded = bool(restored)
         for event in self._run.read_events():
             if event.kind == "resumed" and event.attempt == self._attempt:
                 return restored or event.step or 0  # recorded by a plugin
@@ -109,9 +110,8 @@ class StepLog:
             newest = next(read_last_records(self._run.metrics, StepRecord), None)
             restored = newest.step if newest is not None else 0
         if restored:
-            BufferedLineWriter(self._run.events, _print).append(
-                event_record("resumed", self._attempt, step=restored)
-            )
+            record = event_record("resumed", self._attempt, step=restored, is_loaded=is_loaded)
+            BufferedLineWriter(self._run.events, _print).append(record)
         return restored
 
 

@@ -52,6 +52,8 @@ class RunSituation:
     """sbatch option with which the job can get more memory, such as `mem=96000`; None if there is none."""
     must_release: bool = False
     """True if the attempt failed after a request to release the nodes."""
+    has_checkpoint: bool = True
+    """False if no checkpoint of the run is known; its script may save some elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ def decide(situation: RunSituation, end: AttemptEnd, now: float) -> Decision:
     if (reason := _NO_MORE_MEMORY.get(end.kind)) and not changes:
         return Decision(Action.FAIL, reason=f"{reason}; {END_KINDS[end.kind].advice}")
     if (reason := _budget_exhausted(situation, end.kind)) is not None:
+        if reason and not situation.has_checkpoint:
+            reason += "; if the script saves checkpoints itself, name their files with --checkpoints"
         return Decision(Action.FAIL, reason=reason)
     if end.kind is EndKind.CORRUPTION and (reason := _repeated_corruption(situation)) is not None:
         return Decision(Action.FAIL, reason=reason)

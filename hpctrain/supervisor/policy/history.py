@@ -55,14 +55,14 @@ class History:
         """Compute the history from the run's events, oldest first.
 
         A successor job continues the counts; only a submission by the user resets them. A step saved twice is
-        not a new checkpoint. The step of checkpoints written by the script itself is unknown, and a step that
-        such a script resumed from proves no checkpoint.
+        not a new checkpoint. The step of checkpoints written by the script itself is unknown until the script
+        has loaded one; a step that is only assumed proves no checkpoint.
         """
         past, newest, progressed = cls(), 0, False
         for event in events:
             kind, step = event.kind, event.step
             # Copies of the state in memory are recorded only when a run resumes from one.
-            is_loaded = kind == "resumed" and event.checkpoint is not None
+            is_loaded = kind == "resumed" and (event.checkpoint is not None or event.is_loaded is True)
             is_saved = kind == "checkpoint" or is_loaded
             is_new = is_saved and (step or 0) > newest
             if is_new or (kind == "checkpoint" and step is None):
