@@ -16,7 +16,7 @@ from hpctrain.cli import submit
 from hpctrain.cli.common import open_run, run_argument
 from hpctrain.cli.exec import become, terminal_options
 from hpctrain.cli.resume import repeated_options
-from hpctrain.errors import SchedulerError
+from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.options.resolved_options import COMMAND_LINE_SOURCE, previous_values
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.jobs.submit.render import render_setup
@@ -148,6 +148,11 @@ def attach_command(run: Run, rank: int, program: tuple[str, ...]) -> None:
 
     status, started = require_running_ranks(run, [rank], option="--rank", done="attached to")
     spec = load_spec(run.dir.spec)
+    if spec.program == "batch":
+        remedy = "They run on this machine."
+        if spec.backend == "slurm":
+            remedy = f"Open a shell on their node: srun --jobid={status.job_id} --overlap --pty bash"
+        raise SpecError(f"Run {run.run_id} is a batch script, which starts its ranks itself. {remedy}")
     program = program or ("bash" if spec.container else os.environ.get("SHELL", "bash"),)
     command = module_command(spec, "program.attach")
     command += [str(run.dir), str(started.attempt), str(rank), *program]

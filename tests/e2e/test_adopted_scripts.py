@@ -178,6 +178,19 @@ def test_signal_handler_of_a_script_saves_and_requeues(slurm, tmp_path):
 
 
 @pytest.mark.extended
+def test_ranks_of_a_batch_script_cannot_be_attached_to(tmp_path):
+    (tmp_path / "job.sh").write_text("#!/bin/sh\nsleep 100\n")
+    run = Run(tmp_path / "run", {})
+    run.hpctrain("submit", "--backend=local", "--run-dir=run", "job.sh", cwd=tmp_path)
+    wait_for(lambda: run.events("started"), 60, "the start")
+    attached = run.hpctrain("attach", str(run.path), "--", "true", check=False)
+    assert attached.returncode == 2
+    assert "is a batch script, which starts its ranks itself. They run on this machine." in attached.stderr
+    run.hpctrain("cancel", str(run.path))
+    assert run.wait(100) != 0
+
+
+@pytest.mark.extended
 def test_script_whose_restarts_make_no_progress_ends(tmp_path):
     """Without Slurm: a script that fails in each attempt, with the cause of its last line."""
     folder = tmp_path / "job"
