@@ -105,6 +105,8 @@ def prepare_submission(
     )
     try:
         requested = settings.options.get("backend", "auto")
+        if batch is not None and requested == "auto":
+            requested = "slurm"  # its commands must not start on a login node without Slurm
         backend, notes = choose_backend(requested, environ, dry_run=dry_run, meanwhile=_import_checks)
         from hpctrain.jobs.submit.complete_options import complete_options
         from hpctrain.jobs.submit.preflight import check_job
