@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends import choose_backend
@@ -19,7 +21,7 @@ from hpctrain.jobs.backends.backend import Backend, PreflightResult
 from hpctrain.jobs.options.batch_options import BatchScript, build_batch_spec
 from hpctrain.jobs.options.option import OptionSource, OptionValue
 from hpctrain.jobs.options.option_table import SubmitOptions
-from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, resolve_options
+from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec, is_plain_template, template_path
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import ProgramKind
@@ -147,6 +149,8 @@ def prepare_submission(
         if not spec.supervised:
             notes.append(_WITHOUT_SUPERVISOR)
         preflight = backend.check(spec, batch_script, settings.habits)
+        if of_batch:
+            preflight = replace(preflight, refusal=partial(_refusal_with_sources, preflight, settings))
         notes += preflight.notes
         return PreparedSubmission(
             spec, backend, environ, batch_script, tuple(notes), snapshot, preflight, batch
@@ -155,6 +159,13 @@ def prepare_submission(
         if places := settings.describe_sources(str(error)):
             raise SpecError(f"{error} ({places})") from error
         raise
+
+
+def _refusal_with_sources(preflight: PreflightResult, settings: ResolvedOptions) -> str:
+    """Return the scheduler's reason for a rejection, with the lines of the options that it names."""
+    reason = preflight.refusal()
+    places = settings.describe_sources(reason)
+    return f"{reason} ({places})" if places else reason
 
 
 def _import_checks() -> None:
