@@ -104,6 +104,7 @@ REMEDIES = {
     "numbers, or submit several arrays.",
     "Invalid account": f"Use another --account or --partition; {_ACCOUNTS}.",
     "Invalid qos": f"Use another --qos; {_ACCOUNTS[:-7]} format=qos` lists yours.",
+    "unrecognized option": "{option_hint}",
     "reservation": "Use another --reservation; `scontrol show reservation` lists them.",
 }
 

@@ -38,7 +38,7 @@ from hpctrain.supervisor.run_end import finish_run
 from hpctrain.supervisor.supervise import Supervisor
 from hpctrain.supervisor.watchdog import ORPHANED_SIGNAL
 from hpctrain.supervisor.workers.attempt_monitor import CANCEL_GRACE_S, STOP_GRACE_S
-from hpctrain.supervisor.workers.batch_launcher import BatchLauncher, link_output, spec_of_allocation
+from hpctrain.supervisor.workers.batch_launcher import BatchLauncher, spec_of_allocation
 from hpctrain.supervisor.workers.node_steps import StagePlan
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,6 @@ def _supervise(run: RunDir, spec: JobSpec, environ: Mapping[str, str], deaths: i
         launch: Callable[[JobSpec, Mapping[str, str]], Launcher]
         launch = LocalLauncher if spec.backend == "local" else SrunLauncher
         if spec.program == "batch":
-            link_output(run.slurm_log, 2)
             launch, spec = BatchLauncher, spec_of_allocation(spec, environ)
         staging = None if plan is None else (plan, launch(plan.host_spec, environ))
         launcher = launch(plan.ranks_spec, {**environ, **plan.variables}) if plan else launch(spec, environ)

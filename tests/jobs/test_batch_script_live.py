@@ -117,6 +117,12 @@ def test_plain_refuses_what_needs_the_supervisor(environ, tmp_path, options, mes
         prepare(environ, tmp_path, template="plain", **options)
 
 
+def test_plain_refuses_a_batch_script(environ, tmp_path):
+    (tmp_path / "train.py").write_text("#!/bin/sh\nsrun hostname\n")
+    with pytest.raises(SpecError, match=r"train.py is a batch script, which --template plain would run once"):
+        prepare(environ, tmp_path, template="plain")
+
+
 def test_template_that_extends_plain_needs_no_supervisor(environ, tmp_path):
     (tmp_path / "mine.j2").write_text(
         '{% extends "plain.sbatch.j2" %}\n{% block setup %}\n{{ super() -}}\nulimit -c 0\n{% endblock %}\n'

@@ -25,6 +25,10 @@ def test_dry_run_without_slurm(workdir, folder, reason):
     assert f"Warning: Slurm cannot be used on this machine ({reason}" in done.stderr
     assert "not checked: the partition and its limits" in done.stderr
     assert "Also unknown: the CPUs per rank (--cpus-per-task).\n" in done.stderr
+    (workdir / "job.sbatch").write_text("#!/bin/sh\n#SBATCH --cpus-per-task=3\n")
+    adopted = run_command([*HPCTRAIN[:4], "--dry-run", "job.sbatch"], env, cwd=workdir)
+    assert "#SBATCH --cpus-per-task=3" in adopted.stdout
+    assert "Also unknown: the default time limit (--time).\n" in adopted.stderr
     headline = [*HPCTRAIN[:5], "--nodes=4", "--gpus-per-node=8", "--dry-run", "train.py"]
     unknown = "Also unknown: the CPUs per rank (--cpus-per-task) and the default time limit (--time)."
     done = run_command(headline, env, cwd=workdir)

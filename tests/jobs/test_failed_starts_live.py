@@ -22,6 +22,7 @@ def hpctrain(slurm, tmp_path):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("script", ["train.py", "job.sbatch"])
 @pytest.mark.parametrize(
     ("setup", "message", "tail"),
     [
@@ -29,10 +30,9 @@ def hpctrain(slurm, tmp_path):
         ("echo so long; exit 0", "Slurm reports COMPLETED, but its batch script exited before", "so long"),
     ],
 )
-def test_output_of_a_failed_batch_script_is_shown(hpctrain, tmp_path, setup, message, tail):
-    followed = hpctrain(
-        "submit", "--run-dir", "runs/r", "--time", "5", "--setup", setup, "--follow", "train.py"
-    )
+def test_output_of_a_failed_batch_script_is_shown(hpctrain, tmp_path, script, setup, message, tail):
+    (tmp_path / "job.sbatch").write_text("#!/bin/bash\n#SBATCH --output=out-%j.txt\ntrue\n")
+    followed = hpctrain("submit", "--run-dir", "runs/r", "--time", "5", "--setup", setup, "--follow", script)
     assert (followed.returncode, message in followed.stderr) == (4, True)
     for output in (
         followed.stderr,

@@ -130,6 +130,26 @@ def test_refusal_of_slurm_has_a_remedy(submission, options, reason, remedy):
     assert not os.path.exists(job.spec.run_dir)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--cpus-per-task=64", "requests --cpus-per-task=64. Partition"),
+        ("-n 100 --gres=gpu:h100:1", "requests --ntasks=100 --gres=gpu:h100:1. .* 2 a100 GPUs"),
+        ("-G 20", r"requests --gpus=20. .*\(--gpus comes from .*job.sbatch:3"),
+        ("--mem-per-cpu=20G -c4 -N2", "requests --mem-per-cpu=20G --cpus-per-task=4 --nodes=2. Partition"),
+        ("--ntask-per-node=2", r"Did you mean '--ntasks-per-node'\? \(--ntask-per-node comes .*sbatch:3"),
+    ],
+)
+def test_refusal_names_the_options_of_a_batch_script(submission, tmp_path, line, message):
+    (tmp_path / "job.sbatch").write_text(f"#!/bin/bash\n\n#SBATCH {line}\nsrun true\n")
+    assert re.search(message, submission(script="job.sbatch").preflight.refusal())
+
+
+def test_range_of_nodes_of_a_batch_script_may_begin_below_the_minimum(submission, tmp_path):
+    (tmp_path / "job.sbatch").write_text("#!/bin/bash\n#SBATCH --nodes=1-2\nsrun true\n")
+    assert submission(script="job.sbatch", partition="wide").preflight.refusal() == ""
+
+
 def test_refusal_names_the_requested_nodes(submission):
     node = f"strict-{os.getpid()}-1"
     refusal = submission(nodelist=node, gpus_per_node=3).preflight.refusal()
@@ -236,6 +256,9 @@ def test_default_memory_is_noted(request_of, partition, site, memory):
     limits = f"a time limit of 01:00:00 and {memory} (default of partition p)."
     assert notes() == [f"Without --time and --mem, the job has {limits}"]
     assert notes(time_limit_s=600.0, directives={"mem-per-gpu": "1G"}) == []
+    # The number of CPUs of a batch script is unknown.
+    (note,) = notes(program="batch")
+    assert ("MiB of memory per CPU" in note) is ("per node" in memory and "300" not in memory)
 
 
 def test_down_partition_is_noted(submission):
@@ -362,4 +385,6 @@ def test_limit_in_a_rejection_is_explained(request_of):
         "--account."
     )
     assert explain_refusal("x", request_of(), Site()) == "x. Correct the options, then try again."
+    unknown = "sbatch: unrecognized option '--stepmgr'"
+    assert explain_refusal(unknown, request_of(), Site()).endswith("does not have the option. Remove it.")
     assert "format=qos` lists yours" in explain_refusal("Invalid qos specification", request_of(), Site())

@@ -5,7 +5,7 @@ import os
 import pytest
 from helpers.commands import environment
 
-from hpctrain.errors import SpecError
+from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.submit.prepare import prepare_submission
 from hpctrain.telemetry.sampling import nvml
 
@@ -95,6 +95,24 @@ def test_auto_falls_back_to_local_with_a_note(prepared, tmp_path):
     assert submission.notes == (
         "Slurm is not available (sbatch not found on PATH). Running on this machine.",
     )
+
+
+def test_batch_script_needs_slurm_unless_the_backend_is_local(prepared, tmp_path):
+    (tmp_path / "job.sbatch").write_text("#!/bin/bash\ntrue\n")
+    environ = {"PATH": str(tmp_path)}
+    with pytest.raises(SchedulerError, match=r"sbatch not found on PATH.* use --backend local"):
+        prepared(script="job.sbatch", backend="auto", environ=environ)
+    assert prepared(script="job.sbatch", environ=environ).spec.backend == "local"
+
+
+def test_script_that_is_not_text_is_refused(prepared, tmp_path):
+    for name in ("ckpt_1.pt", "ckpt_2.pt"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04\0\0")
+    with pytest.raises(SpecError, match=r"ckpt_2.pt' is not a text file.* batch script\.$"):
+        prepared(script="ckpt_2.pt", checkpoints="ckpt_*.pt")
+    # The shell has expanded a pattern.
+    with pytest.raises(SpecError, match=r"is not a text file.* quote this pattern: --checkpoints"):
+        prepared("job.sbatch", script="ckpt_2.pt", checkpoints="ckpt_1.pt")
 
 
 def test_ranks_run_on_cpu_without_gpus(prepared, monkeypatch):

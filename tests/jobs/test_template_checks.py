@@ -58,4 +58,7 @@ def test_non_python_script_is_refused(prepared, tmp_path):
         prepared(script="job.sh")
     with pytest.raises(SpecError, match="begins with #!/usr/bin/perl"):
         prepared(script="train")
-    prepared(script="ok")
+    assert prepared(script="ok").notes == prepared(script="train.py").notes
+    # sbatch accepts Python scripts, too.
+    (tmp_path / "job.sbatch").write_text("#!/opt/bin/python\n#SBATCH --nodes=2\nprint()\n")
+    assert any("#SBATCH lines of job.sbatch have no" in note for note in prepared(script="job.sbatch").notes)

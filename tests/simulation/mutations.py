@@ -68,9 +68,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         _edit(lease.Lease, "_renew_once", "newest > self._number and", "newest > self._number + 1 and")
     ],
     "a counted step is progress": [
-        _edit(
-            History, "from_events", 'kind == "resumed" and event.checkpoint is not None', 'kind == "resumed"'
-        )
+        _edit(History, "from_events", "(event.checkpoint is not None or event.is_loaded is True)", "True")
     ],
     "a spare in use remains a spare": [
         _edit(

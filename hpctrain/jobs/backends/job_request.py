@@ -13,6 +13,13 @@ from hpctrain.slurm.environment import SBATCH_VARIABLES, sbatch_env
 from hpctrain.text import pluralize
 
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+#: Options of a batch script that limit the nodes on which it can run.
+_SIZE = (
+    *("nodes", "ntasks", "ntasks-per-node", "ntasks-per-socket", "ntasks-per-core", "ntasks-per-gpu"),
+    *("cpus-per-task", "cpus-per-gpu", "mincpus", "sockets-per-node", "cores-per-socket", "threads-per-core"),
+    *("extra-node-info", "core-spec", "thread-spec", "gres", "gpus", "gpus-per-node", "gpus-per-socket"),
+    *("gpus-per-task", *_MEMORY, "tmp", "constraint", "nodelist", "nodefile", "exclude"),
+)
 
 
 class JobRequest(Struct, frozen=True):
@@ -67,7 +74,13 @@ class JobRequest(Struct, frozen=True):
         return self.directives.get("exclusive") in ("", "exclusive")
 
     def describe(self) -> str:
-        """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib, on n[1-2]`."""
+        """Describe the size, such as `2 nodes, each with 2 GPUs, 16 CPUs and the features ib, on n[1-2]`.
+
+        For a batch script, whose size only Slurm can tell, return its options: `--ntasks=9 --gres=gpu:1`.
+        """
+        if self.spec.program == "batch":
+            given = (f"--{key}={value}" for key, value in self.directives.items() if key in _SIZE)
+            return " ".join(given) or "the defaults of sbatch"
         spec, minimum = self.spec, self.spec.least_granted
         nodes = (
             pluralize(minimum, "node")

@@ -6,6 +6,7 @@ that exceeds the limits of its partition is queued, and pends forever (seen with
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from hpctrain.slurm.environment import strip_job_env
 from hpctrain.slurm.job_requests import JobTest, describe_start
 from hpctrain.slurm.parsing import format_time_limit
 from hpctrain.slurm.pending_reasons import REMEDIES, suggest_remedy
+from hpctrain.slurm.sbatch_options import OPTIONS
 from hpctrain.slurm.site_facts import NodeGroup, Partition, RunQuery, Site
 from hpctrain.text import join_or, pluralize, suggest
 
@@ -50,9 +52,21 @@ def explain_refusal(refusal: str, request: JobRequest, site: Site) -> str:
         "partition_hint": f"Unknown partition {unknown!r} ({request.origin('partition')}). "
         f"{suggest(unknown, names)}",
         "features": ", ".join(sorted(features)) or "there are none, so remove the option",
+        "option_hint": _option_hint(refusal),
         "last_task": site.slurm.max_array_size - 1 if site.slurm else "lower",
     }
     return f"{refusal}. {' '.join(remedy.format(**facts).split())}"
+
+
+def _option_hint(refusal: str) -> str:
+    """Return a sentence on the option that sbatch does not recognize, if any."""
+    match = re.search(r"unrecognized option '--([\w-]+)", refusal)
+    if match is None:
+        return suggest_remedy(refusal)
+    if match[1] in OPTIONS:
+        return "This version of sbatch does not have the option. Remove it."
+    flags = (f"--{name}" for name, option in OPTIONS.items() if option.use != "salloc")
+    return suggest(f"--{match[1]}", flags, otherwise="Correct or remove the option.")
 
 
 class ExceededLimit(NamedTuple):
@@ -129,7 +143,9 @@ def _exceeded_limits(request: JobRequest, partition: Partition, site: Site) -> I
             "the run saves before the limit and continues in the next attempt.",
             "PartitionTimeLimit",
         )
-    if spec.most_granted < partition.min_nodes:
+    # Without a number of nodes, or with a range, a batch script gets as many as the partition requires.
+    is_fixed = spec.program != "batch" or request.value("nodes").isdecimal()
+    if is_fixed and spec.most_granted < partition.min_nodes:
         yield ExceededLimit(
             f"The job requests {pluralize(spec.most_granted, 'node')} (--nodes), but partition {name} "
             f"requires at least {partition.min_nodes} per job (MinNodes). Request more nodes.",
@@ -204,9 +220,11 @@ def _default_notes(request: JobRequest, partition: Partition, site: Site) -> Ite
     if request.memory_option is None and site.slurm is not None and site.slurm.hands_out_memory:
         per_cpu_mib = partition.def_mem_per_cpu_mib or site.slurm.def_mem_per_cpu_mib
         mib = partition.def_mem_per_node_mib or site.slurm.def_mem_per_node_mib
+        unit = "node"
         if per_cpu_mib is not None and partition.def_mem_per_node_mib is None:
-            mib = per_cpu_mib * request.cpus_per_node
-        defaults["--mem"] = f"{mib} MiB of memory per node" if mib else "all memory of its nodes"
+            is_batch = request.spec.program == "batch"
+            unit, mib = ("CPU", per_cpu_mib) if is_batch else ("node", per_cpu_mib * request.cpus_per_node)
+        defaults["--mem"] = f"{mib} MiB of memory per {unit}" if mib else "all memory of its nodes"
     if defaults:
         yield (
             f"Without {' and '.join(defaults)}, the job has {' and '.join(defaults.values())} (default of "

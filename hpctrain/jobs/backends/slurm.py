@@ -67,7 +67,7 @@ class SlurmBackend:
                 "the job."
             )
             unknown = {
-                "the CPUs per rank (--cpus-per-task)": spec.cpus_per_task,
+                "the CPUs per rank (--cpus-per-task)": spec.cpus_per_task or spec.program == "batch" or None,
                 "the default time limit (--time)": spec.time_limit_s,
             }
             if names := " and ".join(name for name, value in unknown.items() if value is None):

@@ -54,10 +54,12 @@ class BatchScript(Struct, frozen=True):
     def read(cls, path: Path) -> BatchScript | None:
         """Read a script whose `#!` line names a shell; None for any other file."""
         try:
-            text = path.read_bytes().decode("utf-8", "surrogateescape")
+            with open(path, "rb") as file:
+                first_line = file.readline(256)
+                if not shell_of(first_line.decode("utf-8", "surrogateescape")):
+                    return None
+                text = (first_line + file.read()).decode("utf-8", "surrogateescape")
         except OSError:
-            return None
-        if not shell_of(text.partition("\n")[0]):
             return None
         if "\r\n" in text:
             raise SpecError(f"{path} has DOS line breaks, which sbatch refuses. Remove them: dos2unix {path}")

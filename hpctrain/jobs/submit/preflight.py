@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -116,7 +117,7 @@ def _short_time_notes(spec: JobSpec, settings: ResolvedOptions) -> Iterator[str]
 def _check_program(spec: JobSpec, environ: Mapping[str, str]) -> Iterator[str]:
     name = os.path.basename(spec.script)
     if spec.program == "script":
-        _check_script(Path(spec.script))
+        yield from _check_script(Path(spec.script), spec.checkpoints)
     elif spec.program != "batch" and spec.container is None and not _changes_search_path(spec):
         _check_module_or_command(spec, environ)
     if spec.program != "command" or name not in RANK_LAUNCHERS or spec.ntasks_per_node == 1:
@@ -160,15 +161,31 @@ def _has_module(name: str, folders: Sequence[str]) -> bool:
     return True
 
 
-def _check_script(script: Path) -> None:
+def _check_script(script: Path, checkpoints: str | None) -> Iterator[str]:
+    # The shell replaces a pattern without quotes by files, of which --checkpoints takes only the first.
+    hint = ""
+    if checkpoints is not None and os.path.exists(checkpoints):
+        hint = " If it matches a pattern of --checkpoints, quote this pattern: --checkpoints 'out/*.pt'."
     try:
         if script.exists() and not script.is_file():
             raise SpecError(
-                f"The script {str(script)!r} is not a regular file. Pass the path of a Python file."
+                f"The script {str(script)!r} is not a regular file. Pass the path of a Python file.{hint}"
             )
+        with open(script, "rb") as file:
+            block = file.read(65_536)
+        if b"\0" in block:
+            raise SpecError(
+                f"The script {str(script)!r} is not a text file. Pass a Python file or batch script.{hint}"
+            )
+        has_directives = re.search(rb"^#SBATCH", block, re.MULTILINE) is not None
         if script.suffix != ".py":
-            _check_shebang(script)
-        else:
+            _check_shebang(script, block.partition(b"\n")[0], has_directives=has_directives)
+        if has_directives:
+            yield (
+                f"The #SBATCH lines of {script.name} have no effect, because it is a Python script. Give "
+                "their options to hpctrain submit."
+            )
+        if script.suffix == ".py":
             compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
     except (FileNotFoundError, NotADirectoryError):
         hint = "Check its path."
@@ -187,18 +204,15 @@ def _check_script(script: Path) -> None:
         raise SpecError(f"Cannot parse the script {str(script)!r} as Python: {error}.") from None
 
 
-def _check_shebang(script: Path) -> None:
+def _check_shebang(script: Path, line: bytes, *, has_directives: bool) -> None:
     """Reject a script for another interpreter, which Python would report as a syntax error."""
-    with open(script, "rb") as file:
-        line = file.readline(256)
-        has_directives = b"#SBATCH" in line + file.read(65_536)
     if has_directives and not line.startswith(b"#!"):
         raise SpecError(
             f"The script {str(script)!r} has #SBATCH lines, but no #! line, which sbatch requires, too. "
             "Begin the script with #!/bin/bash."
         )
     interpreter = line[2:].decode(errors="replace").strip() if line.startswith(b"#!") else ""
-    if script.suffix in _SHELL or (interpreter and "python" not in interpreter):
+    if "python" not in interpreter and (interpreter or script.suffix in _SHELL):
         reason = f"begins with #!{interpreter}" if interpreter else f"ends in {script.suffix}"
         raise SpecError(
             f"The script {str(script)!r} {reason}, but every rank runs it with Python. Pass the Python "

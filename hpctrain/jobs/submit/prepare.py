@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends import choose_backend
@@ -19,7 +21,7 @@ from hpctrain.jobs.backends.backend import Backend, PreflightResult
 from hpctrain.jobs.options.batch_options import BatchScript, build_batch_spec
 from hpctrain.jobs.options.option import OptionSource, OptionValue
 from hpctrain.jobs.options.option_table import SubmitOptions
-from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, resolve_options
+from hpctrain.jobs.options.resolved_options import PYTHON_SOURCE, ResolvedOptions, resolve_options
 from hpctrain.jobs.options.spec_builder import build_spec, is_plain_template, template_path
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import ProgramKind
@@ -105,6 +107,8 @@ def prepare_submission(
     )
     try:
         requested = settings.options.get("backend", "auto")
+        if batch is not None and requested == "auto":
+            requested = "slurm"  # its commands must not start on a login node without Slurm
         backend, notes = choose_backend(requested, environ, dry_run=dry_run, meanwhile=_import_checks)
         from hpctrain.jobs.submit.complete_options import complete_options
         from hpctrain.jobs.submit.preflight import check_job
@@ -120,6 +124,11 @@ def prepare_submission(
         snapshot: CodeSnapshot | None = None
         code_notes: list[str] = []
         is_plain = is_plain_template(template_path(chosen, cwd))
+        if is_plain and of_batch:
+            raise SpecError(
+                f"{os.fspath(script)} is a batch script, which --template {chosen['template']} would run "
+                "once per rank. Pass the script to sbatch, or remove the template."
+            )
         if is_run and chosen.get("code_snapshot", True) and not is_plain and not of_batch:
             from hpctrain.jobs.submit.code_snapshot import plan_snapshot
 
@@ -145,6 +154,8 @@ def prepare_submission(
         if not spec.supervised:
             notes.append(_WITHOUT_SUPERVISOR)
         preflight = backend.check(spec, batch_script, settings.habits)
+        if of_batch:
+            preflight = replace(preflight, refusal=partial(_refusal_with_sources, preflight, settings))
         notes += preflight.notes
         return PreparedSubmission(
             spec, backend, environ, batch_script, tuple(notes), snapshot, preflight, batch
@@ -153,6 +164,13 @@ def prepare_submission(
         if places := settings.describe_sources(str(error)):
             raise SpecError(f"{error} ({places})") from error
         raise
+
+
+def _refusal_with_sources(preflight: PreflightResult, settings: ResolvedOptions) -> str:
+    """Return the scheduler's reason for a rejection, with the lines of the options that it names."""
+    reason = preflight.refusal()
+    places = settings.describe_sources(reason)
+    return f"{reason} ({places})" if places else reason
 
 
 def _import_checks() -> None:
