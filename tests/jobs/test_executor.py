@@ -163,7 +163,7 @@ def test_batch_is_submitted_at_the_end_of_its_block(executor, tmp_path):
         f"{find_run(array.name, array.parent, {}).job_id}_{i}" for i in range(3)
     ]
     assert executor.job(f"{array.name}/task-1").job_id == jobs[1].job_id
-    with pytest.raises(SpecError, match=f"is a job array. .* such as {array.name}/task-0"):
+    with pytest.raises(SpecError, match=f"is a job array. .* such as {array}/task-0"):
         executor.job(array.name)
     with suppress(ZeroDivisionError), executor.batch():
         executor.submit(add, 1 // 0)
