@@ -6,10 +6,12 @@ To test the start itself, or the process of a rank, start a real command instead
 import multiprocessing
 import os
 import runpy
+import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -93,8 +95,11 @@ def _wait_for_all(processes: list, timeout: float) -> str | None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """Return a port that no outgoing connection of another test takes before it is used."""
+    while True:
+        port = 10_000 + secrets.randbelow(10_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def torchrun_variables(rank: int, ranks: int, nodes: int, port: int) -> dict[str, str]:
