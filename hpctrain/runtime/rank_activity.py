@@ -68,10 +68,14 @@ def has_process_group() -> bool:
     """Return true if this process has or had a process group of torch, or communicates in another way."""
     if any(name in sys.modules for name in _OTHER_COMMUNICATION):
         return True
+    # torch keeps the address of a group that was destroyed.
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return in_process_group() or getattr(c10d, "_default_pg_init_method", None) is not None
+
+
+def in_process_group() -> bool:
+    """Return true if this process is in a process group of torch."""
     # Another thread may be importing the module, which then lacks attributes.
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     is_initialized = getattr(c10d, "is_initialized", None)
-    if is_initialized is None:
-        return False
-    # torch keeps the address of a group that was destroyed.
-    return is_initialized() or getattr(c10d, "_default_pg_init_method", None) is not None
+    return is_initialized is not None and is_initialized()

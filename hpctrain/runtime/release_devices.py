@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from hpctrain.runtime.rank_activity import in_process_group
+
 #: Name of the torch threads that run gloo's exchanges.
 _GLOO_THREAD = "pt_gloo_runloop"
 #: First version of torch that is known to name them.
@@ -61,7 +63,7 @@ def _asleep() -> dict[str, str] | None:
     If torch does not name its threads, any thread that is not Python's may be one.
     """
     counts: dict[str, str] = {}
-    any_name = _has_unnamed_gloo_threads()
+    any_name = in_process_group() and sys.modules["torch"].__version__ < _NAMES_THREADS
     of_python = {str(thread.native_id) for thread in threading.enumerate()}
     for task in os.listdir(_TASKS):
         try:
@@ -75,14 +77,6 @@ def _asleep() -> dict[str, str] | None:
             return None
         counts[task] = fields["voluntary_ctxt_switches"]
     return counts
-
-
-def _has_unnamed_gloo_threads() -> bool:
-    # Another thread may be importing the module, which then lacks attributes.
-    is_initialized = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "is_initialized", None)
-    return (
-        is_initialized is not None and is_initialized() and sys.modules["torch"].__version__ < _NAMES_THREADS
-    )
 
 
 def release_devices_within(limit_s: float) -> None:

@@ -196,7 +196,6 @@ class Supervisor:
             lead_s=self._spec.stop_before_limit_s,
             seconds=ended.seconds,
             must_release=ended.must_release,
-            has_checkpoint=self._has_checkpoint(),
         )
         if ended.intent in (JobIntent.CANCEL, JobIntent.YIELD) or ended.end.kind is EndKind.DONE:
             return situation
@@ -211,7 +210,8 @@ class Supervisor:
                 memory = control.larger_memory(hosts, history.excluded)
         left_s = None if ended.end.kind.releases_nodes else known_seconds_left(self._job_control)
         ends_at = None if left_s is None else system.monotonic() + left_s
-        return replace(situation, nodes=nodes, ends_at=ends_at, larger_memory=memory)
+        known = self._has_checkpoint()
+        return replace(situation, nodes=nodes, ends_at=ends_at, larger_memory=memory, has_checkpoint=known)
 
     def _has_checkpoint(self) -> bool:
         with suppress(OSError):  # such as a vanished folder, which is reported elsewhere

@@ -35,7 +35,11 @@ class ImportWatcher:
             execute = loader.exec_module
 
             def execute_and_call(module: ModuleType) -> None:
-                execute(module)
+                try:
+                    execute(module)
+                except BaseException:
+                    sys.meta_path.insert(0, self)  # the program may import it again
+                    raise
                 self._on_import(module)
 
             loader.exec_module = execute_and_call
