@@ -13,9 +13,9 @@ from torch.utils.data import RandomSampler
 
 from hpctrain.errors import EXIT_CONTINUE, UserError
 from hpctrain.runtime.program.step_hook import restored_steps
+from hpctrain.runtime.resumed_values import IgnoredValue, configured_values, ignored_values
 from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.base import rng
-from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_values
 from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints, check_num_ranks
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets

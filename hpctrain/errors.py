@@ -10,7 +10,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-#: Exit code of a rank that saved its state and requests a continuation.
+#: Exit code of a rank that stopped as requested, so that the run continues.
 EXIT_CONTINUE = 75
 
 

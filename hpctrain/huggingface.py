@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain.errors import EXIT_CONTINUE, UserError
+from hpctrain.runtime.resumed_values import configured_values, ignored_values
 from hpctrain.runtime.stopping.stop_signals import should_stop
-from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints, check_num_ranks
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets

@@ -17,17 +17,17 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import EXIT_CONTINUE
 from hpctrain.rundir import RUN_DIR_VARIABLE
-from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
-from hpctrain.runtime.stopping.stop_signals import should_stop
-from hpctrain.training.base import rng
-from hpctrain.training.data.loader_config import is_permutation
-from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
-from hpctrain.training.optim.resumed_values import (
+from hpctrain.runtime.resumed_values import (
     advance_period,
     check_ends,
     configured_values,
     ignored_values,
 )
+from hpctrain.runtime.stopping.signal_recorder import STOP_SIGNALS
+from hpctrain.runtime.stopping.stop_signals import should_stop
+from hpctrain.training.base import rng
+from hpctrain.training.data.loader_config import is_permutation
+from hpctrain.training.data.stateful_batch_sampler import StatefulBatchSampler
 from hpctrain.training.saving.library_checkpoints import LibraryCheckpoints
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies.ddp import regroup_buckets

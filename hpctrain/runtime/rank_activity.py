@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hpctrain.record_types import RankPhase
 from hpctrain.telemetry.startup_parts import StartupPart, startup_times
@@ -29,6 +30,8 @@ class RankActivity:
         logs_metrics: true if the script logs its metrics itself (`hpctrain.log_metrics`).
         restored_steps: steps in the state that a script without the `Trainer` loaded; 0 if it loaded none,
             and None if their number is unknown.
+        ignored: settings of the script that the state loaded by its optimizer replaced, until they are
+            recorded; None if no state was loaded.
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,7 @@ class RankActivity:
         self.data_s = self.compute_s = self.exchange_s = 0.0
         self.is_managed = self.logs_metrics = False
         self.restored_steps: int | None = None
+        self.ignored: list[Any] | None = None
         self.timed_steps: int | None = None
         self.measured_steps: int | None = None
 

@@ -24,6 +24,7 @@ HET_BORDER = re.compile(r"(pack|het)(?=job)", re.IGNORECASE)
 _ESCAPED = re.compile(r"\\(.)")
 _QUOTED = re.compile(r"""\\(.?)|"((?:\\.|[^"\\])*)"|'((?:\\.|[^'\\])*)'""")
 _WORD = re.compile(r"""\s*((?:\\.?|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^\s"'\\#])*)""", re.ASCII)
+_INTENDED = re.compile(r"\s*#\s*SBATCH\s+-", re.IGNORECASE)
 _DIRECTIVE = re.compile(r"#(?:SBATCH|SLURM)(.*)", re.DOTALL)
 _FOREIGN = re.compile(r"#(PBS|BSUB)\s", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,@%+=~^*-]*", re.ASCII)
@@ -54,7 +55,7 @@ class Directive(NamedTuple):
 class BatchHeader(NamedTuple):
     directives: tuple[Directive, ...]
     ignored: tuple[int, ...]
-    """Numbers of the #SBATCH lines after the first command, which sbatch ignores."""
+    """Numbers of the lines that sbatch ignores: after the first command, or not beginning with `#SBATCH`."""
 
 
 def parse_batch_header(text: str, name: str) -> BatchHeader:
@@ -83,8 +84,12 @@ def parse_batch_header(text: str, name: str) -> BatchHeader:
             "is an option for another scheduler, which sbatch also applies. Remove it, or add --ignore-pbs"
         )
         raise _invalid(name, foreign, reason)
-    later = (number for number, line in enumerate(lines, 1) if number > end and line.startswith("#SBATCH"))
-    return BatchHeader(directives, tuple(later))
+    ignored = (
+        number
+        for number, line in enumerate(lines, 1)
+        if _INTENDED.match(line) and (number > end or not line.startswith("#SBATCH"))
+    )
+    return BatchHeader(directives, tuple(ignored))
 
 
 def _split(text: str, name: str, line: int) -> Iterator[str]:

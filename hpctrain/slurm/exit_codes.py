@@ -16,7 +16,7 @@ EXIT_CODES = {
     UserError.exit_code: f"in hpctrain: {UserError.__doc__} In other programs: wrong arguments",
     SchedulerError.exit_code: f"in hpctrain: {SchedulerError.__doc__}",
     RunFailed.exit_code: f"in hpctrain: {RunFailed.__doc__}",
-    EXIT_CONTINUE: "the rank saved its state, and hpctrain continues the run",
+    EXIT_CONTINUE: "the rank stopped as requested, and hpctrain continues the run from its last checkpoint",
     124: "`timeout` ended the program after its time limit",
     126: "the program was found, but cannot be executed; check its permissions",
     127: "the program was not found; check PATH, --module, --conda and --venv",

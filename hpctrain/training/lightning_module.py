@@ -15,6 +15,7 @@ from torch import nn
 
 from hpctrain.errors import UserError
 from hpctrain.runtime.distributed_context import DistributedContext
+from hpctrain.runtime.resumed_values import advance_period
 from hpctrain.training.base.metric_accumulator import MetricAccumulator
 from hpctrain.training.callbacks import Callback
 from hpctrain.training.data.batch_plan import RankBatch
@@ -30,7 +31,6 @@ from hpctrain.training.module_run import (
     refuse_hooks,
 )
 from hpctrain.training.optim.optimizer_setup import parameters_of
-from hpctrain.training.optim.resumed_values import advance_period
 
 
 class LightningTrainStep(TrainStep):

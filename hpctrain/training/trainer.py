@@ -14,6 +14,7 @@ from hpctrain.cluster import Ranks, detect
 from hpctrain.errors import UserError
 from hpctrain.rundir import RUN_DIR_VARIABLE, find_output
 from hpctrain.runtime.distributed_context import DistributedContext, init_distributed
+from hpctrain.runtime.resumed_values import inner_scheduler
 from hpctrain.runtime.stopping.stop_signals import capture_stop_signals
 from hpctrain.runtime.unfinished_training import TrainingMarker
 from hpctrain.training.algorithms import Algorithm, find_algorithm, register_algorithm
@@ -24,7 +25,6 @@ from hpctrain.training.loop.spawn import spawn_ranks
 from hpctrain.training.loop.training_loop import build_training_loop
 from hpctrain.training.loop.validation import Evaluation
 from hpctrain.training.module_run import ModuleRun, canonical_arguments, lightning_base
-from hpctrain.training.optim.resumed_values import inner_scheduler
 from hpctrain.training.saving.unsaved_objects import TRAINER_REMEDY, overrides_any, remark_on_unsaved
 from hpctrain.training.strategies import (
     Strategy,

@@ -10,13 +10,13 @@ import torch
 from hpctrain.checkpoint.convert.external_formats import match_names
 from hpctrain.checkpoint.store import LoadedCheckpoint
 from hpctrain.errors import UserError
+from hpctrain.runtime.resumed_values import IgnoredValue, configured_values, ignored_values
 from hpctrain.text import pluralize
 from hpctrain.training.data.step_source import StepSource
 from hpctrain.training.determinism.elastic_determinism import ElasticDeterminism
 from hpctrain.training.module import Module, is_manual
 from hpctrain.training.observe.loss_guard import LossGuard
 from hpctrain.training.optim.optimizer_setup import OptimizerSetup, check_optimizer_class
-from hpctrain.training.optim.resumed_values import IgnoredValue, configured_values, ignored_values
 
 
 class Stateful(Protocol):

@@ -43,7 +43,7 @@ def explain(*args: str) -> str:
         ("0:53", ["output file"]),
         ("SIGKILL", ["(signal)", "Exit code 137, in Slurm 0:9"]),
         ("usr2", ["before the time limit"]),
-        ("75", ["saved its state"]),
+        ("75", ["stopped as requested"]),
         ("3", ["The scheduler rejected a request"]),
         ("node_lost", ["node-lost (failure kind)", "starts all ranks again", "node-lost.retries"]),
         ("requeue", ["(restart action)", "another allocation"]),

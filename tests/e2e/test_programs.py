@@ -252,6 +252,39 @@ def test_script_that_resumes_from_files_that_hpctrain_does_not_know_makes_progre
     assert "no known checkpoint" in printed
 
 
+CHANGES_ITS_RATE = """
+import os, sys, torch
+steps, lr = int(sys.argv[1]), float(sys.argv[2])
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+if os.path.exists("own.pt"):
+    optimizer.load_state_dict(torch.load("own.pt"))
+    if "set" in sys.argv:
+        optimizer.param_groups[0]["lr"] = lr
+for _ in range(steps):
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+torch.save(optimizer.state_dict(), "own.pt")
+"""
+
+
+@pytest.mark.extended
+def test_argument_that_the_loaded_optimizer_replaces_is_named(workdir):
+    (workdir / "train.py").write_text(CHANGES_ITS_RATE)
+    (workdir / "job.sh").write_text(f'#!/bin/bash\n{sys.executable} train.py "$@"\n')
+    submit(workdir, "job.sh", "3", "0.1")
+    hpctrain = [sys.executable, "-m", "hpctrain"]
+    reports = {}
+    for arguments in (["3", "0.5"], ["3", "0.5", "set"]):
+        printed = run_command([*hpctrain, "resume", "run", "--follow", "--", *arguments], cwd=workdir).stdout
+        report = run_command([*hpctrain, "report", "run", "--json"], cwd=workdir).stdout
+        reports[len(arguments)] = printed, report
+    printed, report = reports[2]
+    assert "lr remains 0.1, the value in the checkpoint, although the script now sets 0.5" in printed
+    assert "# lr remained 0.1, the value in the checkpoint, although the script set 0.5" in report
+    assert not any("lr remain" in text for text in reports[3])
+
+
 def test_script_under_srun_and_exec(slurm, tmp_path):
     """Without a supervisor, the ranks agree on a port themselves."""
     step = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "-m", "hpctrain", "exec", "--"]

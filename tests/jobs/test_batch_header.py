@@ -240,11 +240,12 @@ def test_interpreter_of_a_script(line, command):
 def test_notes_name_ignored_directives_and_processes_that_are_not_observed(tmp_path):
     path = tmp_path / "job.sbatch"
     path.write_text(
-        "#!/bin/bash\nsrun --export=NONE a\n# srun --export=NONE b\nsrun -n1 --export NONE c\n#SBATCH -N2\n"
+        "#!/bin/bash\n# SBATCH -N1\n##SBATCH -N1\nsrun --export=NONE a\n# srun --export=NONE b\n"
+        "srun -n1 --export NONE c\n#SBATCH -N2\n"
     )
     ignored, hidden = BatchScript.read(path).notes
-    assert "which sbatch ignores: line 5." in ignored
-    assert "with --export=NONE, which hpctrain cannot observe: line 2, 4." in hidden
+    assert "options that sbatch ignores: line 2, 7." in ignored
+    assert "with --export=NONE, which hpctrain cannot observe: line 4, 6." in hidden
 
 
 def test_options_override_the_header(tmp_path):

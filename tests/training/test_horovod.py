@@ -3,13 +3,13 @@
 import json
 import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import SCRIPTS
 from helpers.commands import run_command
+from helpers.horovod_version import needs_horovod
 from train_with_strategies import train_manually
 
 import hpctrain
@@ -21,9 +21,7 @@ SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 @pytest.mark.long
 @pytest.mark.ranks
-@pytest.mark.skipif(
-    find_spec("horovod") is None, reason="Horovod is not installed (scripts/install_horovod.sh)"
-)
+@needs_horovod
 def test_training_under_horovodrun(tmp_path):
     training = {"strategy": "horovod", "max_steps": 5, "micro_batch_size": 3}
     horovodrun = [Path(sys.executable).with_name("horovodrun"), "--gloo", "-np", "2", "-H", "localhost:2"]

@@ -1,12 +1,12 @@
 """Methods of `hpctrain.Module` that are those of Lightning: logging, step ends, data, refused hooks."""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.horovod_version import needs_horovod
 from helpers.ranks import run_on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,9 +15,6 @@ import hpctrain
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import RunDir
 
-needs_horovod = pytest.mark.skipif(
-    find_spec("horovod") is None, reason="Horovod is not installed (scripts/install_horovod.sh)"
-)
 X = torch.arange(10.0, dtype=torch.float64).unsqueeze(1)
 
 

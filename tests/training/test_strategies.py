@@ -14,6 +14,7 @@ from helpers import SCRIPTS
 from helpers.commands import run_command
 from helpers.fake_gpu_driver import FakeDriver, install_fake_driver
 from helpers.fork_server import run_forked
+from helpers.horovod_version import is_horovod_loadable, needs_horovod
 from helpers.ranks import on_ranks, run_on_ranks
 from test_exact_gradients import trained_samples
 from torch import nn
@@ -34,11 +35,6 @@ FULLY_SHARDED = ("zero2", "zero3") if torch.__version__ >= "2.8" else ()
 SCRIPT = SCRIPTS / "train_with_strategies.py"
 
 VARIABLES = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-
-
-needs_horovod = pytest.mark.skipif(
-    find_spec("horovod") is None, reason="Horovod is not installed (scripts/install_horovod.sh)"
-)
 
 
 def train(folder: Path, *trainings: dict, ranks: int, run: Path | None = None, nodes: int = 1) -> list[dict]:
@@ -124,7 +120,7 @@ def test_twelve_steps_of_both_kinds_of_modules_are_those_of_one_process(tmp_path
 @pytest.mark.ranks
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightning_module_is_refused_with_strategies_that_compute_elsewhere(tmp_path):
-    names = ["pipeline", *(["horovod"] if find_spec("horovod") else [])]
+    names = ["pipeline", *(["horovod"] if is_horovod_loadable() else [])]
     results = train(tmp_path, *({"strategy": name, "lightning": True} for name in names), ranks=2)
     for name, result in zip(names, results, strict=True):
         message = f"strategy='{name}' is not supported for the LightningModule LightningBlocks. Remove"
@@ -305,7 +301,7 @@ def test_run_resumes_under_other_strategies_and_numbers_of_ranks(tmp_path):
         ("zero3", 2),
         ("pipeline", 3),
     ]
-    if find_spec("horovod"):
+    if is_horovod_loadable():
         chain.append(("horovod", 2))
     for part, (strategy, ranks) in enumerate(chain, 1):
         (result,) = train(tmp_path, {"strategy": strategy, "max_steps": 6 * part}, ranks=ranks, run=run)

@@ -6,7 +6,6 @@ docs/strategies.md has the same table.
 import json
 import re
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from helpers import REPOSITORY, SCRIPTS
 from helpers.fork_server import run_forked
+from helpers.horovod_version import is_horovod_loadable
 from train_with_strategies import train_alternately, train_manually
 
 SCRIPT = SCRIPTS / "train_with_strategies.py"
@@ -80,8 +80,8 @@ def outcome_of(strategy: str, feature: str) -> dict:
     [each if each in ALWAYS_TESTED else pytest.param(each, marks=pytest.mark.long) for each in STRATEGIES],
 )
 def test_combination_trains_or_is_refused_with_the_reason(strategy, feature):
-    if strategy == "horovod" and find_spec("horovod") is None:
-        pytest.skip("Horovod is not installed (scripts/install_horovod.sh)")
+    if strategy == "horovod" and not is_horovod_loadable():
+        pytest.skip("Horovod is not built for this torch (scripts/install_horovod.sh)")
     outcome = outcome_of(strategy, feature)
     if reason := REFUSED.get((strategy, feature)):
         assert reason in outcome["error"]

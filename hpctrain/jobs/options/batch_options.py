@@ -93,7 +93,8 @@ class BatchScript(Struct, frozen=True):
         if self.header.ignored:
             lines = ", ".join(map(str, self.header.ignored))
             notes.append(
-                f"{name} has #SBATCH lines after its first command, which sbatch ignores: line {lines}."
+                f"{name} has options that sbatch ignores: line {lines}. Their lines must begin with #SBATCH, "
+                "and precede the first command."
             )
         lines = ", ".join(
             str(number) for number, line in enumerate(self.text.splitlines(), 1) if _HIDES.match(line)

@@ -215,7 +215,7 @@ def _poller(runs: Sequence[Run], *, skip_unreadable: bool = False) -> StatusPoll
 
 
 def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
-    """Return the run with that id in `runs_dir`, or with that folder."""
+    """Return the run with that id or job id in `runs_dir`, or with that folder."""
     for folder in (runs_dir / run, Path(run).absolute()):
         try:
             has_spec = RunDir(folder).spec.is_file()
@@ -223,10 +223,14 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
             raise RunNotFound(f"Cannot access run {run!r}: {_trouble(error)}.") from error
         if has_spec:
             return Run(RunDir(folder.absolute()), environ)
-    run_ids = [listed.run_id for listed in list_runs(runs_dir, environ)]
+    listed = list_runs(runs_dir, environ)
+    for candidate in reversed(listed) if run.isdecimal() else ():
+        with suppress(OSError):
+            if candidate.job_id == run:
+                return candidate
     hint = suggest(
         run,
-        run_ids,
+        [candidate.run_id for candidate in listed],
         otherwise="Use `hpctrain list` to list all runs, or --runs-dir to select another folder.",
     )
     for folder in (runs_dir / run, Path(run)):

@@ -40,20 +40,36 @@ class _StepHook:
         """Restored steps of each optimizer that has begun its first step, by id."""
         self._loaded: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers that have loaded a state, which has no number of steps for SGD with momentum."""
+        self._script_values: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        """Settings of each optimizer before it first loaded a state."""
+        self._ignored: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._has_loaded_weights = False
 
     def register(self, module: ModuleType) -> None:
         self._first_step_handle = module.register_optimizer_step_pre_hook(self._before_first_step)
         module.register_optimizer_step_post_hook(self)
-        _observe_loads(module.Optimizer, self._on_state_loaded)
+        _observe_loads(module.Optimizer, self._on_state_loaded, self._before_state_is_loaded)
         # Plain SGD has no state to load, so the load of weights counts.
         if self._is_restart and (modules := sys.modules.get("torch.nn.modules.module")) is not None:
             _observe_loads(modules.Module, self._on_weights_loaded)
+
+    def _before_state_is_loaded(self, optimizer: Any) -> None:
+        from hpctrain.runtime.resumed_values import configured_values
+
+        if self._is_restart:
+            self._script_values.setdefault(optimizer, configured_values([optimizer], []))
 
     def _on_state_loaded(self, optimizer: Any) -> None:
         # Accelerate moves the state of each new optimizer to the device, by a load of the empty state.
         if optimizer.state:
             self._loaded.add(optimizer)
+        self._ignored[optimizer] = self._ignored_values(optimizer)
+
+    def _ignored_values(self, optimizer: Any) -> list[Any]:
+        from hpctrain.runtime.resumed_values import ignored_values
+
+        script = self._script_values.get(optimizer)
+        return [] if script is None else ignored_values([optimizer], [], script, None)
 
     def _on_weights_loaded(self, _module: object) -> None:
         self._has_loaded_weights = True
@@ -61,6 +77,10 @@ class _StepHook:
     def _before_first_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         unknown = None if optimizer in self._loaded or self._has_loaded_weights else 0
         self._restored.setdefault(id(optimizer), restored_steps(optimizer) or unknown)
+        # After the load, the script may have set its own values.
+        if (ignored := self._ignored.pop(optimizer, None)) is not None and not activity.is_managed:
+            current = self._ignored_values(optimizer)
+            activity.ignored = [*(activity.ignored or ()), *(value for value in current if value in ignored)]
 
     def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         counted = self._counted()
@@ -82,12 +102,15 @@ class _StepHook:
             self._after_step()
 
 
-def _observe_loads(owner: Any, on_load: Callable[[Any], object]) -> None:
-    """Call a function with each object of a class that has loaded a state."""
+def _observe_loads(
+    owner: Any, on_load: Callable[[Any], object], before_load: Callable[[Any], object] = lambda _: None
+) -> None:
+    """Call functions with each object of a class before and after it loads a state."""
     load = owner.load_state_dict
 
     @functools.wraps(load)
     def load_state_dict(loaded: Any, *args: Any, **kwargs: Any) -> Any:
+        before_load(loaded)
         result = load(loaded, *args, **kwargs)
         on_load(loaded)
         return result

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from hpctrain.record_types import StepRecord
 from hpctrain.records.buffered_writer import BufferedLineWriter
@@ -64,6 +65,8 @@ class StepLog:
 
     def _write(self) -> None:
         step, now = activity.optimizer_steps, time.perf_counter()
+        if activity.ignored is not None:
+            self._report_ignored(activity.ignored)
         if activity.logs_metrics or has_started() or step == self._written or self._is_recorded is False:
             return
         first_step: int | None = None
@@ -87,6 +90,14 @@ class StepLog:
         self._metrics.append(StepRecord(*place, spent=spent, first_step=first_step).line())
         self._written, self._since = step, now
         self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
+
+    def _report_ignored(self, ignored: Sequence[Any]) -> None:
+        activity.ignored = None
+        records = [value.record for value in ignored]
+        record = {"time": time.time(), "attempt": self._attempt, "ignored": records}
+        BufferedLineWriter(self._run.environment, _print).append(record)
+        for value in ignored:
+            _print(f"hpctrain: {value} To change it in a resumed run, set it after load_state_dict().")
 
     def _is_first_program(self) -> bool:
         # Of this process alone, and until its end; other locks would be inherited by its data workers.

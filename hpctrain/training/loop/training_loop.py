@@ -17,6 +17,7 @@ from hpctrain.record_types import RankPhase
 from hpctrain.rundir import MICRO_BATCH_VARIABLE, VERIFY_STEPS_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.resumed_values import check_ends, inner_scheduler
 from hpctrain.runtime.stopping.stop_signals import StopFlag
 from hpctrain.telemetry.hparams import collect_hparams
 from hpctrain.telemetry.loggers import find_loggers
@@ -53,7 +54,6 @@ from hpctrain.training.optim.optimizer_setup import (
     configure_optimizers_of,
     parameters_of,
 )
-from hpctrain.training.optim.resumed_values import check_ends, inner_scheduler
 from hpctrain.training.replica_check import ReplicaCheck
 from hpctrain.training.saving.training_checkpoints import TrainingCheckpoints
 from hpctrain.training.strategies import Strategy, find_strategy

@@ -10,11 +10,11 @@ from typing import Any, Self
 from hpctrain.records.buffered_writer import ReportMessage
 from hpctrain.records.call_payload import dumps
 from hpctrain.rundir import RunDir
+from hpctrain.runtime.resumed_values import IgnoredValue
 from hpctrain.runtime.sidecar import Sidecar
 from hpctrain.telemetry.hparams import applied_hparams
 from hpctrain.telemetry.loggers import Logger, TrainingEnd
 from hpctrain.telemetry.loggers.dispatcher import LoggerConfig
-from hpctrain.training.optim.resumed_values import IgnoredValue
 
 #: Seconds for the last lines of the loggers. The time is short after a stop or a failure, because others wait
 #: for the rank.

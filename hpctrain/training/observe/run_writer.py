@@ -21,10 +21,10 @@ from hpctrain.records.buffered_writer import BufferedLineWriter, ReportMessage
 from hpctrain.rundir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, EventKind, RunDir, event_record
 from hpctrain.runtime.distributed_context import DistributedContext
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.resumed_values import IgnoredValue
 from hpctrain.text import format_number
 from hpctrain.training.data.batch_plan import RankBatch
 from hpctrain.training.observe.step_timers import TimingSample
-from hpctrain.training.optim.resumed_values import IgnoredValue
 
 #: Seconds between two lines.
 _LINE_INTERVAL_S = 5.0

@@ -26,11 +26,11 @@ from hpctrain.record_types import RankPhase
 from hpctrain.rundir import find_output
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.resumed_values import configured_values, ignored_values
 from hpctrain.runtime.unfinished_training import pending_saves
 from hpctrain.training.base import rng
 from hpctrain.training.observe.environment_info import collect_platform, hash_code
 from hpctrain.training.observe.run_writer import RunWriter
-from hpctrain.training.optim.resumed_values import configured_values, ignored_values
 from hpctrain.training.saving.checkpoint_schedule import VerificationSteps
 from hpctrain.training.saving.training_checkpoints import MAX_SAVE_S, is_trained, refuse_restart_from_zero
 from hpctrain.training.saving.unsaved_objects import remark_on_unsaved

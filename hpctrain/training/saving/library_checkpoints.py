@@ -22,11 +22,11 @@ from hpctrain.record_types import RankPhase
 from hpctrain.rundir import RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.distributed_context import init_distributed
 from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.resumed_values import IgnoredValue
 from hpctrain.runtime.stopping.stop_signals import should_stop
 from hpctrain.training.base import rng
 from hpctrain.training.base.tensors import local_part
 from hpctrain.training.observe.run_writer import RunWriter
-from hpctrain.training.optim.resumed_values import IgnoredValue
 from hpctrain.training.saving.unsaved_objects import UnsavedNumbers
 
 #: Seconds between two checkpoints by default.

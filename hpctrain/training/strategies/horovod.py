@@ -119,7 +119,7 @@ def _import_horovod() -> Any:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
         raise UserError(
-            f"Horovod is installed, but cannot be loaded with PyTorch {torch.__version__}: {error}. To "
+            f"Horovod is installed, but cannot be loaded with PyTorch {torch.__version__}: {error}\nTo "
             "rebuild Horovod for this version, run scripts/install_horovod.sh in a clone of hpctrain's "
             "repository."
         ) from error
