@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
 
 from hpctrain.errors import EXIT_CONTINUE, SchedulerError
 from hpctrain.slurm.config import query_config
@@ -18,11 +20,31 @@ REQUEUE_HOLD_S = 5.0
 
 # As in `slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***`.
 _EVICTED = re.compile(r"\*\*\* (?:JOB|STEP) [^*\n]* DUE TO (?:PREEMPTION|NODE FAILURE)")
+#: Causes of a requeue that the supervisor did not request, by Slurm's reason in the log of the job.
+_REQUEUE_CAUSES = {
+    "JOB REQUEUE": "requeued with `scontrol requeue`, not `hpctrain requeue`",
+    "PREEMPTION": "preempted",
+    "NODE FAILURE": "a node failed",
+}
+_REQUEUED = re.compile(rf"\*\*\* (?:JOB|STEP) [^*\n]* AT (\S+) DUE TO ({'|'.join(_REQUEUE_CAUSES)}) \*\*\*")
 
 
 def is_evicted(job_log: str) -> bool:
     """Return true if Slurm ended the job permanently for a preemption or a lost node, not by request."""
     return _EVICTED.search(job_log) is not None
+
+
+def find_requeue(job_log: str, since: float) -> tuple[float, str]:
+    """Return the time and the cause of a requeue after `since` that the supervisor did not request.
+
+    Without a reason in the log, the time is `since`. Times are seconds since the epoch.
+    """
+    for ended, reason in reversed(_REQUEUED.findall(job_log)):
+        with suppress(ValueError, OverflowError):
+            # Slurm truncates the time to seconds.
+            if (ended_at := datetime.fromisoformat(ended).timestamp()) > since - 1:
+                return ended_at, _REQUEUE_CAUSES[reason]
+    return since, "requeued by Slurm, which logged no reason"
 
 
 def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobspec.job_spec import JobSpec
-from hpctrain.record_types import Event
+from hpctrain.record_types import Event, StepRecord
 from hpctrain.records.lease import LeaseHeld
+from hpctrain.records.log_tail import read_last_records
 from hpctrain.records.run_record import RunRecord, read_run_record, summarize_events
 from hpctrain.records.submit_successor import claim_successor, record_successor
 from hpctrain.rundir import RunDir
@@ -22,6 +25,8 @@ log = logging.getLogger(__name__)
 
 #: `hpctrain submit` records a job within milliseconds of its submission.
 _RECORD_LIMIT_S = 10.0
+#: The newest of these events explains the next start of the ranks, unless it is `started`.
+_TURNS = ("submitted", "started", "restart", "shrink", "replace", "requeue", "finished")
 
 
 class NotInJob(SpecError):
@@ -71,6 +76,8 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
     if state.predecessor is not None and state.newest != job_control.job_id:
         # The predecessor was killed before it could record this job.
         record_successor(run, job_control.job_id, state.predecessor)
+    if job_control.successors is not None and job_control.successors.restarts and not deaths:
+        _record_requeue(run, job_control.successors)
     return None
 
 
@@ -164,3 +171,19 @@ def register_job(run: RunDir, spec: JobSpec, job_id: str) -> None:
             return
         system.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)
+
+
+def _record_requeue(run: RunDir, jobs: SlurmSuccessors) -> None:
+    """Record the requeue before this start of the job if the previous supervisor did not request it.
+
+    That supervisor may have been killed before it could record the requeue.
+    """
+    events = [*run.read_events()]
+    newest = next((event for event in reversed(events) if event.kind in _TURNS), None)
+    if newest is None or newest.kind != "started":
+        return
+    time, cause = jobs.find_requeue(newest.time)
+    times = [time, events[-1].time]
+    with suppress(OSError):
+        times += [step.time for step in islice(read_last_records(run.metrics, StepRecord), 1)]
+    run.log_event("requeue", newest.attempt, time=min(max(times), system.time()), by="slurm", cause=cause)

@@ -15,6 +15,7 @@ from hpctrain.files import file_size, open_regular
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.record_types import LeaseHolder
 from hpctrain.records.lease import Lease
+from hpctrain.records.log_tail import read_last_lines
 from hpctrain.records.submit_successor import (
     JobChanges,
     can_start,
@@ -28,13 +29,15 @@ from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_queries import query_job, query_seconds_left
 from hpctrain.slurm.job_requests import kill_steps, requeue_job, shrink_job, signal_ranks, update_requeued_job
 from hpctrain.slurm.node_queries import find_draining_nodes, find_idle_nodes, find_lost_nodes, query_nodes
-from hpctrain.slurm.prepare_job_end import is_evicted
+from hpctrain.slurm.prepare_job_end import find_requeue, is_evicted
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 
 log = logging.getLogger(__name__)
 
 #: Slurm's signal before the time limit may come this much early (sbatch(1), --signal).
 EARLY_SIGNAL_TOLERANCE_S = 60.0
+#: Number of lines of the job log to search for the reason of a requeue.
+_LOG_LINES = 1000
 #: Variables with the memory of a job, in MB; the option of sbatch and the field of scontrol for each.
 _MEMORY_OPTIONS = {
     "SLURM_MEM_PER_NODE": ("mem", "MinMemoryNode"),
@@ -166,14 +169,14 @@ class SlurmNodes:
 
 
 class SlurmSuccessors:
-    """The predecessor and the successor of this job, of which only one holds the lease at a time."""
+    """Earlier starts, predecessor and successor of this job; only one of them holds the lease at a time."""
 
     def __init__(self, run: RunDir, spec: JobSpec, environ: Mapping[str, str]) -> None:
         self._run, self._spec, self._batch_environ = run, spec, environ
         self._job_id, self._environ = own_job_id(environ), strip_job_env(environ)
         self.predecessor = environ.get(PREDECESSOR_VARIABLE)
-        restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
-        self.lease = Lease(run, self._job_id, restarts, self._environ, _leave)
+        self.restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
+        self.lease = Lease(run, self._job_id, self.restarts, self._environ, _leave)
         # A thread submits, too, if the batch script is killed.
         self._submission = system.Lock()
 
@@ -185,6 +188,10 @@ class SlurmSuccessors:
 
     def find(self) -> str | None:
         return find_successor(self._run, self._job_id, self._environ)
+
+    def find_requeue(self, since: float) -> tuple[float, str]:
+        """Return the time and the cause of the requeue of this job. See `find_requeue`."""
+        return find_requeue("\n".join(read_last_lines(self._run.slurm_log, _LOG_LINES)), since)
 
 
 def _leave(claimed_by: LeaseHolder) -> None:

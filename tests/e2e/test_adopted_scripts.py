@@ -170,7 +170,7 @@ def test_signal_handler_of_a_script_saves_and_requeues(slurm, tmp_path):
     assert run.wait(400) == 0, run.describe()
     assert "caught USR1" in (out / "handler").read_text()
     # The script has requeued its job itself.
-    assert not run.events("requeue")
+    assert [event["by"] for event in run.events("requeue")] == ["slurm"]
     assert len(run.events("started")) == 2
     check_result("bash_signal", out)
     output = (tmp_path / "job").glob("slurm-*.out")

@@ -1,6 +1,7 @@
 """Preemption, kills and time limits on a real Slurm: the result is bitwise the undisturbed run's."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -36,6 +37,43 @@ def test_two_ranks_preempted_by_an_urgent_job(preempted, reference):
     report = json.loads(preempted.hpctrain("report", str(preempted.path), "--json").stdout)
     assert [attempt["end"] for attempt in report["attempts"]] == ["stop", "completed"]
     assert sum(row["us"] or 0 for row in report["ledger"]) == report["wall_us"]
+
+
+#: A batch script that requeues its job once.
+REQUEUES_ITSELF = """#!/bin/bash
+#SBATCH --ntasks=1
+srun sleep 1
+[ -n "$SLURM_RESTART_COUNT" ] || { scontrol requeue "$SLURM_JOB_ID"; sleep 100; }
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("program", ["script", "batch script"])
+def test_requeue_with_scontrol_is_counted_and_explained(slurm, tmp_path, program):
+    run = Run(tmp_path / "run", slurm.env)
+    if program == "script":
+        run = submit(run.path, slurm.env, ["--nodes", "1", "--gpus-per-node", "1"], step_s=0.2)
+        run.wait_for_step(8)
+        run_command(["scontrol", "requeue", run.events("submitted")[0]["job_id"]], slurm.env)
+    else:
+        (tmp_path / "job.sbatch").write_text(REQUEUES_ITSELF)
+        run.hpctrain("submit", "--run-dir", str(run.path), "job.sbatch", cwd=tmp_path)
+    assert run.wait() == 0
+    cause = "requeued with `scontrol requeue`, not `hpctrain requeue`"
+    (requeue,) = run.events("requeue")
+    first, second = run.events("started")
+    assert (requeue["by"], requeue["cause"]) == ("slurm", cause)
+    assert first["time"] < requeue["time"] < second["time"]
+    status = run.hpctrain("status", str(run.path)).stdout
+    assert re.search(rf"^restarts +1, the last at .*: {cause}$", status, re.MULTILINE)
+    report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
+    interrupted, completed = report["attempts"]
+    assert (interrupted["end"], interrupted["followed_by"]) == ("stop", "requeue")
+    assert interrupted["cause"].startswith(cause)
+    assert completed["end"] == "completed"
+    spent_us = {row["what"]: row["us"] for row in report["ledger"]}
+    assert spent_us["queued"] > 1e6 * (second["time"] - requeue["time"]) - 1
+    assert "1 stop" in run.hpctrain("report", str(run.path), "-o", "-").stdout
 
 
 @pytest.mark.extended

@@ -79,4 +79,10 @@ PARSERS = [
         ["slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO PREEMPTION ***"],
         slow=[("", "error: *** JOB 1", "\n")],
     ),
+    Parser(
+        prepare_job_end.find_requeue,
+        ["slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-21T11:02:09 DUE TO JOB REQUEUE ***"],
+        slow=[("", "error: *** JOB 1 AT 2", "\n")],
+        call=lambda content: prepare_job_end.find_requeue(content, 0.0),
+    ),
 ]

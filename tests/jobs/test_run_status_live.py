@@ -11,7 +11,7 @@ from helpers.accounting_slurm import AccountingSandbox
 from helpers.commands import environment, run_command
 from helpers.waiting import deadline_in, scaled, wait_for
 
-from hpctrain.errors import SchedulerError
+from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobs.backends.slurm import SlurmBackend
 from hpctrain.jobs.runs.run import Run, query_statuses
 from hpctrain.jobs.runs.run_status import RunStatus
@@ -147,6 +147,8 @@ def failed(slurm: SlurmJobs, run: Run) -> Steps:
 
 def held_and_cancelled(slurm: SlurmJobs, run: Run) -> Steps:
     yield "PENDING"
+    with pytest.raises(SpecError, match="It is in the queue already, and starts by itself"):
+        run.requeue()
     run.cancel()
     yield "CANCELLED"
 

@@ -250,7 +250,8 @@ class SimSlurm:
         if reason:
             job.was_requeued_by_slurm |= requeue
             host = job.nodes[0]
-            words = f"*** JOB {job.name} ON {host} CANCELLED DUE TO {reason} ***"
+            moment = _clock(self.scheduler.now)
+            words = f"*** JOB {job.name} ON {host} CANCELLED AT {moment} DUE TO {reason} ***"
             self.world.print(f"slurmstepd-{host}: error: {words}")
         self.signal_steps(job, signal.SIGTERM)
         if job.batch is not None and job.batch.is_alive:

@@ -66,7 +66,7 @@ def test_one_of_two_successors_continues_after_the_other_was_recorded(run, spec)
     lease = SimpleNamespace(acquire=lambda predecessor, deaths: None)
     found = {}
     for job_id in ("8", "9"):
-        successors = SimpleNamespace(predecessor="7", lease=lease)
+        successors = SimpleNamespace(predecessor="7", lease=lease, restarts=0)
         job_control = SimpleNamespace(job_id=job_id, successors=successors)
         found[job_id] = acquire_run.acquire_run(run, spec, job_control)
     assert found == {"8": None, "9": 0}

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import datetime
 
 import pytest
 from helpers.run_histories import make_spec
@@ -51,6 +52,33 @@ def test_query_of_the_own_job_that_the_signal_to_the_job_kills_is_repeated(tmp_p
     scontrol.write_text("#!/bin/sh\nkill -TERM $$\n")
     with pytest.raises(SchedulerError, match="exit code -15"):
         job.disposition()
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("JOB REQUEUE", "requeued with `scontrol requeue`, not `hpctrain requeue`"),
+        ("NODE FAILURE", "a node failed"),
+        ("SIGNAL Killed", "requeued by Slurm, which logged no reason"),
+    ],
+)
+def test_cause_of_a_requeue_is_read_from_the_job_log(tmp_path, reason, cause):
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    clocks = ("2026-11-21T10:00:00", "2026-11-21T11:02:09", "2026-11-21T11:02:10")
+    earlier, ended, _ = times = [datetime.fromisoformat(clock).timestamp() for clock in clocks]
+    lines = [
+        f"slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT {clock} DUE TO {reason} ***\n"
+        for clock, reason in zip(clocks, ("PREEMPTION", reason, "SIGNAL Terminated"), strict=True)
+    ]
+    run.slurm_log.write_text("".join(lines))
+    since = earlier + 60
+    jobs = SlurmJobControl(run, make_spec(), {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}).successors
+    is_known = "no reason" not in cause
+    assert jobs.find_requeue(since) == (ended if is_known else since, cause)
+    assert jobs.find_requeue(times[2] + 60)[0] == times[2] + 60
+    run.slurm_log.unlink()
+    assert jobs.find_requeue(since)[0] == since
 
 
 @pytest.mark.parametrize(

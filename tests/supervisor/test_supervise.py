@@ -107,8 +107,12 @@ class FakeNodes:
 class FakeSuccessors:
     lease = SimpleNamespace(acquire=lambda predecessor, deaths: None)
 
-    def __init__(self, successor=None, predecessor=None):
+    def __init__(self, successor=None, predecessor=None, restarts=0):
         self.successor, self.predecessor, self.continued = successor, predecessor, []
+        self.restarts = restarts
+
+    def find_requeue(self, since):
+        return since + 1, "requeued"
 
     def submit(self, attempt, changes):
         self.continued.append(attempt)
@@ -170,6 +174,18 @@ def test_supervisor_killed_before_releasing_the_nodes_releases_them(run, kind, n
     Supervisor(run, spec_of(run), launcher, job_with_successor()).run(deaths=1)
     assert kinds(run)[:4] == ["started", "requeue", "failure", next_event]
     assert launcher.attempts == []
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_requeued_job_records_the_requeue_unless_its_supervisor_has(run, is_recorded):
+    run.log_event("started", run.new_attempt(), time=1.0, nodes=2, world_size=2, hosts=["n1", "n2"])
+    if is_recorded:
+        run.log_event("requeue", 0, seconds=9.0, by="requeue", **{"class": "preempted"})
+    assert supervise(run, [DONE], FakeJob(successors=FakeSuccessors(restarts=1))) == 0
+    assert kinds(run) == ["started", "requeue", "started", "finished"]
+    if not is_recorded:
+        requeue = {"time": 2.0, "attempt": 0, "kind": "requeue", "by": "slurm", "cause": "requeued"}
+        assert events_of(run, "requeue") == [requeue]
 
 
 class StagingLauncher(FakeLauncher):

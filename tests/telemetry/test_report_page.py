@@ -71,6 +71,14 @@ def test_summary_shows_what_happened_and_what_it_cost(run):
             ],
             "preempted by SIGTERM after step 5",
         ),
+        ([("requeue", {"by": "slurm", "cause": "requeued"})], "requeued"),
+        (
+            [
+                ("signal", {"signal": "SIGTERM", "step": 5, "saved": True}),
+                ("requeue", {"by": "slurm", "cause": "requeued"}),
+            ],
+            "requeued: stopped by SIGTERM after step 5",
+        ),
         (
             [
                 ("chaos", {"fault": "kill-rank"}),

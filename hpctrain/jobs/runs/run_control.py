@@ -51,9 +51,11 @@ def requeue(run: RunDir, environ: Mapping[str, str]) -> RunStatus:
     running = [job for job, report in statuses.items() if report.state is RunState.RUNNING]
     held = [job for job, report in statuses.items() if report.held]
     if not running and not held:
+        hint = "To continue a run that has ended, use `hpctrain resume`."
+        if status.state is RunState.PENDING:
+            hint = "It is in the queue already, and starts by itself from its newest checkpoint, if any."
         raise SpecError(
-            f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be requeued. To continue a "
-            "run that has ended, use `hpctrain resume`."
+            f"Run {run.run_id} is {status.state}. Only a run that is RUNNING can be requeued. {hint}"
         )
     if running and not _is_supervised(run):
         raise SpecError(

@@ -395,6 +395,8 @@ def _describe_kind(event: Event) -> str | None:
             return ": a successor job will continue the run"
         case "submitted" if event.after is not None:
             return f": job {event.job_id} continues the run after job {event.after}"
+        case "requeue" if event.cause:
+            return f": {event.cause}"
         case "requeue":
             memory = f" with --{event.memory}" if event.memory else ""
             return f": requeueing the job{memory}"

@@ -132,12 +132,15 @@ def _add_event(attempt: Attempt, event: Event) -> None:
         attempt.ended, attempt.end = event.time, "stop"
         attempt.cause = f"stopped{signal} after step {event.step}{reason}{saved}"
     elif kind in ("restart", "shrink", "replace", "requeue"):
-        attempt.followed_by = event.by or kind
+        by_slurm = event.by == "slurm"
+        attempt.followed_by = kind if by_slurm else event.by or kind
         if attempt.end is None:
             attempt.ended, attempt.end = event.time, "stop"
             attempt.cause = event.cause or event.end_kind
         elif attempt.end == "stop" and event.end_kind == "preempted" and attempt.cause:
             attempt.cause = attempt.cause.replace("stopped", event.end_kind, 1)
+        elif attempt.end == "stop" and by_slurm and event.cause:
+            attempt.cause = f"{event.cause}: {attempt.cause}"
     elif kind == "seen" and attempt.followed_by is None:
         state = (event.job_state or "").partition(" ")[0].rstrip("+")
         if state == "CANCELLED":
