@@ -9,6 +9,7 @@ from contextlib import suppress
 from itertools import islice
 
 from hpctrain import system
+from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.record_types import Event, StepRecord
@@ -77,7 +78,7 @@ def acquire_run(run: RunDir, spec: JobSpec, job_control: JobControl, deaths: int
         # The predecessor was killed before it could record this job.
         record_successor(run, job_control.job_id, state.predecessor)
     if job_control.successors is not None and job_control.successors.restarts and not deaths:
-        _record_requeue(run, job_control.successors)
+        _record_requeue(run, spec, job_control.successors)
     return None
 
 
@@ -173,17 +174,23 @@ def register_job(run: RunDir, spec: JobSpec, job_id: str) -> None:
         pause_s = min(2 * pause_s, 1.0)
 
 
-def _record_requeue(run: RunDir, jobs: SlurmSuccessors) -> None:
+def _record_requeue(run: RunDir, spec: JobSpec, jobs: SlurmSuccessors) -> None:
     """Record the requeue before this start of the job if the previous supervisor did not request it.
 
-    That supervisor may have been killed before it could record the requeue.
+    That supervisor may have been killed before it could record the requeue, and the script's checkpoint.
     """
     events = [*run.read_events()]
     newest = next((event for event in reversed(events) if event.kind in _TURNS), None)
     if newest is None or newest.kind != "started":
         return
+    attempt = newest.attempt
+    checkpoint = newest_script_checkpoint(run.checkpoints, spec.checkpoints)
+    if checkpoint is not None and checkpoint[1] > newest.time:
+        run.log_event("checkpoint", attempt, step=None, path=str(checkpoint[0]))
     time, cause = jobs.find_requeue(newest.time)
     times = [time, events[-1].time]
     with suppress(OSError):
         times += [step.time for step in islice(read_last_records(run.metrics, StepRecord), 1)]
-    run.log_event("requeue", newest.attempt, time=min(max(times), system.time()), by="slurm", cause=cause)
+    time = min(max(times), system.time())
+    fields = {"by": "slurm", "cause": cause, "seconds": round(time - newest.time, 3)}
+    run.log_event("requeue", attempt, time=time, **fields)

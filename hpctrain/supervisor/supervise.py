@@ -32,6 +32,7 @@ from hpctrain.supervisor.policy.decide import (
     RunSituation,
     decide,
     describe_nodes,
+    describe_vain_stops,
     suspect_nodes,
 )
 from hpctrain.supervisor.policy.history import History
@@ -116,6 +117,9 @@ class Supervisor:
         if (code := acquire_run(self._run, self._spec, self._job_control, deaths)) is not None:
             log.info("nothing to do; this job exits")
             return code
+        # Slurm or the script itself may have requeued the job, on which no supervisor decides.
+        if reason := describe_vain_stops(self._spec.policy, self._history().stops):
+            return finish_run(self._run, "FAILED", reason)
         self._drop_excluded()
         if deaths and (code := self._take_over()) is not None:
             return code

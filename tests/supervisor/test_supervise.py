@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from helpers.run_histories import make_spec
 
-from hpctrain.errors import SchedulerError, SilentCorruption, Suspect
+from hpctrain.errors import EXIT_CONTINUE, RunFailed, SchedulerError, SilentCorruption, Suspect
 from hpctrain.files import read_json_lines
 from hpctrain.rundir import VERIFIED_STEP_VARIABLE, RunDir
 from hpctrain.runtime.failure_file import failure_record
@@ -184,8 +184,22 @@ def test_requeued_job_records_the_requeue_unless_its_supervisor_has(run, is_reco
     assert supervise(run, [DONE], FakeJob(successors=FakeSuccessors(restarts=1))) == 0
     assert kinds(run) == ["started", "requeue", "started", "finished"]
     if not is_recorded:
-        requeue = {"time": 2.0, "attempt": 0, "kind": "requeue", "by": "slurm", "cause": "requeued"}
-        assert events_of(run, "requeue") == [requeue]
+        requeue = {"by": "slurm", "cause": "requeued", "seconds": 1.0}
+        assert events_of(run, "requeue") == [{"time": 2.0, "attempt": 0, "kind": "requeue", **requeue}]
+
+
+def test_script_that_requeues_itself_ends_after_eleven_starts_without_progress(run):
+    for attempt in range(6 + 11 + 1):
+        if attempt == 6:
+            run.checkpoints.mkdir()
+            (run.checkpoints / "own.pt").touch()
+        successors = FakeSuccessors(restarts=attempt)
+        job = FakeJob(disposition=JobDisposition.REQUEUED, num_requeues=1, successors=successors)
+        code = supervise(run, [] if attempt == 17 else [STOPPED], job)
+        assert code == (RunFailed.exit_code if attempt == 17 else EXIT_CONTINUE)
+    assert events_of(run, "checkpoint")[0]["path"] == str(run.checkpoints / "own.pt")
+    (end,) = events_of(run, "finished")
+    assert "11 consecutive attempts were stopped (preempted) soon after their start" in end["cause"]
 
 
 class StagingLauncher(FakeLauncher):

@@ -5,7 +5,7 @@ The rules are the rows of `hpctrain.jobspec.restart_policy` and of docs/restart-
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -191,6 +191,23 @@ def _nodes_to_exclude(situation: RunSituation, *, here: bool) -> dict[str, str]:
     return suspects if situation.nodes.can_reallocate or enough_here else {}
 
 
+def describe_vain_stops(policy: RestartPolicy, stops: Sequence[EndKind]) -> str | None:
+    """Return the reason if the policy allows no start after these consecutive stops without progress."""
+    kind = stops[-1] if stops else EndKind.PREEMPTED
+    count, retries = sum(past is kind for past in stops), policy[kind].retries
+    if count <= (policy.max_failures if retries is None else retries):
+        return None
+    if kind is EndKind.TIME_LIMIT:
+        return (
+            f"{count} consecutive attempts ended at the time limit without a new checkpoint "
+            f"(limit: --restart-policy {kind}.retries); {END_KINDS[kind].advice}"
+        )
+    return (
+        f"{count} consecutive attempts were stopped ({kind}) soon after their start, without a new "
+        f"checkpoint (limit: --restart-policy {kind}.retries)"
+    )
+
+
 def _repeated_corruption(situation: RunSituation) -> str | None:
     """Return the reason to end the run if a device computed wrong results again, and cannot be avoided."""
     devices = situation.history.faulty_devices
@@ -208,19 +225,9 @@ def _budget_exhausted(situation: RunSituation, kind: EndKind) -> str | None:
     policy, history = situation.policy, situation.history
     rule = policy[kind]
     if kind.is_stop:
-        count = sum(past is kind for past in history.stops)
-        enough = policy.max_failures if rule.retries is None else rule.retries
-        if count < enough or not shows_no_progress(kind, situation.seconds, agreed=history.agreed_to_stop):
+        if not shows_no_progress(kind, situation.seconds, agreed=history.agreed_to_stop):
             return None
-        if kind is EndKind.TIME_LIMIT:
-            return (
-                f"{count + 1} consecutive attempts ended at the time limit without a new checkpoint "
-                f"(limit: --restart-policy {kind}.retries); {END_KINDS[kind].advice}"
-            )
-        return (
-            f"{count + 1} consecutive attempts were stopped ({kind}) soon after their start, without a new "
-            f"checkpoint (limit: --restart-policy {kind}.retries)"
-        )
+        return describe_vain_stops(policy, [*history.stops, kind])
     if kind is EndKind.OUT_OF_TIME and rule.retries == 0:
         return f"the ranks did not save and exit before the time limit; {END_KINDS[kind].advice}"
     repeats = history.consecutive_identical()

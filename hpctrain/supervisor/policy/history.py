@@ -89,7 +89,7 @@ class History:
                     past.slow_nodes.append(str(event.host))
                 case "excluded":
                     past.excluded |= set(event.hosts or ())
-                case "requeue" if event.by != "slurm":
+                case "requeue":
                     past.memory = event.memory or past.memory
                     end = _kind(event.end_kind, EndKind.PREEMPTED)
                     if not shows_no_progress(end, event.duration_s or 0.0, agreed=past.agreed_to_stop):
