@@ -199,7 +199,7 @@ def test_script_that_requeues_itself_ends_after_eleven_starts_without_progress(r
         assert code == (RunFailed.exit_code if attempt == 17 else EXIT_CONTINUE)
     assert events_of(run, "checkpoint")[0]["path"] == str(run.checkpoints / "own.pt")
     (end,) = events_of(run, "finished")
-    assert "11 consecutive attempts were stopped (preempted) soon after their start" in end["cause"]
+    assert "11 consecutive attempts were stopped soon after their start" in end["cause"]
 
 
 class StagingLauncher(FakeLauncher):

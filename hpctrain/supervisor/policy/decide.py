@@ -203,7 +203,7 @@ def describe_vain_stops(policy: RestartPolicy, stops: Sequence[EndKind]) -> str 
             f"(limit: --restart-policy {kind}.retries); {END_KINDS[kind].advice}"
         )
     return (
-        f"{count} consecutive attempts were stopped ({kind}) soon after their start, without a new "
+        f"{count} consecutive attempts were stopped soon after their start, without a new "
         f"checkpoint (limit: --restart-policy {kind}.retries)"
     )
 
