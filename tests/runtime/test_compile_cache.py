@@ -111,6 +111,32 @@ def test_damaged_and_foreign_files_are_reported_and_removed(process, tmp_path, m
     assert [file.read_bytes() for file in files(tmp_path)] == [content]
 
 
+def test_files_of_another_torch_or_device_are_not_loaded(process, monkeypatch):
+    compile_and_step(process, "first")
+    for name, (module, attribute, value) in {
+        "version": (torch, "__version__", "9.9"),
+        "device": (compile_cache, "read_driver_facts", lambda: SimpleNamespace(names=["H100"])),
+    }.items():
+        with monkeypatch.context() as changed:
+            changed.setattr(module, attribute, value)
+            fake, _ = process()
+            assert fake.loaded == []
+            compile_and_step(process, name)
+            fake, _ = process()
+            assert fake.loaded == [name]
+    fake, _ = process()
+    assert fake.loaded == ["first"]
+
+
+def test_files_of_earlier_versions_count(process, tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 100)
+    for version in ("9.8", "9.9"):
+        monkeypatch.setattr(torch, "__version__", version)
+        compile_and_step(process, version * 10)
+    (path,) = files(tmp_path)
+    assert "torch-9.9" in path.parent.name
+
+
 def test_total_size_is_bounded(process, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(compile_cache, "MAX_BYTES", 100)
     for word in ("a" * 30, "b" * 30):

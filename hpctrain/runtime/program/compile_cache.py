@@ -30,7 +30,7 @@ from hpctrain.text import format_size
 _DEFAULT_FOLDER = Path(tempfile.gettempdir(), "torchinductor_")
 #: Imported at the first compilation.
 _COMPILER = "torch._inductor.compile_fx"
-#: Maximum size of the files of a local rank for a device and version.
+#: Maximum size of the files of a local rank, for all devices and versions.
 MAX_BYTES = 512_000_000
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 #: Delay of the first node's successors, whose code is usually that of the first node.
@@ -68,7 +68,7 @@ class CompileCache:
             self._folder = self._run.compile_cache / machine
             self._artifacts = sys.modules["torch.compiler._cache"].CacheArtifactManager
             self.is_active = True
-            for path in self._files():
+            for path in self._files(self._folder):
                 self._load_file(path)
         except Exception as error:  # noqa: BLE001 (the program must start)
             _report("load", error)
@@ -124,15 +124,15 @@ class CompileCache:
         replaced = {file for file, stored in self._stored.items() if stored < keys}
         self._stored[path] = keys
         total = 0
-        for file, size in self._files().items():
+        for file, size in self._files(*self._run.compile_cache.iterdir()).items():
             total += size
             if file in replaced or total > MAX_BYTES:
                 file.unlink(missing_ok=True)
 
-    def _files(self) -> dict[Path, int]:
+    def _files(self, *folders: Path) -> dict[Path, int]:
         """Return the files of this local rank and their sizes, the newest first."""
         files = []
-        for path in self._folder.glob(f"{self._ranks.local_rank}-*"):
+        for path in chain.from_iterable(folder.glob(f"{self._ranks.local_rank}-*") for folder in folders):
             with suppress(FileNotFoundError):  # removed by a rank on another node
                 files.append((path.stat(), path))
         files.sort(key=lambda file: -file[0].st_mtime)
