@@ -275,7 +275,18 @@ def test_options_override_the_header(tmp_path):
     ]
     assert (origins["output"], origins["qos"]) == ("job.sbatch:3", "SBATCH_QOS")
     assert (spec.nodes, spec.name, spec.workdir) == (3, "job.sbatch", str(tmp_path))
-    assert "#SBATCH --exclusive  # job.sbatch:3\n" in render(spec, origins)
+    script = render(spec, origins)
+    assert "#SBATCH --exclusive  # job.sbatch:3\n" in script
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+    added = [line.split("  # ")[0] for line in lines if line.endswith("  # hpctrain")]
+    assert added == [
+        "#SBATCH --job-name=job.sbatch",
+        f"#SBATCH --chdir={spec.run_dir}",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+        f"#SBATCH --signal=B:USR2@{spec.stop_before_limit_s}",
+    ]
+    assert all("  # " in line for line in lines)
 
 
 def test_defaults_of_a_batch_script_give_way_to_its_header(tmp_path):

@@ -17,6 +17,7 @@ from hpctrain.errors import SpecError
 from hpctrain.jobs.options.option import DEFAULT_SOURCE, OptionSource, OptionValue
 from hpctrain.jobs.options.option_table import SubmitOptions
 from hpctrain.jobs.options.spec_builder import build_spec
+from hpctrain.jobspec.job_directives import job_directives
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.slurm.batch_header import BatchHeader, parse_batch_header, shell_of
 from hpctrain.slurm.parsing import parse_duration
@@ -39,6 +40,8 @@ _SIGNAL = re.compile(r"([RB]+:)?(?:SIG)?(\w+)(?:@(\d+))?", re.ASCII | re.IGNOREC
 _HIDES = re.compile(r"[^#]*\bsrun\b[^#]*\s--export[= ]NONE\b", re.IGNORECASE)
 #: Signals for the batch script that the supervisor forwards, by name and number.
 _FORWARDED = ("TERM", "USR1", "USR2", *(str(int(number)) for number in (SIGTERM, SIGUSR1, SIGUSR2)))
+#: Origin of the directives that hpctrain adds.
+_OWN_ORIGIN = "hpctrain"
 #: Seconds before the time limit at which sbatch sends the signal of --signal.
 _SIGNAL_LEAD_S = 60
 
@@ -166,4 +169,5 @@ def build_batch_spec(
     if "checkpoints" in own:
         own["checkpoints"] = os.path.join(workdir, own["checkpoints"])
     spec = build_spec(script, args, cast(SubmitOptions, own), cwd=cwd, program="batch", **shape)
-    return replace(spec, **fields), origins
+    spec = replace(spec, **fields)
+    return spec, {name: origins.get(name, _OWN_ORIGIN) for name in job_directives(spec)}
