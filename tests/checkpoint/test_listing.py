@@ -35,3 +35,26 @@ def test_newest_entry_is_returned_with_its_time(tmp_path):
         (tmp_path / name).write_text("1")
         os.utime(tmp_path / name, (seconds, seconds))
     assert newest_script_checkpoint(tmp_path) == (tmp_path / "new.ckpt", 2000.0)
+
+
+def test_files_that_match_a_pattern_count_like_those_of_the_folder(tmp_path):
+    folder, pattern = tmp_path / "checkpoints", f"{tmp_path}/out/**/*.pt"
+    for name in ("out/old.pt", "out/log.txt", "other/model.pt", "checkpoints/a.pt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+        os.utime(tmp_path / name, (1000, 1000))
+    watcher = ScriptCheckpointWatcher(folder, pattern)
+    (tmp_path / "out/log.txt").write_text("12")
+    (tmp_path / "other/model.pt").write_text("12")
+    assert watcher.newest_since() is None
+    (tmp_path / "out/epoch-3").mkdir()
+    nested = tmp_path / "out/epoch-3/model.pt"
+    nested.write_text("1")
+    assert watcher.newest_since() == nested
+    os.utime(nested, (2000, 2000))
+    assert newest_script_checkpoint(folder, pattern) == (nested, 2000.0)
+    os.utime(folder / "a.pt", (3000, 3000))
+    assert newest_script_checkpoint(folder, pattern) == (folder / "a.pt", 3000.0)
+    assert watcher.newest_since() == folder / "a.pt"
+    (tmp_path / "out/old.pt").write_text("12")  # replaced in place
+    assert watcher.newest_since() == tmp_path / "out/old.pt"
