@@ -171,7 +171,7 @@ def _sandbox(name: str, kind: type[sandbox.Sandbox] = sandbox.Sandbox) -> Iterat
     _remove_abandoned()
     # Scripts of users compute ports from job ids, and the clusters of several test processes share the hosts.
     first_job = 1 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    settings = ["KillWait=5", f"FirstJobId={first_job}"]
+    settings = ["KillWait=5", "Licenses=solver:4,viewer", f"FirstJobId={first_job}"]
     box = sandbox.up(name, kind=kind, nodes=4, gpus_per_node=2, cpus_per_node=8, settings=settings)
     try:
         yield box

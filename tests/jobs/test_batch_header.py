@@ -3,6 +3,7 @@
 import os
 import random
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,7 +41,8 @@ VALUES: dict[str, list[str | None]] = {
     "contiguous": [None],
     "hold": [None],
     "nice": [None, "5"],
-    "begin": ["now+1hour"],
+    "begin": ["2099-01-02T03:04:05"],
+    "deadline": ["2099-02-03T04:05:06"],
     "mail-type": ["END", "FAIL,END"],
     "mail-user": ["me@example.org"],
     "output": ["out-%j.txt", "logs/%x.%j", "/dev/null"],
@@ -63,18 +65,25 @@ VALUES: dict[str, list[str | None]] = {
     "no-kill": [None, "off"],
     "quiet": [None],
     "exclude": ["{node}"],
+    "nodelist": ["{node}"],
+    "account": ["project", "other"],
+    "qos": ["high"],
+    "constraint": ["fast", "fast&big", "[fast|big]", "fast*1"],
+    "licenses": ["solver", "solver:2,viewer"],
+    "reservation": ["course"],
 }
 SHORT = {
     "nodes": "N", "ntasks": "n", "cpus-per-task": "c", "time": "t", "job-name": "J", "partition": "p",
     "gpus": "G", "oversubscribe": "s", "overcommit": "O", "hold": "H", "begin": "b", "output": "o",
     "error": "e", "array": "a", "dependency": "d", "chdir": "D", "exclude": "x", "no-kill": "k",
-    "quiet": "Q", "distribution": "m",
+    "quiet": "Q", "distribution": "m", "nodelist": "w", "account": "A", "qos": "q", "constraint": "C",
+    "licenses": "L",
 }  # fmt: skip
 #: Abbreviations that are unique in all supported versions.
 PREFIXES = {"partition": "part", "comment": "comm", "ntasks-per-node": "ntasks-per-n", "mail-user": "mail-u"}
 #: Facts of a job that differ between two submissions, or that hpctrain chooses.
 DIFFERENT = re.compile(
-    r"((?:Array)?JobId|AllocNode:Sid|SubmitLine|.*Time|Command|WorkDir|LastSchedEval|Scheduler|Priority|Requeue|Stdin|StdIn|Power)"
+    r"((?:Array)?JobId|AllocNode:Sid|SubmitLine|SubmitTime|AccrueTime|Command|WorkDir|LastSchedEval|Scheduler|Priority|Stdin|StdIn|Power)"
 )
 
 
@@ -162,26 +171,44 @@ def ours(path: Path, environ: dict[str, str]) -> str | dict[str, str]:
     return request(script, environ)
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(200, marks=pytest.mark.extended), pytest.param(2000, marks=pytest.mark.long)]
-)
-def test_request_of_a_header_is_that_of_sbatch(slurm, tmp_path, count):
+@pytest.fixture
+def site(slurm) -> Iterator[dict[str, str]]:
+    """Give the nodes features, and reserve them in the future; return the variables of commands."""
     environ = environment({**slurm.env, "HPCTRAIN_SITE_CONFIG": ""})
-    node = run_command(["sinfo", "--noheader", "--Node", "--format=%N"], environ).stdout.split()[-1]
+    nodes = ",".join(slurm.nodes)
+    features, period = ("AvailableFeatures", "ActiveFeatures"), ("StartTime=2099-01-01", "Duration=7-0")
+    reservation = ["ReservationName=course", "Users=root", f"Nodes={nodes}", *period]
+    changes = ["update", f"NodeName={nodes}"]
+    run_command(["scontrol", *changes, *(f"{name}=fast,big" for name in features)], environ)
+    run_command(["scontrol", "create", "reservation", *reservation], environ)
+    yield environ
+    run_command(["scontrol", "delete", "ReservationName=course"], environ)
+    run_command(["scontrol", *changes, *(f"{name}=" for name in features)], environ)
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(200), marks=pytest.mark.extended, id="200"),
+        pytest.param(range(200, 2000), marks=pytest.mark.long, id="1800"),
+    ],
+)
+def test_request_of_a_header_is_that_of_sbatch(slurm, site, tmp_path, seeds):
+    node = slurm.nodes[-1]
     (tmp_path / "sub").mkdir()
 
     def compare(seed: int) -> tuple[str, object, object]:
         text = header(random.Random(seed), node)
         path = tmp_path / f"h{seed}.sbatch"
         path.write_text(text)
-        return text, request(path, environ), ours(path, environ)
+        return text, request(path, site), ours(path, site)
 
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(compare, range(count)))
+        results = list(pool.map(compare, seeds))
     for text, expected, actual in results:
         assert actual == expected, text
     # Few headers of the generator are invalid.
-    assert sum(expected != "refused" for _, expected, _ in results) > count / 2
+    assert sum(expected != "refused" for _, expected, _ in results) > len(seeds) / 2
 
 
 @pytest.mark.parametrize(
