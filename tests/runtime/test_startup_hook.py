@@ -34,10 +34,11 @@ PRINT_PATHS = "import os, sys, torch; print(os.environ['PYTHONPATH'].split(os.pa
 
 
 def run(
-    python: str | Path, variables: dict[str, str], script: str = PRINT_PATHS
+    python: str | Path, variables: dict[str, str], script: str = PRINT_PATHS, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     environ = {"PATH": os.environ["PATH"], **variables}
-    return subprocess.run([python, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    command = [python, "-c", script]
+    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def test_environment_without_hpctrain_runs_the_users_sitecustomize(tmp_path, variables):
@@ -117,24 +118,57 @@ class Joined:
 
     def __init__(self) -> None:
         self.introductions: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
+        self.newest_step = 0
 
     def on_join(self, attempt, introduction) -> int:
         self.introductions.put({**introduction, "attempt": attempt})
         return 0
 
-    def on_message(self, attempt, rank, message) -> None: ...
+    def on_message(self, attempt, rank, message) -> None:
+        self.newest_step = max(self.newest_step, message.get("step") or 0)
 
     def on_disconnect(self, attempt, rank) -> None: ...
 
     def on_tick(self) -> None: ...
 
 
+#: Environments of `make test-torch-versions`, without hpctrain if their .pth files are not read.
+TORCH_ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hpctrain-torch")
+TRAINS = """
+import time, torch
+layer = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for _ in range(3):
+    layer(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+time.sleep(1.5)
+print(torch.__version__)
+"""
+
+
+def torch_environment(version: str) -> Path:
+    """Return the packages of an environment with this version of PyTorch for this Python."""
+    folder = TORCH_ENVIRONMENTS / version
+    packages = folder / "lib/python{}.{}/site-packages".format(*sys.version_info)
+    if not (folder / "complete").exists() or not packages.exists():
+        pytest.skip(f"needs {folder}, which `make test-torch-versions` creates")
+    return packages
+
+
 @pytest.mark.slow
-def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(tmp_path):
-    """The environment of the script has PyTorch, but not hpctrain and its dependencies."""
+@pytest.mark.parametrize("version", [None, pytest.param("2.6.0", marks=pytest.mark.extended)])
+def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(tmp_path, version):
+    """The environment has PyTorch, or an empty module, but not hpctrain and its dependencies."""
     venv.create(tmp_path / "venv", with_pip=False)
-    (tmp_path / "torch.py").touch()
     python, supervisor = tmp_path / "venv/bin/python", Joined()
+    if version is None:
+        (tmp_path / "torch.py").touch()
+    else:
+        (installed,) = tmp_path.glob("venv/lib/python*/site-packages")
+        (installed / "torch.pth").write_text(f"{torch_environment(version)}\n")
+    # Not in this folder, which contains hpctrain.
+    alone = run(python, {}, "import hpctrain", cwd=tmp_path)
+    assert "No module named 'hpctrain'" in alone.stderr
     hook = Path(process_observer.__file__).with_name("startup_hook")
     launch = {"TORCHELASTIC_RUN_ID": "r", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "1"}
     launch |= {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
@@ -148,9 +182,13 @@ def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(
             CHILD_VARIABLE: json.dumps({"packages": batch_launcher._PACKAGES, "step": None}),
             "PYTHONPATH": os.pathsep.join([str(hook), str(tmp_path)]),
         }
-        result = run(python, variables, "import torch")
-        assert (result.returncode, result.stderr) == (0, "")
+        result = run(python, variables, TRAINS if version else "import torch", cwd=tmp_path)
+        assert result.returncode == 0
+        # PyTorch warns that NumPy is missing.
+        assert "hpctrain: " not in result.stderr if version else not result.stderr
+        assert result.stdout.startswith(version or "")
         introduction = supervisor.introductions.get(timeout=10)
+    assert supervisor.newest_step == (3 if version else 0)
     assert introduction == {
         "attempt": 3,
         "rank": 1,
