@@ -252,6 +252,21 @@ def test_script_that_resumes_from_files_that_hpctrain_does_not_know_makes_progre
     assert "no known checkpoint" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("suffix", "num_attempts"), [("pt", 5), ("log", 2)])
+def test_only_files_that_match_the_pattern_are_progress(workdir, suffix, num_attempts):
+    """A script that fails in each of its first attempts, and writes a file in each."""
+    (workdir / "job.sh").write_text(
+        f"#!/bin/sh\nmkdir -p out/epochs\ntouch out/epochs/$HPCTRAIN_ATTEMPT.{suffix}\n"
+        "[ $HPCTRAIN_ATTEMPT = 4 ] || exit 3\n"
+    )
+    run, code, printed = submit(workdir, "--max-failures=2", "--checkpoints=out/**/*.pt", "job.sh")
+    assert (code == 0) == (suffix == "pt"), printed
+    assert len(run.attempts()) == num_attempts
+    written = [f"{workdir}/out/epochs/{attempt}.pt" for attempt in run.attempts() if suffix == "pt"]
+    assert [event["path"] for event in events(run, "checkpoint")] == written
+
+
 CHANGES_ITS_RATE = """
 import os, sys, torch
 steps, lr = int(sys.argv[1]), float(sys.argv[2])
