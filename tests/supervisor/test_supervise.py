@@ -339,9 +339,11 @@ def test_wrong_results_exclude_the_node_and_limit_the_checkpoint(run):
     assert excluded["hosts"] == ["n2"]
 
 
-def test_command_whose_shell_reports_a_kill_was_killed(run):
+@pytest.mark.parametrize("program", ["command", "batch"])
+def test_command_whose_shell_reports_a_kill_was_killed(run, program):
+    (run.path / "adopted.sbatch").write_text("#!/bin/sh\n")
     attempts = [[TaskExit(0, 137), StepEnded(137)]] * 2 + [DONE]
-    assert supervise(run, attempts, program="command") == 0
+    assert supervise(run, attempts, program=program) == 0
     assert {failure["class"] for failure in events_of(run, "failure")} == {"killed"}
     assert "SIGKILL" in events_of(run, "failure")[0]["cause"]
 

@@ -114,7 +114,7 @@ def collect_failures(
     ranks_per_process = spec.ntasks_per_node // spec.processes_per_node
     for task in exits:
         rank, number = task.rank * ranks_per_process, (task.code or 0) - 128
-        if spec.program == "command" and number in _FATAL_SIGNALS:
+        if spec.program in ("command", "batch") and number in _FATAL_SIGNALS:
             task = TaskExit(task.rank, None, number, task.out_of_memory)
         if task.out_of_memory and rank in failures:
             # Such as an exception of a rank whose data worker was killed.
