@@ -79,9 +79,9 @@ def test_process_loads_the_files_of_its_local_rank(process):
 def test_file_is_written_once_and_replaced_by_one_with_more_code(process, tmp_path):
     compile_and_step(process, "forward")
     (path,) = files(tmp_path)
-    written = path.stat()
+    written = path.stat().st_ino
     compile_and_step(process, "forward")
-    assert path.stat() == written
+    assert path.stat().st_ino == written
     compile_and_step(process, "forward", "evaluation")
     (replaced,) = files(tmp_path)
     assert replaced != path
