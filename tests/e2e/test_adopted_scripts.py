@@ -19,19 +19,75 @@ from helpers.processes import assert_no_process_left
 from helpers.training_runs import Run, preempt
 from helpers.waiting import wait_for
 
+from hpctrain.files import read_json_lines
+
 ADOPTED = SCRIPTS / "adopted"
 NUM_STEPS = 30
 #: Seconds of a step of a run that is disturbed from outside, and of others.
 SLOW_S, FAST_S = 0.3, 0.05
-SCRIPT_NAMES = (
-    *("plain_srun", "torchrun", "accelerate", "lightning", "array", "container", "conda", "bash_signal"),
-    *("self_requeue", "chain", "several_steps", "own_master"),
-)
 #: Files with the results of a script, if there are several.
 RESULTS = {"array": ["0/result", "1/result"], "several_steps": ["0/result", "1/result"]}
-DISTURBANCES = ("undisturbed", "preempted", "killed", "hung")
-#: Scripts that set the number of steps.
-SHORT = ("self_requeue", "chain")
+#: Events of a script, or of each task of its array, after a disturbance: a failure with its class and rank,
+#: and a requeue with its class, or by Slurm's command.
+OUTCOMES = {
+    ("plain_srun", "undisturbed"): "completed",
+    ("plain_srun", "preempted"): "requeue:preempted resumed completed",
+    ("plain_srun", "killed"): "failure:killed:1 restart resumed completed",
+    ("plain_srun", "hung"): "failure:hang:1 restart resumed completed",
+    ("plain_srun", "raised"): "failure:python:1 restart resumed completed",
+    ("torchrun", "undisturbed"): "completed",
+    ("torchrun", "preempted"): "requeue:preempted resumed completed",
+    ("torchrun", "killed"): "failure:killed:1 restart resumed completed",
+    ("torchrun", "hung"): "failure:hang:1 restart resumed completed",
+    ("several_steps", "undisturbed"): "completed",
+    ("several_steps", "preempted"): "requeue:preempted resumed completed",
+    # One training may be killed when the other has not come so far.
+    ("several_steps", "killed"): "(failure:killed:1 restart resumed )+completed",
+    ("several_steps", "hung"): "failure:hang:1 restart resumed completed",
+    # The script requeues its job after ten steps.
+    ("self_requeue", "undisturbed"): "requeue:slurm resumed completed",
+    ("self_requeue", "preempted"): "requeue:preempted resumed requeue:slurm resumed completed",
+    ("self_requeue", "killed"): "failure:killed:1 restart resumed requeue:slurm resumed completed",
+    ("self_requeue", "hung"): "failure:hang:1 restart resumed requeue:slurm resumed completed",
+    ("accelerate", "undisturbed"): "completed",
+    ("accelerate", "preempted"): "requeue:preempted resumed completed",
+    ("accelerate", "killed"): "failure:killed:1 restart resumed completed",
+    ("accelerate", "hung"): "failure:hang:1 restart resumed completed",
+    ("lightning", "undisturbed"): "completed",
+    ("lightning", "preempted"): "requeue:preempted resumed completed",
+    ("lightning", "killed"): "failure:killed:1 restart resumed completed",
+    ("lightning", "hung"): "failure:hang:1 restart resumed completed",
+    ("array", "undisturbed"): "completed",
+    ("array", "preempted"): "requeue:preempted resumed completed",
+    ("array", "killed"): "failure:killed:0 restart resumed completed",
+    ("array", "hung"): "failure:hang:0 restart resumed completed",
+    ("container", "undisturbed"): "completed",
+    ("container", "preempted"): "requeue:preempted resumed completed",
+    ("container", "killed"): "failure:killed:1 restart resumed completed",
+    ("container", "hung"): "failure:hang:1 restart resumed completed",
+    ("conda", "undisturbed"): "completed",
+    ("conda", "preempted"): "requeue:preempted resumed completed",
+    ("conda", "killed"): "failure:killed:1 restart resumed completed",
+    ("conda", "hung"): "failure:hang:1 restart resumed completed",
+    ("bash_signal", "undisturbed"): "completed",
+    ("bash_signal", "preempted"): "requeue:preempted resumed completed",
+    ("bash_signal", "killed"): "failure:killed:1 restart resumed completed",
+    ("bash_signal", "hung"): "failure:hang:1 restart resumed completed",
+    ("chain", "undisturbed"): "completed",
+    ("chain", "preempted"): "requeue:preempted resumed completed",
+    ("chain", "killed"): "failure:killed:1 restart resumed completed",
+    ("chain", "hung"): "failure:hang:1 restart resumed completed",
+    ("own_master", "undisturbed"): "completed",
+    ("own_master", "preempted"): "requeue:preempted resumed completed",
+    # The shell reports the signal, but not the rank, and the peer may fail first.
+    ("own_master", "killed"): "failure:(killed|communication):0 restart resumed completed",
+    ("own_master", "hung"): "failure:hang:1 restart resumed completed",
+}
+#: Scripts that `make test-slurm-versions` runs with each version of Slurm.
+COMMON = ("plain_srun", "torchrun", "several_steps", "self_requeue")
+#: Steps of scripts that set their number.
+NUM_STEPS_OF = {"self_requeue": 20, "chain": 10}
+FAULTS = {"killed": "8:kill", "hung": "8:hang", "raised": "8:raise"}
 CHEAP = {
     *(("plain_srun", disturbance) for disturbance in ("preempted", "killed", "hung", "raised")),
     *(("several_steps", "undisturbed"), ("self_requeue", "undisturbed")),
@@ -60,20 +116,31 @@ def fake_programs(folder: Path, env: dict[str, str]) -> dict[str, str]:
     return {"IMAGE": str(image), "CONDA_ROOT": str(conda), "PATH": path, "TEST_PATH": path}
 
 
-def submit(folder: Path, env: dict[str, str], name: str, fault: str = "", step_s: float = FAST_S) -> Run:
+def submit(
+    folder: Path,
+    env: dict[str, str],
+    name: str,
+    *options: str,
+    fault: str = "",
+    step_s: float = FAST_S,
+    out: Path | None = None,
+) -> Run:
+    """Submit a script in a new folder; `out` is that of its checkpoints and results."""
+    out = out or folder / "out"
     folder.mkdir()
     (folder / "logs").mkdir()
     variables = {
         **env,
         **fake_programs(folder, env),
         "ADOPTED": str(ADOPTED),
-        "OUT": str(folder / "out"),
+        "OUT": str(out),
         "FAULT": fault,
         "GLOO_SOCKET_IFNAME": "lo",
     }
     run = Run(folder / "run", variables)
-    args = ["--pause", str(step_s), *([] if name in SHORT else ["--steps", str(NUM_STEPS)])]
-    options = ["--run-dir=run", "--hang-timeout=15", "--checkpoints=out/**/*.pt"]
+    args = ["--pause", str(step_s), *([] if name in NUM_STEPS_OF else ["--steps", str(NUM_STEPS)])]
+    suffix = "ckpt" if name == "lightning" else "pt"
+    options = ("--run-dir=run", "--hang-timeout=15", f"--checkpoints={out}/**/*.{suffix}", *options)
     run.hpctrain("submit", *options, str(ADOPTED / f"{name}.sbatch"), *args, cwd=folder)
     return run
 
@@ -82,64 +149,84 @@ def runs_of(run: Run) -> list[Run]:
     return [Run(run.dir.task(index).path, run.env) for index in run.dir.tasks()] or [run]
 
 
-def events(run: Run, kind: str) -> list[dict[str, Any]]:
-    return [event for task in runs_of(run) for event in task.events(kind)]
+def outcome(run: Run) -> str:
+    """Describe the events of a run in their order, as the table does."""
+    words = []
+    for event in read_json_lines(run.dir.events):
+        match event["kind"]:
+            case "failure":
+                words.append(f"failure:{event['class']}:{event['rank']}")
+            case "requeue":
+                words.append(f"requeue:{event.get('class', event['by'])}")
+            case "restart" | "resumed":
+                words.append(event["kind"])
+            case "finished":
+                words.append(event["state"].lower())
+    return " ".join(words)
 
 
-@pytest.mark.parametrize(
-    ("name", "disturbance"),
-    [
-        pytest.param(
-            name,
-            disturbance,
-            marks=pytest.mark.extended if (name, disturbance) in CHEAP else pytest.mark.long,
-            id=f"{name}-{disturbance}",
-        )
-        for name in SCRIPT_NAMES
-        for disturbance in (*DISTURBANCES, "raised")[: 5 if name == "plain_srun" else 4]
-    ],
-)
+def rows(*, common: bool) -> list[Any]:
+    """Return the rows of the table as parameters of a test."""
+    return [
+        pytest.param(*row, marks=pytest.mark.extended if row in CHEAP else pytest.mark.long, id="-".join(row))
+        for row in OUTCOMES
+        if (row[0] in COMMON) == common
+    ]
+
+
+@pytest.mark.parametrize(("name", "disturbance"), rows(common=True))
 def test_adopted_script(slurm, tmp_path, name, disturbance):
-    fault = {"killed": "8:kill", "hung": "8:hang", "raised": "8:raise"}.get(disturbance, "")
+    check_row(slurm.env, tmp_path / "job", name, disturbance)
+
+
+@pytest.mark.parametrize(("name", "disturbance"), rows(common=False))
+def test_rarer_adopted_script(slurm, tmp_path, name, disturbance):
+    check_row(slurm.env, tmp_path / "job", name, disturbance)
+
+
+def check_row(env: dict[str, str], folder: Path, name: str, disturbance: str) -> None:
+    """Disturb a script, and fail unless it ends as its row of the table says."""
     step_s = SLOW_S if disturbance == "preempted" else FAST_S
-    if name == "own_master":
-        step_s *= 4  # The supervisor queries Slurm every ten seconds.
-    run = submit(tmp_path / "job", slurm.env, name, fault, step_s)
-    out = tmp_path / "job/out"
+    if name == "own_master" or (disturbance == "preempted" and name in NUM_STEPS_OF):
+        # The supervisor queries Slurm every ten seconds; few steps may end before Slurm preempts the job.
+        step_s *= 4
+    run = submit(folder, env, name, fault=FAULTS.get(disturbance, ""), step_s=step_s)
+    out = folder / "out"
     if disturbance == "preempted":
         wait_for(lambda: [*out.rglob("*.pt"), *out.rglob("*.ckpt")], 200, "a checkpoint")
-        preempt(slurm.env)
+        preempt(env)
     assert run.wait(400) == 0, run.describe()
-    assert {event["state"] for event in events(run, "finished")} == {"COMPLETED"}
-    failures = {event["class"] for event in events(run, "failure")}
-    if disturbance == "preempted":
-        assert events(run, "requeue"), run.describe()
-    if disturbance == "hung":
-        assert "hang" in failures
-        assert all(os.path.exists(event["log"]) for event in events(run, "failure"))
-    if disturbance == "killed":
-        # A launcher may only report that its rank has failed.
-        assert failures & {"killed", "communication", "python"}
-    if disturbance == "raised":
-        # srun exits with the code of a peer, which it has stopped.
-        assert failures == {"python"}
-    if disturbance == "undisturbed":
-        assert not failures
-    check_result(name, out)
+    num_steps = NUM_STEPS_OF.get(name, NUM_STEPS)
+    for task in runs_of(run):
+        assert re.fullmatch(OUTCOMES[name, disturbance], outcome(task)), run.describe()
+        # A script that starts over would end with the same weights.
+        assert all(event["is_loaded"] and event["step"] > 0 for event in task.events("resumed"))
+        assert [*read_json_lines(task.dir.metrics)][-1]["step"] == num_steps
+        for failure in task.events("failure"):
+            check_failure(task, failure, disturbance)
+    check_result(name, out, num_steps)
     assert_no_process_left(run.path)
 
 
-def check_result(name: str, out: Path) -> None:
-    results = [(out / file).read_text() for file in RESULTS.get(name, ["result"])]
-    if name == "lightning":
-        assert results == [f"{NUM_STEPS}\n"]
-        return
-    for number, result in enumerate(results):
+def check_failure(run: Run, failure: dict[str, Any], disturbance: str) -> None:
+    """Fail unless a failure is explained."""
+    assert os.path.exists(failure["log"])
+    match disturbance:
+        case "killed":
+            assert failure["class"] != "killed" or "SIGKILL" in failure["cause"]
+        case "raised":
+            assert "RuntimeError: the data are broken" in failure["cause"]
+        case "hung":
+            assert f"rank {failure['rank']} on {failure['host']} is in disturb (train.py" in failure["cause"]
+            assert "in disturb" in run.dir.stacks(failure["attempt"], failure["rank"]).read_text()
+
+
+def check_result(name: str, out: Path, num_steps: int = NUM_STEPS) -> None:
+    """Fail unless the weights are those of an undisturbed training."""
+    for number, file in enumerate(RESULTS.get(name, ["result"])):
         lr = 0.02 if name == "array" and number == 1 else 0.01
-        steps = {"self_requeue": 20, "chain": 10}.get(name, NUM_STEPS)
-        assert json.loads(result) == pytest.approx(
-            expected_weights(steps, lr, 1 if name == "array" else 2), abs=1e-4
-        )
+        expected = expected_weights(num_steps, lr, 1 if name == "array" else 2)
+        assert json.loads((out / file).read_text()) == pytest.approx(expected, abs=1e-4)
 
 
 def expected_weights(num_steps: int, lr: float, world_size: int) -> list[float]:
@@ -175,6 +262,35 @@ def test_signal_handler_of_a_script_saves_and_requeues(slurm, tmp_path):
     check_result("bash_signal", out)
     output = (tmp_path / "job").glob("slurm-*.out")
     assert "starts after step" in next(output).read_text()
+
+
+@pytest.mark.extended
+def test_script_continues_after_its_time_limit(slurm, tmp_path):
+    """Slurm sends the signal up to a minute early, so the first attempts may stop before they train."""
+    options = ["--time=1", "--stop-before-limit=40"]
+    run = submit(tmp_path / "job", slurm.env, "plain_srun", *options, step_s=0.8)
+    assert run.wait(400) == 0, run.describe()
+    assert {event["class"] for event in run.events("requeue")} == {"time-limit"}
+    assert not run.events("failure")
+    assert run.events("resumed")[-1]["step"] > 0
+    check_result("plain_srun", tmp_path / "job/out")
+
+
+@pytest.mark.extended
+def test_second_link_of_a_chain_waits_across_a_requeue_and_continues(slurm, tmp_path):
+    out = tmp_path / "out"
+    first, second = (
+        submit(tmp_path / name, slurm.env, "chain", step_s=1, out=out) for name in ("first", "second")
+    )
+    wait_for((out / "checkpoint.pt").exists, 200, "a checkpoint")
+    preempt(slurm.env)
+    assert first.wait(400) == 0, first.describe()
+    assert second.wait(400) == 0, second.describe()
+    assert [event["class"] for event in first.events("requeue")] == ["preempted"]
+    assert len(second.events("started")) == 1
+    assert second.events("started")[0]["time"] > first.events("finished")[0]["time"]
+    assert [event["step"] for event in second.events("resumed")] == [10]
+    check_result("chain", out, num_steps=20)
 
 
 @pytest.mark.extended
