@@ -57,9 +57,11 @@ SLURM_VERSIONS ?= installed 24.11 26.05
 SLURM_TESTS ?= tests/jobs/*live.py tests/cluster/test_live_launches.py \
     tests/cluster/test_hostlist.py tests/sandbox/test_sandbox_live.py tests/e2e/test_slurm.py \
     tests/e2e/test_faults_on_slurm.py tests/e2e/test_executor.py tests/e2e/test_requeue_rules.py \
-    tests/e2e/test_successors.py tests/e2e/test_elastic.py tests/e2e/test_unprivileged_users.py
+    tests/e2e/test_successors.py tests/e2e/test_elastic.py tests/e2e/test_unprivileged_users.py \
+    tests/jobs/test_batch_header.py tests/e2e/test_adopted_scripts.py \
+    --deselect tests/e2e/test_adopted_scripts.py::test_rarer_adopted_script
 
-test-slurm-versions: .venv/installed  ## tests on Slurm with each version: half an hour per version
+test-slurm-versions: .venv/installed  ## tests on Slurm with each version: 40 minutes per version
 	@scripts/install_for_tests.sh
 	@failed=; for version in $(SLURM_VERSIONS); do \
 	    echo "Slurm $$version"; \
@@ -68,7 +70,7 @@ test-slurm-versions: .venv/installed  ## tests on Slurm with each version: half 
 
 # An environment takes up to 6 GB. All other packages are those of .venv.
 TORCH_VERSIONS ?= 2.6.0 2.8.0 2.13.0 newest
-TORCH_TESTS ?= tests/checkpoint tests/runtime tests/training tests/test_torch_compat.py \
+TORCH_TESTS ?= tests/checkpoint tests/runtime tests/training tests/plugins tests/test_torch_compat.py \
     tests/e2e/test_programs.py tests/e2e/test_compiled_restart.py
 
 test-torch-versions: .venv/installed  ## tests of the ranks with each version of torch
