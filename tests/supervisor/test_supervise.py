@@ -339,13 +339,20 @@ def test_wrong_results_exclude_the_node_and_limit_the_checkpoint(run):
     assert excluded["hosts"] == ["n2"]
 
 
-@pytest.mark.parametrize("program", ["command", "batch"])
-def test_command_whose_shell_reports_a_kill_was_killed(run, program):
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("command", "sent by a user"), ("batch", "job.sbatch: line 3: 7 Killed  python train.py")],
+)
+def test_command_whose_shell_reports_a_kill_was_killed(run, program, reason):
     (run.path / "adopted.sbatch").write_text("#!/bin/sh\n")
-    attempts = [[TaskExit(0, 137), StepEnded(137)]] * 2 + [DONE]
+
+    def start(_variables, _emit):
+        run.rank_log(0, 0).write_text("job.sbatch: line 3: 7 Killed  python train.py\n")
+
+    attempts = [[start, TaskExit(0, 137), StepEnded(137)]] * 2 + [DONE]
     assert supervise(run, attempts, program=program) == 0
     assert {failure["class"] for failure in events_of(run, "failure")} == {"killed"}
-    assert "SIGKILL" in events_of(run, "failure")[0]["cause"]
+    assert f"rank 0 on n1: SIGKILL: {reason}" in events_of(run, "failure")[0]["cause"]
 
 
 SIGNALLED = RankSignalled(1, "SIGTERM")

@@ -113,16 +113,18 @@ def collect_failures(
         return list(failures.values())
     ranks_per_process = spec.ntasks_per_node // spec.processes_per_node
     for task in exits:
-        rank, number = task.rank * ranks_per_process, (task.code or 0) - 128
+        rank, number, crash_signal = task.rank * ranks_per_process, (task.code or 0) - 128, task.signal
         if spec.program in ("command", "batch") and number in _FATAL_SIGNALS:
             task = TaskExit(task.rank, None, number, task.out_of_memory)
+            # The shell of a batch script prints which of its commands was killed.
+            crash_signal = None if spec.program == "batch" else number
         if task.out_of_memory and rank in failures:
             # Such as an exception of a rank whose data worker was killed.
             failures[rank] = replace(failures[rank], out_of_memory=True)
         if task.result is TaskResult.FAILED and rank not in failures:
             host = hosts[task.rank // spec.processes_per_node]
             log = run.rank_log(attempt, rank) if spec.torchrun is None else run.agent_log(attempt, task.rank)
-            crash = find_crash_output(log, run.slurm_log, since, task.signal)
+            crash = find_crash_output(log, run.slurm_log, since, crash_signal)
             failures[rank] = _write(run, attempt, _of_task(rank, host, task, crash), crash.traceback)
     return list(failures.values())
 
