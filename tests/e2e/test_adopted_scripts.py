@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,10 @@ def submit(
     folder: Path,
     env: dict[str, str],
     name: str,
-    *options: str,
     fault: str = "",
     step_s: float = FAST_S,
+    *,
+    options: Sequence[str] = (),
     out: Path | None = None,
 ) -> Run:
     """Submit a script in a new folder; `out` is that of its checkpoints and results."""
@@ -140,7 +142,7 @@ def submit(
     run = Run(folder / "run", variables)
     args = ["--pause", str(step_s), *([] if name in NUM_STEPS_OF else ["--steps", str(NUM_STEPS)])]
     suffix = "ckpt" if name == "lightning" else "pt"
-    options = ("--run-dir=run", "--hang-timeout=15", f"--checkpoints={out}/**/*.{suffix}", *options)
+    options = ["--run-dir=run", "--hang-timeout=15", f"--checkpoints={out}/**/*.{suffix}", *options]
     run.hpctrain("submit", *options, str(ADOPTED / f"{name}.sbatch"), *args, cwd=folder)
     return run
 
@@ -196,15 +198,14 @@ def check_row(env: dict[str, str], folder: Path, name: str, disturbance: str) ->
         wait_for(lambda: [*out.rglob("*.pt"), *out.rglob("*.ckpt")], 200, "a checkpoint")
         preempt(env)
     assert run.wait(400) == 0, run.describe()
-    num_steps = NUM_STEPS_OF.get(name, NUM_STEPS)
     for task in runs_of(run):
         assert re.fullmatch(OUTCOMES[name, disturbance], outcome(task)), run.describe()
         # A script that starts over would end with the same weights.
         assert all(event["is_loaded"] and event["step"] > 0 for event in task.events("resumed"))
-        assert [*read_json_lines(task.dir.metrics)][-1]["step"] == num_steps
+        assert [*read_json_lines(task.dir.metrics)][-1]["step"] == NUM_STEPS_OF.get(name, NUM_STEPS)
         for failure in task.events("failure"):
             check_failure(task, failure, disturbance)
-    check_result(name, out, num_steps)
+    check_result(name, out)
     assert_no_process_left(run.path)
 
 
@@ -221,8 +222,9 @@ def check_failure(run: Run, failure: dict[str, Any], disturbance: str) -> None:
             assert "in disturb" in run.dir.stacks(failure["attempt"], failure["rank"]).read_text()
 
 
-def check_result(name: str, out: Path, num_steps: int = NUM_STEPS) -> None:
+def check_result(name: str, out: Path, num_steps: int | None = None) -> None:
     """Fail unless the weights are those of an undisturbed training."""
+    num_steps = num_steps or NUM_STEPS_OF.get(name, NUM_STEPS)
     for number, file in enumerate(RESULTS.get(name, ["result"])):
         lr = 0.02 if name == "array" and number == 1 else 0.01
         expected = expected_weights(num_steps, lr, 1 if name == "array" else 2)
@@ -268,7 +270,7 @@ def test_signal_handler_of_a_script_saves_and_requeues(slurm, tmp_path):
 def test_script_continues_after_its_time_limit(slurm, tmp_path):
     """Slurm sends the signal up to a minute early, so the first attempts may stop before they train."""
     options = ["--time=1", "--stop-before-limit=40"]
-    run = submit(tmp_path / "job", slurm.env, "plain_srun", *options, step_s=0.8)
+    run = submit(tmp_path / "job", slurm.env, "plain_srun", step_s=0.8, options=options)
     assert run.wait(400) == 0, run.describe()
     assert {event["class"] for event in run.events("requeue")} == {"time-limit"}
     assert not run.events("failure")
