@@ -23,7 +23,7 @@ P = ParamSpec("P")
 EventKind = Literal[
     "submitted", "started", "staged", "startup", "resumed", "checkpoint", "memory_copy", "bad_loss",
     "signal", "failure", "restart", "shrink", "replace", "grow", "excluded", "straggler", "paused",
-    "requeue", "handover", "chaos", "seen", "finished",
+    "requeue", "handover", "chaos", "seen", "finished", "ranks",
 ]  # fmt: skip
 
 

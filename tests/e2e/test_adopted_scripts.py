@@ -262,6 +262,17 @@ def test_script_without_exported_variables_is_observed_but_its_own_jobs_are_not(
     # Observed ranks stop after the same step, and a successor continues the run.
     assert "all ranks exit after step" in "".join(path.read_text() for path in folder.glob("slurm-*.out"))
     assert len({event["job_id"] for event in run.events("submitted")}) == 2
+    report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
+    first, second = report["attempts"]
+    assert [attempt["world_size"] for attempt in (first, second)] == [2, 2]
+    assert (first["first_step"], second["first_step"], second["last_step"]) == (
+        1,
+        second["resumed_step"] + 1,
+        30,
+    )
+    checkpoint = str(folder / "out/checkpoint.pt")
+    assert [saved["path"] for saved in report["script_checkpoints"]] == [checkpoint]
+    assert run.hpctrain("checkpoints", str(run.path)).stdout.endswith(f"{checkpoint}\n")
 
 
 def run_script(folder: Path, lines: str, files: dict[str, str], *options: str) -> Run:

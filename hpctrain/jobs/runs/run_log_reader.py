@@ -369,8 +369,9 @@ def describe_event(event: Event) -> str | None:
 def _describe_kind(event: Event) -> str | None:
     match event.kind:
         case "started":
-            over = "; no known checkpoint" if event.starts_over else ""
-            return f": starting, world size {event.world_size}, nodes {event.nodes}{over}"
+            over = f"; {event.note or 'no known checkpoint'}" if event.starts_over else ""
+            size = "" if event.world_size is None else f", world size {event.world_size}"
+            return f": starting{size}, nodes {event.nodes}{over}"
         case "staged":
             return f": {describe_staging(event)}"
         case "startup":

@@ -89,7 +89,7 @@ class ProcessObserver:
         self._environ, self._started_with = environ, dict(environ)
         self._world_size = int(environ["WORLD_SIZE"])
         self._may_train_alone = self._world_size == 1 or environ.get(INDEPENDENT_RANKS_VARIABLE) == "1"
-        self._step_log = StepLog(run, attempt) if records_steps else None
+        self._step_log = StepLog(run, attempt, self._world_size, ranks.num_nodes) if records_steps else None
 
     def start(self, connect: Callable[[], Connection]) -> None:
         """Sample this process, and report it through a connection."""
