@@ -366,3 +366,24 @@ def test_failure_that_the_script_survived_is_not_the_cause_of_another(tmp_path):
 def test_scripts_of_a_local_array_have_their_task(tmp_path):
     run_script(tmp_path, "touch task-$SLURM_ARRAY_TASK_ID", {}, "--array=2,5%2")
     assert sorted(path.name for path in tmp_path.glob("task-*")) == ["task-2", "task-5"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("directive", "num_jobs"), [("--requeue", 1), ("--no-requeue", 2)])
+def test_script_that_loses_a_node_continues_on_others(slurm, free_nodes, tmp_path, directive, num_jobs):
+    """Slurm requeues the job itself, or kills it five seconds later, so the run continues in another job."""
+    script = (ADOPTED / "plain_srun.sbatch").read_text()
+    (tmp_path / "loses.sbatch").write_text(script.replace("#SBATCH", f"#SBATCH {directive}\n#SBATCH", 1))
+    run = submit(tmp_path / "job", slurm.env, str(tmp_path / "loses"), step_s=SLOW_S)
+    out = tmp_path / "job/out"
+    wait_for(lambda: (out / "checkpoint.pt").exists(), 200, "a checkpoint")
+    victim = run.events("started")[0]["hosts"][1]
+    slurm.kill_node(victim)
+    assert run.wait(400) == 0, run.describe()
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["host"]) == ("node-lost", victim)
+    assert len(run.events("submitted")) == num_jobs
+    assert victim not in run.events("started")[-1]["hosts"]
+    assert run.events("resumed")[-1]["step"] > 0
+    check_result("plain_srun", out)
+    assert_no_process_left(run.path)

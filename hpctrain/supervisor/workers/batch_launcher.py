@@ -176,9 +176,15 @@ class BatchStep(LocalStep):
             waiter.join()
         self._ended.set()
         self.survived_until = self._groups.survived_until()
-        if self._job_id is not None:
+        if self._job_id is not None and not self._is_job_ending(self._job_id):
             kill_steps(self._job_id, self._outer, _KILL_LIMIT_S)
         super()._end()
+
+    def _is_job_ending(self, job_id: str) -> bool:
+        """Return true if Slurm ends the job with all its steps, although those of a lost node remain listed."""
+        with suppress(SchedulerError):
+            return query_job(job_id, self._outer).is_ending
+        return False
 
 
 def _hosts(spec: JobSpec, environ: Mapping[str, str]) -> list[str]:
