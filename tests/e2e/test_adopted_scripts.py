@@ -251,6 +251,7 @@ def test_script_without_exported_variables_is_observed_but_its_own_jobs_are_not(
         "export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) GLOO_SOCKET_IFNAME=lo\n"
         "export SLURM_EXPORT_ENV=$SLURM_EXPORT_ENV,MASTER_ADDR,MASTER_PORT,GLOO_SOCKET_IFNAME\n"
         f"srun {python} {ADOPTED / 'train.py'} --out out --steps 30 --pause {SLOW_S}\n"
+        "echo trained >>ends\n"
     )
     run = Run(folder / "run", slurm.env)
     run.hpctrain("submit", "--run-dir=run", "--checkpoints=out/*.pt", "job.sbatch", cwd=folder)
@@ -258,6 +259,8 @@ def test_script_without_exported_variables_is_observed_but_its_own_jobs_are_not(
     preempt(slurm.env)
     assert run.wait(400) == 0, run.describe()
     assert (folder / "child").read_text() == "[]"
+    # Not after the preemption.
+    assert (folder / "ends").read_text() == "trained\n"
     check_result("", folder / "out")
     # Observed ranks stop after the same step, and a successor continues the run.
     assert "all ranks exit after step" in "".join(path.read_text() for path in folder.glob("slurm-*.out"))

@@ -41,6 +41,8 @@ class ObservedGroups:
         self._num_members = 0
         #: True if no srun has started some ranks.
         self.has_ranks_outside_steps = False
+        #: Set when a rank that has received a signal asks the others to stop.
+        self.ask_to_stop = system.Event()
         #: Times of the newest launch after the first, and of the end of the last rank, since the epoch.
         self._launched_at = self._left_at = 0.0
         self._stop_signal: signal.Signals | None = None
@@ -73,6 +75,8 @@ class ObservedGroups:
             return
         group.trains |= len(group.ranks) > 1 or message.step > 0 or message.phase == RankPhase.JOIN
         group.monitor.on_message(group.ranks[key], message)
+        if message.stop:
+            self.ask_to_stop.set()
         if self._stop_signal is not None and key not in self._asked:
             self._ask_to_stop([key], self._stop_signal)
 
