@@ -23,7 +23,7 @@ from functools import cache, partial
 from types import TracebackType
 from typing import Any
 
-from hpctrain.cluster import Ranks, detect
+from hpctrain.cluster import Ranks, detect, expand_hostlist
 from hpctrain.cluster.addresses import host_name
 from hpctrain.cluster.detection import detect_local
 from hpctrain.errors import EnvironmentMismatch, UserError
@@ -214,7 +214,7 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
     # The output of a command shows its other exceptions.
     _record_exceptions(run, attempt, ranks, UserError if address is None else BaseException)
     if address is not None:
-        _sidecars.append(start_node_sampler(run, ranks, os.environ))
+        _sidecars.append(start_node_sampler(run, ranks, os.environ, _node_index(host, ranks)))
         # The processes of a batch script may be independent.
         environ = {**ranks.torch_variables(), **os.environ, INDEPENDENT_RANKS_VARIABLE: "1"}
     is_main = ranks.is_main if address is not None else launch[1] == "0"
@@ -222,6 +222,13 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
     compile_cache.install(run, ranks, os.environ)
     observer.start(connect if address is not None else partial(reconnect_or_die, connect))
     return partial(_after_step, observer)
+
+
+def _node_index(host: str, ranks: Ranks) -> int:
+    """Return the place of this node in the allocation, in which several groups may have a first node."""
+    with suppress(UserError, ValueError):
+        return expand_hostlist(os.environ.get("SLURM_JOB_NODELIST", "")).index(host)
+    return ranks.node_rank
 
 
 def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks, recorded: type[BaseException]) -> None:

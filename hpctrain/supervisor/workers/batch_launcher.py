@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 from collections.abc import Mapping
@@ -97,6 +98,7 @@ class BatchLauncher:
         environ = {**self._environ, **spec.env, **run_variables}
         names = [*run_variables, CHILD_VARIABLE]
         facts: dict[str, object] = {"packages": _PACKAGES, "variables": [*names, LIFELINE_VARIABLE]}
+        facts["python"] = platform.python_version()
         facts |= {"job": environ.get("SLURM_JOB_ID"), "step": environ.get("SLURM_STEP_ID")}
         # With the PYTHONPATH of --env, if any.
         environ |= observing_variables(facts, environ)
