@@ -19,6 +19,8 @@ from helpers.processes import assert_no_process_left
 from helpers.training_runs import Run, preempt
 from helpers.waiting import wait_for
 
+from hpctrain.files import read_json_lines
+
 ADOPTED = SCRIPTS / "adopted"
 NUM_STEPS = 30
 #: Seconds of a step of a run that is disturbed from outside, and of others.
@@ -390,3 +392,50 @@ def test_script_that_loses_a_node_continues_on_others(slurm, free_nodes, tmp_pat
     assert run.events("resumed")[-1]["step"] > 0
     check_result("plain_srun", out)
     assert_no_process_left(run.path)
+
+
+def test_files_of_the_ranks_are_their_logs(slurm, tmp_path):
+    """A hang names the file of the guilty rank, to which the next attempt appends."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    train = f"{sys.executable} {ADOPTED / 'train.py'} --steps {NUM_STEPS} --pause {FAST_S} --out out"
+    (folder / "job.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --time=20\n"
+        "export GLOO_SOCKET_IFNAME=lo MASTER_PORT=$((20000 + $$ % 10000))\n"
+        "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)\n"
+        f"srun --open-mode=append --output=rank-%t.log {train} --fault 8:hang\n"
+    )
+    run = Run(folder / "run", slurm.env)
+    options = ["--run-dir=run", "--hang-timeout=15", "--checkpoints=out/*.pt"]
+    run.hpctrain("submit", *options, "job.sbatch", cwd=folder)
+    assert run.wait(400) == 0, run.describe()
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["rank"]) == ("hang", 1)
+    assert os.path.realpath(failure["log"]) == str(folder / "rank-1.log")
+    for attempt, step in enumerate((0, 5)):
+        for rank in range(2):
+            shown = run.hpctrain("logs", str(run.path), f"--attempt={attempt}", f"--rank={rank}").stdout
+            starts = [line for line in shown.splitlines() if "starts after step" in line]
+            assert starts == [f"rank {rank} of 2 starts after step {step}"]
+    merged = run.hpctrain("logs", str(run.path)).stdout.splitlines()
+    assert {f"[{rank}] rank {rank} of 2 starts after step 5" for rank in range(2)} <= set(merged)
+
+
+@pytest.mark.extended
+def test_each_node_of_several_groups_is_measured(slurm, tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "job.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --time=20\nfor fold in 0 1; do\n"
+        f"    srun --nodes=1 --ntasks=2 --exact {sys.executable} -c 'import time, torch; time.sleep(100)' &\n"
+        "done\nwait\n"
+    )
+    run = Run(folder / "run", slurm.env)
+    run.hpctrain("submit", "--run-dir=run", "job.sbatch", cwd=folder)
+    wait_for(lambda: len(run.dir.all_telemetry()) == 2, 200, "the measurements of both nodes")
+    hosts = [{record["host"] for record in read_json_lines(path)} for path in run.dir.all_telemetry()]
+    assert hosts == [{host} for host in run.events("started")[0]["hosts"]]
+    unknown = run.hpctrain("logs", str(run.path), "--rank=1", check=False)
+    assert "use srun --output=rank-%t.log or --label" in unknown.stderr
+    run.hpctrain("cancel", str(run.path))
+    run.wait(200)

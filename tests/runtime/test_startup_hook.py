@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster import detect
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.program import process_observer
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
@@ -129,33 +130,67 @@ class Joined:
     def on_tick(self) -> None: ...
 
 
+def batch_variables(folder: Path, packages: list[str]) -> dict[str, str]:
+    """Variables of a process of a batch script, rank 0 of a torchrun on the second node of the job."""
+    (folder / "torch.py").touch()
+    hook = Path(process_observer.__file__).with_name("startup_hook")
+    launch = {"TORCHELASTIC_RUN_ID": "r", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0"}
+    launch |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    launch |= {"GROUP_WORLD_SIZE": "1", "SLURMD_NODENAME": "n7", "SLURM_JOB_NODELIST": "n[6-7]"}
+    return {
+        **launch,
+        RUN_DIR_VARIABLE: str(folder),
+        ATTEMPT_VARIABLE: "3",
+        CHILD_VARIABLE: json.dumps({"packages": packages, "step": None, "python": "3.98.7"}),
+        "PYTHONPATH": os.pathsep.join([str(hook), str(folder)]),
+        "PYTHONSAFEPATH": "1",  # without the working directory
+    }
+
+
 @pytest.mark.slow
 def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(tmp_path):
     """The environment of the script has PyTorch, but not hpctrain and its dependencies."""
     venv.create(tmp_path / "venv", with_pip=False)
-    (tmp_path / "torch.py").touch()
-    python, supervisor = tmp_path / "venv/bin/python", Joined()
-    hook = Path(process_observer.__file__).with_name("startup_hook")
-    launch = {"TORCHELASTIC_RUN_ID": "r", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "1"}
-    launch |= {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    launch |= {"GROUP_WORLD_SIZE": "1", "SLURMD_NODENAME": "n7", "HPCTRAIN_TELEMETRY": "0"}
-    with HeartbeatServer("127.0.0.1", supervisor) as server:
-        variables = {
-            **launch,
-            **server.variables,
-            RUN_DIR_VARIABLE: str(tmp_path),
-            ATTEMPT_VARIABLE: "3",
-            CHILD_VARIABLE: json.dumps({"packages": batch_launcher._PACKAGES, "step": None}),
-            "PYTHONPATH": os.pathsep.join([str(hook), str(tmp_path)]),
-        }
-        result = run(python, variables, "import torch")
+    supervisor, telemetry = Joined(), RunDir(tmp_path).telemetry(1)
+    variables = batch_variables(tmp_path, batch_launcher._PACKAGES)
+    script = (
+        "import pathlib, sys, time, torch\n"
+        f"while not pathlib.Path({str(telemetry)!r}).exists(): time.sleep(0.05)\n"
+        "print('sampled')"
+    )
+    with HeartbeatServer("127.0.0.1", supervisor) as server, open(tmp_path / "rank.log", "w") as log:
+        result = subprocess.run(
+            [tmp_path / "venv/bin/python", "-c", script],
+            env={"PATH": os.environ["PATH"], **server.variables, **variables},
+            stdout=log,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
         assert (result.returncode, result.stderr) == (0, "")
         introduction = supervisor.introductions.get(timeout=10)
     assert introduction == {
         "attempt": 3,
-        "rank": 1,
+        "rank": 0,
         "world_size": 2,
         "group": "torchrun/127.0.0.1:29500",
         "host": "n7",
         "in_step": False,
+        "outputs": [[str(tmp_path / "rank.log"), 0]],
     }
+    assert {record["host"] for record in read_json_lines(telemetry)} == {"n7"}
+
+
+def test_process_with_another_version_of_python_says_once_that_it_is_not_observed(tmp_path):
+    packages = tmp_path / "packages/hpctrain"
+    packages.mkdir(parents=True)
+    (packages / "__init__.py").write_text("syntax of a newer version")
+    venv.create(tmp_path / "venv", with_pip=False)
+    variables = batch_variables(tmp_path, [str(packages.parent)])
+    children = "import subprocess, sys, torch; subprocess.run([sys.executable, '-c', 'import torch'])"
+    result = run(tmp_path / "venv/bin/python", variables, children)
+    assert result.returncode == 0
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("hpctrain: cannot monitor this process: ")
+    assert "and the supervisor has Python 3.98.7 (SyntaxError(" in line
+    assert run(tmp_path / "venv/bin/python", {**variables, "LOCAL_RANK": "1"}, children).stderr == ""

@@ -113,16 +113,13 @@ class FailureAnalyzer:
         failures = read_failures(self.run, result.attempt)
         if any(failure.time >= result.survived_until for failure in failures):
             return True
-        return not result.survived_until and any(
-            killed_tasks(self.run.slurm_log, result.job_log_offset, log_path="")
-        )
+        return not result.survived_until and any(killed_tasks(self.run.slurm_log, result.job_log_offset))
 
     def _describe_hidden_failures(self, result: AttemptResult) -> str | None:
         """Return a remark on failures of ranks that a batch script has not reported by its exit code."""
-        log_path = str(self.run.rank_log(result.attempt, 0))
         failures = [*read_failures(self.run, result.attempt)]
         if all(failure.is_peer_lost for failure in failures):
-            failures += killed_tasks(self.run.slurm_log, result.job_log_offset, log_path)
+            failures += killed_tasks(self.run.slurm_log, result.job_log_offset)
         if not failures:
             return None
         count = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
@@ -338,7 +335,8 @@ class FailureAnalyzer:
     ) -> AttemptEnd:
         """Record a failure; by default, with the log of the rank."""
         if log_path is None and rank >= 0:
-            log_path = str(self.run.rank_log(attempt, 0 if self.spec.program == "batch" else rank))
+            find = self.run.log_of if self.spec.program == "batch" else self.run.rank_log
+            log_path = str(find(attempt, rank))
         facts = {"rank": rank, "host": host, "cause": cause, "log": log_path, **fields, "class": kind}
         self.run.log_event("failure", attempt, **facts)
         hint = f" (log: {log_path})" if log_path else ""

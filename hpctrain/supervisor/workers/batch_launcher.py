@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from hpctrain import system
 from hpctrain.cluster import expand_hostlist
 from hpctrain.cluster.processes import child_pids, stat_fields
 from hpctrain.errors import SchedulerError
+from hpctrain.files import write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import observing_variables
 from hpctrain.rundir import (
@@ -77,9 +79,20 @@ def link_rank_log(run: RunDir, attempt: int) -> None:
     """Let the log of the script show its output, and record the length before it; see `output_range`."""
     with suppress(OSError):
         # Before the link, which readers look for.
-        record = {"time": round(system.time(), 2), "rank": 0, "bytes": os.fstat(1).st_size}
-        run.write(run.log_index(attempt, 0), f"{json.dumps(record)}\n")
+        run.write(run.log_index(attempt, 0), _length_record(0, os.fstat(1).st_size))
     link_output(run.rank_log(attempt, 0), 1)
+
+
+def link_own_log(run: RunDir, attempt: int, number: int, rank: int, path: str, length: int) -> None:
+    """Let a log of the run show a file to which only some ranks of the script write."""
+    with suppress(OSError):
+        if length:
+            write_atomic(run.log_index(attempt, number), _length_record(number, length), durable=False)
+        run.own_log(attempt, rank, number).symlink_to(path)
+
+
+def _length_record(number: int, length: int) -> str:
+    return json.dumps({"time": round(system.time(), 2), "rank": number, "bytes": length}) + "\n"
 
 
 class BatchLauncher:
@@ -101,6 +114,7 @@ class BatchLauncher:
         environ = {**self._environ, **spec.env, **run_variables}
         names = [*run_variables, CHILD_VARIABLE]
         facts: dict[str, object] = {"packages": _PACKAGES, "variables": [*names, LIFELINE_VARIABLE]}
+        facts["python"] = platform.python_version()
         facts |= {"job": environ.get("SLURM_JOB_ID"), "step": environ.get("SLURM_STEP_ID")}
         # With the PYTHONPATH of --env, if any.
         environ |= observing_variables(facts, environ)
