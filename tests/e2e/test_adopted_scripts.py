@@ -394,6 +394,7 @@ def test_script_that_loses_a_node_continues_on_others(slurm, free_nodes, tmp_pat
     assert_no_process_left(run.path)
 
 
+@pytest.mark.extended
 def test_files_of_the_ranks_are_their_logs(slurm, tmp_path):
     """A hang names the file of the guilty rank, to which the next attempt appends."""
     folder = tmp_path / "job"
