@@ -440,3 +440,24 @@ def test_each_node_of_several_groups_is_measured(slurm, tmp_path):
     assert "use srun --output=rank-%t.log or --label" in unknown.stderr
     run.hpctrain("cancel", str(run.path))
     run.wait(200)
+
+
+@pytest.mark.extended
+def test_output_files_are_those_of_sbatch(slurm, tmp_path):
+    (tmp_path / "job.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH -N2 -n2 --output=%x.out --error=%x.err\n"
+        'echo "$1 in $PWD"; echo warning >&2\n'
+        "srun --label sh -c 'echo task $SLURM_PROCID; echo error $SLURM_PROCID >&2'\n"
+        f"srun -n1 {sys.executable} -c 'import torch; print(torch.ones(2).sum())'\n"
+        "(sleep 0.2; printf 'no newline') &\nwait\n"
+    )
+    run_command(["sbatch", "--wait", "--job-name=plain", "job.sbatch", "hello"], slurm.env, cwd=tmp_path)
+    run = Run(tmp_path / "run", slurm.env)
+    run.hpctrain("submit", "--run-dir=run", "--name=adopted", "job.sbatch", "hello", cwd=tmp_path)
+    assert run.wait(200) == 0, run.describe()
+    for kind in ("out", "err"):
+        plain, adopted = (
+            sorted((tmp_path / f"{name}.{kind}").read_text().splitlines()) for name in ("plain", "adopted")
+        )
+        assert adopted == plain
+        assert len(plain) > 2
