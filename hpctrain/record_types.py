@@ -288,6 +288,14 @@ class CodeRecord(Struct, frozen=True):
     """Content of the file `code/submission-NNN.diff`."""
 
 
+class ScriptCheckpoint(Struct, frozen=True):
+    """A file or folder that a script has saved in its own format, with the time of its last change."""
+
+    path: str
+    time: Seconds
+    num_bytes: Count = field(name="bytes")
+
+
 class LoggerState(Struct):
     """A file in `loggers`: the progress of a logger, from which that of the next attempt continues."""
 

@@ -23,7 +23,7 @@ P = ParamSpec("P")
 EventKind = Literal[
     "submitted", "started", "staged", "startup", "resumed", "checkpoint", "memory_copy", "bad_loss",
     "signal", "failure", "restart", "shrink", "replace", "grow", "excluded", "straggler", "paused",
-    "requeue", "handover", "chaos", "seen", "finished",
+    "requeue", "handover", "chaos", "seen", "finished", "ranks",
 ]  # fmt: skip
 
 
@@ -88,7 +88,7 @@ BATCH_PID_VARIABLE = "HPCTRAIN_BATCH_PID"
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _ATTEMPT_FOLDER = re.compile(r"attempt-(\d{3,})")
-_RANK_LOG = re.compile(r"rank-(\d{5,})\.log")
+_RANK_LOG = re.compile(r"rank-(\d{5,})(?:-(\d+))?\.log")
 _CODE_FOLDER = re.compile(r"submission-(\d{3,})")
 _TASK_FOLDER = re.compile(r"task-(\d+)")
 _LEASE = re.compile(r"(\d{6,})")
@@ -197,6 +197,8 @@ class RunDir:
 
     attempt_logs = _NumberedPath[[int]]("logs/attempt-{:03d}")
     rank_log = _NumberedPath[[int, int]]("logs/attempt-{:03d}/rank-{:05d}.log")
+    own_log = _NumberedPath[[int, int, int]]("logs/attempt-{:03d}/rank-{:05d}-{}.log")
+    """Link to a file to which a rank of a batch script writes; numbered, because several ranks are rank 0."""
     agent_log = _NumberedPath[[int, int]]("logs/attempt-{:03d}/agent-{:05d}.log")
     """The log of a node's torchrun agent, if torchrun starts the ranks."""
     log_index = _NumberedPath[[int, int]]("logs/attempt-{:03d}/times-{:05d}.jsonl")
@@ -308,7 +310,22 @@ class RunDir:
 
     def ranks(self, attempt: int) -> list[int]:
         """Return the ranks with a log in this attempt, ascending."""
-        return _numbered(self.attempt_logs(attempt), _RANK_LOG)
+        return sorted({rank for rank, _ in self.rank_logs(attempt).values()})
+
+    def rank_logs(self, attempt: int) -> dict[int, tuple[int, Path]]:
+        """Return the rank and the path of each log of this attempt, by the number of an own log, or the rank.
+
+        In a batch script, the log without a number is the output of the script.
+        """
+        folder = self.attempt_logs(attempt)
+        found = filter(None, map(_RANK_LOG.fullmatch, self.storage.names(folder)))
+        return {int(match[2] or match[1]): (int(match[1]), folder / match[0]) for match in found}
+
+    def log_of(self, attempt: int, rank: int) -> Path:
+        """Return the newest own log of a rank of a batch script, or else the log of the script."""
+        logs = self.rank_logs(attempt).items()
+        own = [number for number, (its_rank, _) in logs if number and its_rank == rank]
+        return self.own_log(attempt, rank, max(own)) if own else self.rank_log(attempt, 0)
 
     def all_log_indexes(self, attempt: int) -> list[Path]:
         return sorted(self.attempt_logs(attempt).glob("times-*.jsonl"))

@@ -13,7 +13,8 @@ from typing import Literal
 from hpctrain.checkpoint.format.manifest import Manifest
 from hpctrain.checkpoint.io.checkpoint_dir import is_checkpoint_entry
 from hpctrain.errors import CheckpointError, CorruptCheckpoint
-from hpctrain.record_types import Event
+from hpctrain.files import file_size
+from hpctrain.record_types import Event, ScriptCheckpoint
 from hpctrain.rundir import RunDir, checkpoint_folder_name, list_checkpoint_steps, rank_steps
 
 TierName = Literal["shared", "local"]
@@ -117,14 +118,26 @@ class ScriptCheckpointWatcher:
         """Return the entry of the folder with the newest file added or changed since the start."""
         files = _find_files(self._folder, self._pattern)
         changed = {path: at for path, at in files.items() if self._before.get(path) != at}
-        return _newest_entry(self._folder, changed)
+        return next(reversed(_group_by_entry(self._folder, changed)), None)
 
 
 def newest_script_checkpoint(folder: Path, pattern: str | None = None) -> tuple[Path, float] | None:
     """Return the file or subfolder that changed last, and the time in seconds since the epoch, if any."""
-    files = _find_files(folder, pattern)
-    newest = _newest_entry(folder, files)
-    return None if newest is None else (newest, max(files.values())[0] / 1e9)
+    entries = _group_by_entry(folder, _find_files(folder, pattern))
+    return next(((path, time_ns / 1e9) for path, time_ns in reversed(entries.items())), None)
+
+
+def list_script_checkpoints(folder: Path, pattern: str | None = None) -> list[ScriptCheckpoint]:
+    """Return the files and subfolders that the script has saved, oldest first."""
+    entries = _group_by_entry(folder, _find_files(folder, pattern)).items()
+    return [ScriptCheckpoint(str(path), time_ns / 1e9, _size_bytes(path)) for path, time_ns in entries]
+
+
+def describe_unmatched(pattern: str | None) -> str | None:
+    """Return a message if the pattern of `--checkpoints`, with an absolute path, matches no file."""
+    if pattern is None or next(glob.iglob(pattern, recursive=True), None) is not None:
+        return None
+    return f"no file matches {pattern} (--checkpoints); if the script has saved any, correct the pattern"
 
 
 def _find_files(folder: Path, pattern: str | None) -> dict[Path, tuple[int, int]]:
@@ -136,11 +149,18 @@ def _find_files(folder: Path, pattern: str | None) -> dict[Path, tuple[int, int]
     return files
 
 
-def _newest_entry(folder: Path, files: Mapping[Path, tuple[int, int]]) -> Path | None:
-    if not files:
-        return None
-    newest = max(files, key=lambda path: files[path])
-    return folder / newest.relative_to(folder).parts[0] if newest.is_relative_to(folder) else newest
+def _group_by_entry(folder: Path, files: Mapping[Path, tuple[int, int]]) -> dict[Path, int]:
+    """Return the entries of the folder, and the other files, by their last change in ns, oldest first."""
+    entries: dict[Path, int] = {}
+    for path in sorted(files, key=lambda path: files[path]):
+        entry = folder / path.relative_to(folder).parts[0] if path.is_relative_to(folder) else path
+        entries.pop(entry, None)
+        entries[entry] = files[path][0]
+    return entries
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(file_size(file) for file in (path, *path.rglob("*")) if not file.is_dir())
 
 
 def _iter_files(folder: Path, depth: int) -> Iterator[tuple[Path, tuple[int, int]]]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import to_builtins
 
 from hpctrain.checkpoint.listing import (
     BestMetric,
     CheckpointInfo,
     list_checkpoints,
     list_quarantined,
-    newest_script_checkpoint,
+    list_script_checkpoints,
 )
 from hpctrain.cli.common import (
     DefaultGroup,
@@ -28,8 +30,10 @@ from hpctrain.cli.common import (
 )
 from hpctrain.errors import CheckpointError, CorruptCheckpoint, UserError
 from hpctrain.jobs.runs.run import require_single
+from hpctrain.jobs.runs.run_status import checkpoint_pattern, unmatched_pattern
+from hpctrain.record_types import ScriptCheckpoint
 from hpctrain.rundir import RunDir
-from hpctrain.text import format_number, format_size, format_time, pluralize
+from hpctrain.text import format_duration, format_number, format_size, format_time, pluralize
 
 
 def _run_argument(function: Any) -> Any:
@@ -66,12 +70,16 @@ def list_(run: str, runs_dir: Path, verify: bool, as_json: bool) -> None:
     folder = _folder_of(run, runs_dir)
     checkpoints, rule = _ranked_checkpoints(folder, verify=verify)
     quarantined = list_quarantined(folder)
+    by_script = list_script_checkpoints(folder.checkpoints, checkpoint_pattern(folder))
     if as_json:
-        echo_json(
-            [*(_as_record(saved, rule) for saved in checkpoints), *map(_quarantined_record, quarantined)]
-        )
+        others = [*map(_quarantined_record, quarantined), *map(_script_record, by_script)]
+        echo_json([*(_as_record(saved, rule) for saved in checkpoints), *others])
     else:
         _print_table(folder, checkpoints, rule, verify=verify)
+        if by_script:
+            _print_script_checkpoints(by_script)
+        if folder.attempts() and (problem := unmatched_pattern(folder)):
+            click.echo(f"Note: {problem}.", err=True)
         for path in quarantined:
             problem = "damaged" if ".broken-" in path.name else "saved after the last verified step"
             click.echo(f"{short_path(path)}: {problem}, set aside by the run", err=True)
@@ -230,13 +238,7 @@ def _print_table(
 ) -> None:
     if not checkpoints:
         place = short_path(folder.checkpoints)
-        message = f"No checkpoints in {place}."
-        if (newest := newest_script_checkpoint(folder.checkpoints)) is not None:
-            message = (
-                f"{place} has no checkpoints in hpctrain's format. The script's newest checkpoint is "
-                f"{short_path(newest[0])} ({format_time(newest[1])})."
-            )
-        click.echo(message, err=True)
+        click.echo(f"No checkpoints in hpctrain's format in {place}.", err=True)
         return
     rows = [_as_row(checkpoint, verify=verify) for checkpoint in checkpoints]
     score = "score" if rule is None else rule.metric
@@ -247,6 +249,15 @@ def _print_table(
     for checkpoint in checkpoints:
         for problem in checkpoint.problems:
             click.echo(f"step {checkpoint.step}: {problem}", err=True)
+
+
+def _print_script_checkpoints(checkpoints: list[ScriptCheckpoint]) -> None:
+    table = [("age", "size", "checkpoint of the script")]
+    for saved in checkpoints:
+        age = format_duration(max(0.0, time.time() - saved.time))
+        table.append((age, format_size(saved.num_bytes), short_path(saved.path)))
+    echo_table(table, str.rjust)
+    click.echo("hpctrain can neither verify nor export checkpoints in the script's own format.", err=True)
 
 
 def _as_row(checkpoint: CheckpointInfo, *, verify: bool) -> tuple[str, ...]:
@@ -281,6 +292,11 @@ def _as_record(checkpoint: CheckpointInfo, rule: BestMetric | None) -> dict[str,
         "set_aside": False,
         "problems": list(checkpoint.problems),
     }
+
+
+def _script_record(saved: ScriptCheckpoint) -> dict[str, Any]:
+    flags = {"newest": False, "best": False, "set_aside": False, "by_script": True}
+    return {"step": None, **to_builtins(saved), **flags}
 
 
 def _quarantined_record(path: Path) -> dict[str, Any]:

@@ -215,6 +215,7 @@ def echo_log(text: str, *, nl: bool = True, err: bool = False) -> None:
 def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
     """Return the result of an ended run, the location of its files, and the next commands."""
     from hpctrain.jobs.runs.error_report import failures_since_submission, job_log_tail, rank_traceback
+    from hpctrain.jobs.runs.run_status import unmatched_pattern
 
     run = status.dir
     lines: list[tuple[str, str]] = []
@@ -238,6 +239,8 @@ def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
         # A script that does not use the `Trainer` may not create these files.
         files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
         lines += [(title, short_path(path)) for title, path in files.items() if path.exists()]
+    if (tasks or status.attempt is not None) and (problem := unmatched_pattern(run)):
+        lines.append(("note", problem))
     lines.append(("next", f"{program_name()} status {handle}  |  {program_name()} logs {handle}"))
     return "\n".join(f"{title:<12} {text}" for title, text in lines)
 

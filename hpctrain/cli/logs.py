@@ -31,6 +31,11 @@ from hpctrain.text import format_ranks
 #: All ranks print nearly the same output; the other logs can be read later.
 _RANK_0 = LogFilter(ranks=(0,))
 
+#: For the ranks of a batch script.
+_ADVICE = (
+    " They may share the output of the script. To separate them, use srun --output=rank-%t.log or --label."
+)
+
 
 @click.command("logs")
 @run_argument
@@ -72,7 +77,7 @@ def command(run: Run, follow: bool, ranks: tuple[int, ...], attempt: int | None,
 def _print_logs(run: Run, log_filter: LogFilter) -> None:
     from hpctrain.jobs.runs.run_log_reader import RankLogReader
 
-    attempts, has_output = run.dir.attempts(), False
+    attempts, has_output, is_batch = run.dir.attempts(), False, run.dir.batch_script.exists()
     attempt = log_filter.attempt if log_filter.attempt is not None else attempts[-1] if attempts else 0
     if attempts:
         if attempt not in attempts:
@@ -84,7 +89,7 @@ def _print_logs(run: Run, log_filter: LogFilter) -> None:
         if ranks and (missing := [rank for rank in log_filter.ranks if rank not in ranks]):
             raise UserError(
                 f"No log of rank {missing[0]} (--rank) in {short_path(run.dir.attempt_logs(attempt))}. "
-                f"Available: {format_ranks(ranks)}."
+                f"Available: {format_ranks(ranks)}.{_ADVICE * is_batch}"
             )
         logs = RankLogReader(run.dir, attempt, log_filter.ranks)
         for text in chain(logs.read_past(), logs.read_rest()):
@@ -92,12 +97,12 @@ def _print_logs(run: Run, log_filter: LogFilter) -> None:
             has_output = True
         paths = run.dir.slurm_log, run.dir.rank_log(attempt, 0)
         errors, output = map(os.path.realpath, paths)
-        if run.dir.batch_script.exists() and errors != output:
+        if is_batch and errors != output:
             click.echo(f"The script writes its errors to {errors} (--error).", err=True)
     if has_output:
         return
     status = run.status()
-    subject = "the selected ranks" if log_filter.ranks else "its ranks"
+    subject = "the selected ranks" if log_filter.ranks else "the script" if is_batch else "its ranks"
     if attempt != (status.attempt or 0):
         message = f"{subject} wrote no output in attempt {attempt}."
     elif not status.state.ended:
@@ -105,6 +110,8 @@ def _print_logs(run: Run, log_filter: LogFilter) -> None:
     else:
         advice = " Use `hpctrain logs --errors` to show the cause." if status.cause else ""
         message = f"{subject} wrote no output.{advice}"
+    if is_batch:
+        message += " The script may write the output of its ranks to other files, such as with srun --output."
     click.echo(f"Run {run.run_id} is {status.state}: {message}", err=True)
     if attempt == (status.attempt or 0):
         _show_job_log(status, err=True)

@@ -88,6 +88,8 @@ def _render(run_data: list[RunData], *, as_json: bool) -> str:
 
 
 def json_report(run_data: RunData) -> dict[str, Any]:
+    from msgspec import to_builtins
+
     from hpctrain.telemetry.report.advice import advise
 
     breakdown, curves, devices = run_data.breakdown, run_data.curves, run_data.devices
@@ -119,6 +121,7 @@ def json_report(run_data: RunData) -> dict[str, Any]:
             {**asdict(attempt), "interrupted": attempt.interrupted} for attempt in run_data.attempts
         ],
         "checkpoints": [asdict(checkpoint) for checkpoint in run_data.checkpoints],
+        "script_checkpoints": to_builtins(run_data.script_checkpoints),
         "gpus": [{"gpu": gpu, **means} for gpu, means in zip(devices.gpus, devices.gpu_means, strict=True)],
         "nodes": [
             {**asdict(node), **means} for node, means in zip(devices.nodes, devices.node_means, strict=True)
@@ -144,8 +147,10 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
             if folder.events.is_file() or folder.metrics.is_file():
                 return [RunData(folder, now=time_now)]
         raise
+    from hpctrain.checkpoint.listing import list_script_checkpoints
     from hpctrain.cli.resume import resubmit_command
     from hpctrain.jobs.runs.run import query_statuses
+    from hpctrain.jobs.runs.run_status import checkpoint_pattern, unmatched_pattern
     from hpctrain.jobspec.redaction import redact_spec
     from hpctrain.telemetry.report.run_results import read_spec
 
@@ -163,5 +168,9 @@ def read_runs(name: str, runs_dir: Path) -> list[RunData]:
     for run, status in zip_longest(runs, statuses):
         command = resubmit_command(redact_spec(read_spec(run.dir.spec)))
         facts = () if status is None else (str(status.state), status.words, status.cause)
-        run_data.append(RunData(run.dir, *facts, now=time_now, resubmit_command=command))
+        saved = list_script_checkpoints(run.dir.checkpoints, checkpoint_pattern(run.dir))
+        data = RunData(run.dir, *facts, now=time_now, resubmit_command=command, script_checkpoints=saved)
+        if data.attempts and (problem := unmatched_pattern(run.dir)):
+            data.notes.append(f"{problem[0].upper()}{problem[1:]}.")
+        run_data.append(data)
     return run_data

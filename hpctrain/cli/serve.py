@@ -182,8 +182,8 @@ def _read_logs(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 def _newest_logs(run: RunDir) -> list[Path]:
     attempts = run.attempts()
-    ranks = run.ranks(attempts[-1])[:_MAX_LOGS] if attempts else []
-    return [run.rank_log(attempts[-1], rank) for rank in ranks]
+    logs = sorted(run.rank_logs(attempts[-1]).items()) if attempts else []
+    return [log for _, (_, log) in logs[:_MAX_LOGS]]
 
 
 def _tag_of(statuses: Sequence[RunStatus]) -> str:

@@ -106,15 +106,18 @@ def _describe_restarts(run: RunDir) -> str | None:
 
 
 def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
-    from hpctrain.jobs.runs.run_status import checkpoint_pattern
+    from hpctrain.jobs.runs.run_status import checkpoint_pattern, unmatched_pattern
     from hpctrain.records.checkpoint_health import starts_over
 
+    problem = None if status.attempt is None else unmatched_pattern(run)
+    if problem and not status.state.ended and not status.attempt:
+        problem = f"no file matches {short_path(str(checkpoint_pattern(run)))} (--checkpoints) yet"
     if status.checkpoint:
-        return short_path(status.checkpoint)
+        return "; ".join(filter(None, [short_path(status.checkpoint), problem]))
+    if problem:
+        return f"none: {problem}"
     is_batch = (run.array or run).batch_script.exists()
     if is_batch and status.attempt is not None and status.state != "COMPLETED":
-        if (pattern := checkpoint_pattern(run)) is not None:
-            return f"none: no file matches {short_path(pattern)} (--checkpoints) yet"
         if starts_over(run):
             return "none: a restart starts over, unless --checkpoints names the files that the script saves"
         return "saved by the script; name its files with --checkpoints"

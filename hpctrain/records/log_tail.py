@@ -117,12 +117,15 @@ def read_last_records(
             yield record
 
 
-def output_range(run: RunDir, attempt: int) -> tuple[int, int | None]:
+def output_range(
+    run: RunDir, attempt: int, number: int = 0, log: Path | None = None
+) -> tuple[int, int | None]:
     """Return the positions between which a log contains the output of an attempt; None if there is no end.
 
-    All attempts of a batch script may write to one file, to which their logs are links.
+    All attempts of a batch script may write to one file, to which their logs are links. `RunDir.rank_logs`
+    has the number and the path of `log`, by default that of rank 0.
     """
-    log = run.rank_log(attempt, 0)
+    log = log or run.rank_log(attempt, 0)
     if not (log.is_symlink() and log.exists()):
         return 0, None
     # Before the search for a later attempt, which has not started to write then. On NFS, `stat` may return an
@@ -130,16 +133,17 @@ def output_range(run: RunDir, attempt: int) -> tuple[int, int | None]:
     with open_regular(log) as file:
         end = file.seek(0, os.SEEK_END)
     for later in run.attempts():
-        if later > attempt and os.path.realpath(run.rank_log(later, 0)) == os.path.realpath(log):
-            end = min(end, _length_before(run, later))
-            break
-    return _length_before(run, attempt), end
+        for n, (_, path) in run.rank_logs(later).items() if later > attempt else ():
+            is_of_rank = path.name[:10] == log.name[:10]
+            if is_of_rank and os.path.realpath(path) == os.path.realpath(log):
+                return _length_before(run, attempt, number), min(end, _length_before(run, later, n))
+    return _length_before(run, attempt, number), end
 
 
-def _length_before(run: RunDir, attempt: int) -> int:
+def _length_before(run: RunDir, attempt: int, number: int) -> int:
     from hpctrain.record_types import LogLength
 
-    notes = RecordTail(run.log_index(attempt, 0), LogLength).read_in_parts()
+    notes = RecordTail(run.log_index(attempt, number), LogLength).read_in_parts()
     return next((note.num_bytes for note in notes), 0)
 
 

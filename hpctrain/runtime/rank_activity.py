@@ -77,6 +77,13 @@ def has_process_group() -> bool:
     return in_process_group() or getattr(c10d, "_default_pg_init_method", None) is not None
 
 
+def count_ranks(launched: int) -> int | None:
+    """Return the number of ranks that train; None if the script destroyed a group that it started itself."""
+    if in_process_group():
+        return int(sys.modules["torch.distributed.distributed_c10d"].get_world_size())
+    return None if launched == 1 and has_process_group() else launched
+
+
 def in_process_group() -> bool:
     """Return true if this process is in a process group of torch."""
     # Another thread may be importing the module, which then lacks attributes.

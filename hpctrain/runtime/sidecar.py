@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from hpctrain.cluster import Ranks
 from hpctrain.rundir import TELEMETRY_VARIABLE, RunDir
 
-#: In a container, the package is outside of the interpreter's search path. Its folder is appended last, so
-#: that its other packages shadow nothing. The low priority reserves the cores for the ranks.
+#: In a container, or for a batch script, the packages are outside of the interpreter's search path. Their
+#: folders are appended last, so that they shadow nothing. The low priority reserves the cores for the ranks.
 _BOOT = (
-    "import os, runpy, sys; os.nice(19); sys.path.append(sys.argv.pop()); "
+    "import os, runpy, sys; os.nice(19); sys.path.extend(sys.argv.pop().split(os.pathsep)); "
     "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
 )
 
@@ -23,8 +26,8 @@ class Sidecar:
     """A process that exits when its standard input closes, at the latest when this process exits."""
 
     def __init__(self, module: str, *args: str) -> None:
-        package = Path(__file__).resolve().parents[2]
-        command = [sys.executable, "-P", "-c", _BOOT, module, *args, str(package)]
+        folders = [str(Path(__file__).resolve().parents[2]), str(Path(msgspec.__file__).parents[1])]
+        command = [sys.executable, "-P", "-c", _BOOT, module, *args, os.pathsep.join(folders)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def write(self, data: bytes) -> None:
@@ -50,12 +53,15 @@ class Sidecar:
         return True
 
 
-def start_node_sampler(run: RunDir, ranks: Ranks, environ: Mapping[str, str]) -> Sidecar | None:
-    """Start to measure this node on its first rank, unless telemetry is disabled."""
+def start_node_sampler(
+    run: RunDir, ranks: Ranks, environ: Mapping[str, str], node: int | None = None
+) -> Sidecar | None:
+    """Start to measure this node, by default of index `node_rank`, on its first rank if telemetry is on."""
     if ranks.local_rank != 0 or environ.get(TELEMETRY_VARIABLE) == "0":
         return None
+    node = ranks.node_rank if node is None else node
     try:
-        return Sidecar("hpctrain.telemetry.sampling.sampler", str(run.path), str(ranks.node_rank))
+        return Sidecar("hpctrain.telemetry.sampling.sampler", str(run.path), str(node))
     except OSError as error:
         # Training does not depend on telemetry.
         print(f"hpctrain: cannot measure the resource usage of this node: {error}", file=sys.stderr)

@@ -30,7 +30,7 @@ _FOREIGN = re.compile(r"#(PBS|BSUB)\s", re.ASCII)
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,@%+=~^*-]*", re.ASCII)
 
 #: Shells whose scripts sbatch users write; `hpctrain submit` adopts their scripts.
-_SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "mksh", "sh", "tcsh", "zsh")
+SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "mksh", "sh", "tcsh", "zsh")
 
 
 def shell_of(first_line: str) -> list[str]:
@@ -39,7 +39,7 @@ def shell_of(first_line: str) -> list[str]:
     words = " ".join(command).split()
     if words and words[0].endswith("/env"):
         words = [word for word in words[1:] if not word.startswith("-")]
-    return [word.strip() for word in command] if words and words[0].rpartition("/")[2] in _SHELLS else []
+    return [word.strip() for word in command] if words and words[0].rpartition("/")[2] in SHELLS else []
 
 
 class Directive(NamedTuple):

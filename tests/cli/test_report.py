@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shlex
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import click
 import pytest
+from helpers.run_histories import make_spec, started_run, write_run
 from helpers.waiting import wait_for
 from msgspec import to_builtins
 
@@ -58,6 +61,59 @@ def test_json_is_one_document_and_the_format_follows_the_file_extension(hpctrain
     assert hpctrain("report", "digits", "-o", "digits.json").returncode == 0
     assert json.loads((tmp_path / "digits.json").read_text())["state"] == "COMPLETED"
     assert hpctrain("report", "digits", "-o", "-").stdout.startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ([], None),
+        ([(4, 2), (1, 1)], "4 ranks on 2 nodes"),  # one after the other
+        ([(4, None)], "4 ranks on 3 nodes"),
+        ([(4, 2), (None, None)], None),  # at once
+    ],
+)
+def test_ranks_that_a_batch_script_starts_are_shown_if_known(hpctrain, run, sizes, shape):
+    started, finished = {**EVENTS[0], "nodes": 3}, EVENTS[1]
+    del started["world_size"]
+    ranks = [
+        {**finished, "kind": "ranks", "world_size": world_size, "nodes": nodes} for world_size, nodes in sizes
+    ]
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in [started, *ranks, finished]))
+    page = hpctrain("report", "digits", "-o", "-").stdout
+    assert re.findall(r"\d+ ranks? on \d+ nodes?", page) == ([shape] if shape else [])
+    (attempt,) = json.loads(hpctrain("report", "digits", "--json").stdout)["attempts"]
+    assert attempt["world_size"] == (4 if shape else None)
+
+
+def test_checkpoints_of_the_script_are_listed_as_such(hpctrain, tmp_path):
+    """Files and folders that match `--checkpoints`, or are in the run folder."""
+    history = started_run().after(9, "checkpoint", step=None, path=f"{tmp_path}/out/b.pt")
+    run = write_run(tmp_path / "r", history.after(1, "finished", state="COMPLETED", exit_code=0))
+    run.spec.write_text(make_spec(run.path, checkpoints=f"{tmp_path}/out/*", backend="local").text())
+    for hours, file in enumerate(["out/b.pt", "out/a/deep/model.pt", "r/checkpoints/c/model.pt"], start=1):
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(bytes(1000 * hours))
+        os.utime(tmp_path / "out/a" if "deep" in file else path, (time.time() - 3600 * hours,) * 2)
+    listed = hpctrain("checkpoints", "r", "--verify")
+    assert listed.returncode == 0
+    lines = [line.split() for line in listed.stdout.splitlines()]
+    assert lines[0] == ["age", "size", "checkpoint", "of", "the", "script"]
+    assert [line[-1] for line in lines[1:]] == ["r/checkpoints/c", "out/a", "out/b.pt"]
+    assert [line[-3:-1] for line in lines[1:]] == [["3", "kB"], ["2", "kB"], ["1", "kB"]]
+    assert [line[0] for line in lines[1:]] == ["3", "2", "1"]
+    assert "can neither verify nor export" in listed.stderr
+    records = json.loads(hpctrain("checkpoints", "r", "--json").stdout)
+    assert [(record["by_script"], record["step"], record["bytes"]) for record in records] == [
+        *((True, None, 3000), (True, None, 2000), (True, None, 1000))
+    ]
+    page = hpctrain("report", "r", "-o", "-").stdout
+    assert "3 checkpoints in the script's own format on disk." in page
+    assert f"{tmp_path}/out/a" in page
+    assert "still on disk" not in page
+    document = json.loads(hpctrain("report", "r", "--json").stdout)
+    assert document["checkpoints"] == []
+    assert [saved["bytes"] for saved in document["script_checkpoints"]] == [3000, 2000, 1000]
 
 
 @pytest.mark.parametrize(

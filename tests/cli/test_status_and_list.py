@@ -125,6 +125,28 @@ def test_status_of_a_batch_script_names_the_pattern_of_its_checkpoints(hpctrain,
     assert "none: no file matches out/*.pt (--checkpoints) yet" in hpctrain("status", "r").stdout
 
 
+def test_pattern_that_matches_no_file_is_named_after_a_restart_and_the_end(hpctrain, tmp_path):
+    """With the folder to which the user's pattern is relative."""
+    message = f"no file matches {tmp_path}/out/*.pt (--checkpoints); if the script has saved any, correct"
+    history = started_run().after(1, "failure", rank=0, cause="SIGKILL").after(0, "restart")
+    run = write_run(tmp_path / "r", history.after(1, "started", nodes=1, starts_over=True))
+    run.spec.write_text(make_spec(run.path, checkpoints=f"{tmp_path}/out/*.pt", backend="local").text())
+    run.attempt_logs(1).mkdir(parents=True)
+    run.checkpoints.mkdir()
+    assert f"checkpoint  none: {message}" in hpctrain("status", "r").stdout
+    run.log_event("finished", 1, state="COMPLETED", exit_code=0)
+    (run.checkpoints / "other.pt").touch()
+    assert f"checkpoint  r/checkpoints/other.pt; {message}" in hpctrain("status", "r").stdout
+    assert f"note         {message}" in hpctrain("logs", "-f", "r").stderr
+    assert f"Note: {message}" in hpctrain("checkpoints", "r").stderr
+    assert f"N{message[1:]}" in hpctrain("report", "r", "-o", "-").stdout
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "last.pt").touch()
+    for command in (["status"], ["checkpoints"], ["report", "-o", "-"], ["logs", "-f"]):
+        result = hpctrain(*command, "r")
+        assert "no file matches" not in result.stdout.lower() + result.stderr
+
+
 def test_list_prints_a_header(hpctrain, tmp_path):
     for name, loss in (("one", 2.7978244721005296e-12), ("other", math.nan)):
         run = finished_run(tmp_path / "runs" / name, "COMPLETED")

@@ -369,6 +369,7 @@ def test_script_without_exported_variables_is_observed_but_its_own_jobs_are_not(
         "export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) GLOO_SOCKET_IFNAME=lo\n"
         "export SLURM_EXPORT_ENV=$SLURM_EXPORT_ENV,MASTER_ADDR,MASTER_PORT,GLOO_SOCKET_IFNAME\n"
         f"srun {python} {ADOPTED / 'train.py'} --out out --steps 30 --pause {SLOW_S}\n"
+        "echo trained >>ends\n"
     )
     run = Run(folder / "run", slurm.env)
     run.hpctrain("submit", "--run-dir=run", "--checkpoints=out/*.pt", "job.sbatch", cwd=folder)
@@ -376,10 +377,23 @@ def test_script_without_exported_variables_is_observed_but_its_own_jobs_are_not(
     preempt(slurm.env)
     assert run.wait(400) == 0, run.describe()
     assert (folder / "child").read_text() == "[]"
+    # Not after the preemption.
+    assert (folder / "ends").read_text() == "trained\n"
     check_result("", folder / "out")
     # Observed ranks stop after the same step, and a successor continues the run.
     assert "all ranks exit after step" in "".join(path.read_text() for path in folder.glob("slurm-*.out"))
     assert len({event["job_id"] for event in run.events("submitted")}) == 2
+    report = json.loads(run.hpctrain("report", str(run.path), "--json").stdout)
+    first, second = report["attempts"]
+    assert [attempt["world_size"] for attempt in (first, second)] == [2, 2]
+    assert (first["first_step"], second["first_step"], second["last_step"]) == (
+        1,
+        second["resumed_step"] + 1,
+        30,
+    )
+    checkpoint = str(folder / "out/checkpoint.pt")
+    assert [saved["path"] for saved in report["script_checkpoints"]] == [checkpoint]
+    assert run.hpctrain("checkpoints", str(run.path)).stdout.endswith(f"{checkpoint}\n")
 
 
 def run_script(folder: Path, lines: str, files: dict[str, str], *options: str) -> Run:
@@ -473,3 +487,93 @@ def test_failure_that_the_script_survived_is_not_the_cause_of_another(tmp_path):
 def test_scripts_of_a_local_array_have_their_task(tmp_path):
     run_script(tmp_path, "touch task-$SLURM_ARRAY_TASK_ID", {}, "--array=2,5%2")
     assert sorted(path.name for path in tmp_path.glob("task-*")) == ["task-2", "task-5"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("directive", "num_jobs"), [("--requeue", 1), ("--no-requeue", 2)])
+def test_script_that_loses_a_node_continues_on_others(slurm, free_nodes, tmp_path, directive, num_jobs):
+    """Slurm requeues the job itself, or kills it five seconds later, so the run continues in another job."""
+    script = (ADOPTED / "plain_srun.sbatch").read_text()
+    (tmp_path / "loses.sbatch").write_text(script.replace("#SBATCH", f"#SBATCH {directive}\n#SBATCH", 1))
+    run = submit(tmp_path / "job", slurm.env, str(tmp_path / "loses"), step_s=SLOW_S)
+    out = tmp_path / "job/out"
+    wait_for(lambda: (out / "checkpoint.pt").exists(), 200, "a checkpoint")
+    victim = run.events("started")[0]["hosts"][1]
+    slurm.kill_node(victim)
+    assert run.wait(400) == 0, run.describe()
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["host"]) == ("node-lost", victim)
+    assert len(run.events("submitted")) == num_jobs
+    assert victim not in run.events("started")[-1]["hosts"]
+    assert run.events("resumed")[-1]["step"] > 0
+    check_result("plain_srun", out)
+    assert_no_process_left(run.path)
+
+
+@pytest.mark.extended
+def test_files_of_the_ranks_are_their_logs(slurm, tmp_path):
+    """A hang names the file of the guilty rank, to which the next attempt appends."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    train = f"{sys.executable} {ADOPTED / 'train.py'} --steps {NUM_STEPS} --pause {FAST_S} --out out"
+    (folder / "job.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --time=20\n"
+        "export GLOO_SOCKET_IFNAME=lo MASTER_PORT=$((20000 + $$ % 10000))\n"
+        "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)\n"
+        f"srun --open-mode=append --output=rank-%t.log {train} --fault 8:hang\n"
+    )
+    run = Run(folder / "run", slurm.env)
+    options = ["--run-dir=run", "--hang-timeout=15", "--checkpoints=out/*.pt"]
+    run.hpctrain("submit", *options, "job.sbatch", cwd=folder)
+    assert run.wait(400) == 0, run.describe()
+    (failure,) = run.events("failure")
+    assert (failure["class"], failure["rank"]) == ("hang", 1)
+    assert os.path.realpath(failure["log"]) == str(folder / "rank-1.log")
+    for attempt, step in enumerate((0, 5)):
+        for rank in range(2):
+            shown = run.hpctrain("logs", str(run.path), f"--attempt={attempt}", f"--rank={rank}").stdout
+            starts = [line for line in shown.splitlines() if "starts after step" in line]
+            assert starts == [f"rank {rank} of 2 starts after step {step}"]
+    merged = run.hpctrain("logs", str(run.path)).stdout.splitlines()
+    assert {f"[{rank}] rank {rank} of 2 starts after step 5" for rank in range(2)} <= set(merged)
+
+
+@pytest.mark.extended
+def test_each_node_of_several_groups_is_measured(slurm, tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "job.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --time=20\nfor fold in 0 1; do\n"
+        f"    srun --nodes=1 --ntasks=2 --exact {sys.executable} -c 'import time, torch; time.sleep(100)' &\n"
+        "done\nwait\n"
+    )
+    run = Run(folder / "run", slurm.env)
+    run.hpctrain("submit", "--run-dir=run", "job.sbatch", cwd=folder)
+    wait_for(lambda: len(run.dir.all_telemetry()) == 2, 200, "the measurements of both nodes")
+    hosts = [{record["host"] for record in read_json_lines(path)} for path in run.dir.all_telemetry()]
+    assert hosts == [{host} for host in run.events("started")[0]["hosts"]]
+    unknown = run.hpctrain("logs", str(run.path), "--rank=1", check=False)
+    assert "use srun --output=rank-%t.log or --label" in unknown.stderr
+    run.hpctrain("cancel", str(run.path))
+    run.wait(200)
+
+
+@pytest.mark.extended
+def test_output_files_are_those_of_sbatch(slurm, tmp_path):
+    (tmp_path / "job.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH -N2 -n2 --output=%x.out --error=%x.err\n"
+        'echo "$1 in $PWD"; echo warning >&2\n'
+        "srun --label sh -c 'echo task $SLURM_PROCID; echo error $SLURM_PROCID >&2'\n"
+        f"srun -n1 {sys.executable} -c 'import torch; print(torch.ones(2).sum())'\n"
+        "(sleep 0.2; printf 'no newline') &\nwait\n"
+    )
+    run_command(["sbatch", "--wait", "--job-name=plain", "job.sbatch", "hello"], slurm.env, cwd=tmp_path)
+    run = Run(tmp_path / "run", slurm.env)
+    run.hpctrain("submit", "--run-dir=run", "--name=adopted", "job.sbatch", "hello", cwd=tmp_path)
+    assert run.wait(200) == 0, run.describe()
+    for kind in ("out", "err"):
+        plain, adopted = (
+            sorted((tmp_path / f"{name}.{kind}").read_text().splitlines()) for name in ("plain", "adopted")
+        )
+        assert adopted == plain
+        assert len(plain) > 2

@@ -1,5 +1,6 @@
 """Runs of modules and commands, including hang detection without a Trainer."""
 
+import json
 import re
 import sys
 from contextlib import suppress
@@ -81,6 +82,20 @@ def test_module_and_commands_run_with_their_arguments(workdir, program):
     for rank in (0, 1):
         assert f"in the package rank {rank} ['--lr', '1 2']" in run.rank_log(0, rank).read_text()
     assert "COMPLETED" in printed
+
+
+@pytest.mark.extended
+def test_ranks_that_a_command_starts_are_those_of_the_report(workdir):
+    options = ["--ntasks-per-node=1", "--checkpoints=*.pt", "--", "sh", "-c"]
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 train.py none 50"
+    run, code, printed = submit(workdir, *options, f"{torchrun} && touch last.pt")
+    assert code == 0, printed
+    report = run_command([sys.executable, "-m", "hpctrain", "report", run.path, "--json"], cwd=workdir)
+    document = json.loads(report.stdout)
+    (attempt,) = document["attempts"]
+    assert (attempt["world_size"], attempt["nodes"]) == (2, 1)
+    assert (attempt["first_step"], attempt["last_step"], document["step"]) == (1, 40, 40)
+    assert [saved["path"] for saved in document["script_checkpoints"]] == [str(workdir / "last.pt")]
 
 
 @pytest.mark.slow

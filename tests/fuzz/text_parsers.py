@@ -71,7 +71,7 @@ PARSERS = [
             "srun: error: n1: task 0: Killed",
             "Root Cause (first observed failure):\n  host : n1\n  rank : 1 (x)\n  exitcode : -9 (pid: 7)",
         ],
-        call=lambda content: root_cause.killed_tasks(write_file(content), 0, ""),
+        call=lambda content: root_cause.killed_tasks(write_file(content), 0),
     ),
     Parser(history.normalize_cause, ["rank 3 on n1: ValueError: at 0xdeadbeef"]),
     Parser(

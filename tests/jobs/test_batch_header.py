@@ -269,10 +269,14 @@ def test_notes_name_ignored_directives_and_processes_that_are_not_observed(tmp_p
     path.write_text(
         "#!/bin/bash\n# SBATCH -N1\n##SBATCH -N1\nsrun --export=NONE a\n# srun --export=NONE b\n"
         "srun -n1 --export NONE c\n#SBATCH -N2\n"
+        "export PYTHONPATH=src\nPYTHONPATH=src:$PYTHONPATH\nPYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}src\n"
+        "unset A PYTHONPATH\nPYTHONPATH= srun d\nexport PYTHONPATH+=:src\n# unset PYTHONPATH\n"
+        'export MY_PYTHONPATH=src PYTHONPATH="$PWD/a b:$PYTHONPATH"\nenv -u PYTHONPATH srun e\n'
     )
-    ignored, hidden = BatchScript.read(path).notes
+    ignored, hidden, replaced = BatchScript.read(path).notes
     assert "options that sbatch ignores: line 2, 7." in ignored
     assert "with --export=NONE, which hpctrain cannot observe: line 4, 6." in hidden
+    assert "so hpctrain cannot observe its processes: line 8, 11, 12, 16." in replaced
 
 
 def test_options_override_the_header(tmp_path):

@@ -18,6 +18,7 @@ from hpctrain.jobs.runs.run_log_reader import (
     RunLogReader,
 )
 from hpctrain.rundir import RunDir
+from hpctrain.supervisor.workers.batch_launcher import link_own_log
 
 
 class Attempt:
@@ -70,6 +71,27 @@ def test_selected_ranks_are_shown_and_a_single_one_without_prefix(tmp_path):
     assert read_all(attempt.logs()) == "[10] I am 10\n[ 2] I am 2\n[ 0] I am 0\n"
     assert read_all(attempt.logs(2, 0)) == "[ 2] I am 2\n[ 0] I am 0\n"
     assert read_all(attempt.logs(2)) == "I am 2\n"
+
+
+def test_files_of_the_ranks_of_a_batch_script_are_their_logs(tmp_path):
+    """Both attempts append to a file per rank; ranks 2 and 3 of the first share a file."""
+    attempt = Attempt(tmp_path / "r", 1)
+    attempt.write(0, "script\n")
+    for number, (rank, name) in enumerate([(0, "a"), (1, "b"), (1, "b"), (2, "c"), (3, "c")], 1):
+        (tmp_path / name).write_text(f"in {name}\n")
+        attempt.run.own_log(0, rank, number).symlink_to(tmp_path / name)
+    assert attempt.run.ranks(0) == [0, 1, 2, 3]
+    assert read_all(attempt.logs()).splitlines() == ["script", "[0] in a", "[1] in b", "[2] in c"]
+    assert read_all(attempt.logs(0)) == "in a\n"
+    assert read_all(attempt.logs(3)) == "in c\n"
+    assert attempt.run.log_of(0, 1).name == "rank-00001-3.log"
+    assert attempt.run.log_of(0, 7).name == "rank-00000.log"
+    attempt.run.attempt_logs(1).mkdir()
+    link_own_log(attempt.run, 1, 1, 1, str(tmp_path / "b"), (tmp_path / "b").stat().st_size)
+    with open(tmp_path / "b", "a") as file:
+        file.write("again\n")
+    assert read_all(attempt.logs(1)) == "in b\n"
+    assert read_all(RankLogReader(attempt.run, 1, (1,))) == "again\n"
 
 
 def test_lines_are_whole_and_progress_bars_show_their_last_state(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster import detect
+from hpctrain.files import read_json_lines
 from hpctrain.rundir import ATTEMPT_VARIABLE, CHILD_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from hpctrain.runtime.program import process_observer
 from hpctrain.runtime.program.process_observer import ChildRelay, ProcessObserver
@@ -34,11 +35,10 @@ PRINT_PATHS = "import os, sys, torch; print(os.environ['PYTHONPATH'].split(os.pa
 
 
 def run(
-    python: str | Path, variables: dict[str, str], script: str = PRINT_PATHS, cwd: Path | None = None
+    python: str | Path, variables: dict[str, str], script: str = PRINT_PATHS
 ) -> subprocess.CompletedProcess[str]:
     environ = {"PATH": os.environ["PATH"], **variables}
-    command = [python, "-c", script]
-    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run([python, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
 
 
 def test_environment_without_hpctrain_runs_the_users_sitecustomize(tmp_path, variables):
@@ -132,8 +132,72 @@ class Joined:
     def on_tick(self) -> None: ...
 
 
-#: Environments of `make test-torch-versions`, without hpctrain if their .pth files are not read.
-TORCH_ENVIRONMENTS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hpctrain-torch")
+def batch_variables(folder: Path, packages: list[str]) -> dict[str, str]:
+    """Variables of a process of a batch script, rank 0 of a torchrun on the second node of the job."""
+    (folder / "torch.py").touch()
+    hook = Path(process_observer.__file__).with_name("startup_hook")
+    launch = {"TORCHELASTIC_RUN_ID": "r", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "0"}
+    launch |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    launch |= {"GROUP_WORLD_SIZE": "1", "SLURMD_NODENAME": "n7", "SLURM_JOB_NODELIST": "n[6-7]"}
+    return {
+        **launch,
+        RUN_DIR_VARIABLE: str(folder),
+        ATTEMPT_VARIABLE: "3",
+        CHILD_VARIABLE: json.dumps({"packages": packages, "step": None, "python": "3.98.7"}),
+        "PYTHONPATH": os.pathsep.join([str(hook), str(folder)]),
+        "PYTHONSAFEPATH": "1",  # without the working directory
+    }
+
+
+@pytest.mark.slow
+def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(tmp_path):
+    """The environment of the script has PyTorch, but not hpctrain and its dependencies."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    supervisor, telemetry = Joined(), RunDir(tmp_path).telemetry(1)
+    variables = batch_variables(tmp_path, batch_launcher._PACKAGES)
+    script = (
+        "import pathlib, sys, time, torch\n"
+        f"while not pathlib.Path({str(telemetry)!r}).exists(): time.sleep(0.05)\n"
+        "print('sampled')"
+    )
+    with HeartbeatServer("127.0.0.1", supervisor) as server, open(tmp_path / "rank.log", "w") as log:
+        result = subprocess.run(
+            [tmp_path / "venv/bin/python", "-c", script],
+            env={"PATH": os.environ["PATH"], **server.variables, **variables},
+            stdout=log,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+        introduction = supervisor.introductions.get(timeout=10)
+    assert introduction == {
+        "attempt": 3,
+        "rank": 0,
+        "world_size": 2,
+        "group": "torchrun/127.0.0.1:29500",
+        "host": "n7",
+        "in_step": False,
+        "outputs": [[str(tmp_path / "rank.log"), 0]],
+    }
+    assert {record["host"] for record in read_json_lines(telemetry)} == {"n7"}
+
+
+def test_process_with_another_version_of_python_says_once_that_it_is_not_observed(tmp_path):
+    packages = tmp_path / "packages/hpctrain"
+    packages.mkdir(parents=True)
+    (packages / "__init__.py").write_text("syntax of a newer version")
+    venv.create(tmp_path / "venv", with_pip=False)
+    variables = batch_variables(tmp_path, [str(packages.parent)])
+    children = "import subprocess, sys, torch; subprocess.run([sys.executable, '-c', 'import torch'])"
+    result = run(tmp_path / "venv/bin/python", variables, children)
+    assert result.returncode == 0
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("hpctrain: cannot monitor this process: ")
+    assert "and the supervisor has Python 3.98.7 (SyntaxError(" in line
+    assert run(tmp_path / "venv/bin/python", {**variables, "LOCAL_RANK": "1"}, children).stderr == ""
+
+
 TRAINS = """
 import time, torch
 layer = torch.nn.Linear(1, 1)
@@ -146,54 +210,23 @@ print(torch.__version__)
 """
 
 
-def torch_environment(version: str) -> Path:
-    """Return the packages of an environment with this version of PyTorch for this Python."""
-    folder = TORCH_ENVIRONMENTS / version
-    packages = folder / "lib/python{}.{}/site-packages".format(*sys.version_info)
-    if not (folder / "complete").exists() or not packages.exists():
-        pytest.skip(f"needs {folder}, which `make test-torch-versions` creates")
-    return packages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("version", [None, pytest.param("2.6.0", marks=pytest.mark.extended)])
-def test_process_of_a_batch_script_reports_from_an_environment_without_hpctrain(tmp_path, version):
-    """The environment has PyTorch, or an empty module, but not hpctrain and its dependencies."""
+@pytest.mark.extended
+def test_process_with_an_older_torch_reports_its_steps_from_an_environment_without_hpctrain(tmp_path):
+    """The environment is one of `make test-torch-versions`, whose .pth files are not read."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    packages = cache / "hpctrain-torch/2.6.0/lib/python{}.{}/site-packages".format(*sys.version_info)
+    if not packages.exists():
+        pytest.skip(f"needs {packages}, which `make test-torch-versions` creates")
     venv.create(tmp_path / "venv", with_pip=False)
+    (installed,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (installed / "torch.pth").write_text(f"{packages}\n")
     python, supervisor = tmp_path / "venv/bin/python", Joined()
-    if version is None:
-        (tmp_path / "torch.py").touch()
-    else:
-        (installed,) = tmp_path.glob("venv/lib/python*/site-packages")
-        (installed / "torch.pth").write_text(f"{torch_environment(version)}\n")
-    # Not in this folder, which contains hpctrain.
-    alone = run(python, {}, "import hpctrain", cwd=tmp_path)
+    variables = {**batch_variables(tmp_path, batch_launcher._PACKAGES), "HPCTRAIN_TELEMETRY": "0"}
+    (tmp_path / "torch.py").unlink()
+    alone = run(python, {"PYTHONSAFEPATH": "1"}, "import torch, hpctrain")
     assert "No module named 'hpctrain'" in alone.stderr
-    hook = Path(process_observer.__file__).with_name("startup_hook")
-    launch = {"TORCHELASTIC_RUN_ID": "r", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "RANK": "1"}
-    launch |= {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    launch |= {"GROUP_WORLD_SIZE": "1", "SLURMD_NODENAME": "n7", "HPCTRAIN_TELEMETRY": "0"}
     with HeartbeatServer("127.0.0.1", supervisor) as server:
-        variables = {
-            **launch,
-            **server.variables,
-            RUN_DIR_VARIABLE: str(tmp_path),
-            ATTEMPT_VARIABLE: "3",
-            CHILD_VARIABLE: json.dumps({"packages": batch_launcher._PACKAGES, "step": None}),
-            "PYTHONPATH": os.pathsep.join([str(hook), str(tmp_path)]),
-        }
-        result = run(python, variables, TRAINS if version else "import torch", cwd=tmp_path)
-        assert result.returncode == 0
-        # PyTorch warns that NumPy is missing.
-        assert "hpctrain: " not in result.stderr if version else not result.stderr
-        assert result.stdout.startswith(version or "")
-        introduction = supervisor.introductions.get(timeout=10)
-    assert supervisor.newest_step == (3 if version else 0)
-    assert introduction == {
-        "attempt": 3,
-        "rank": 1,
-        "world_size": 2,
-        "group": "torchrun/127.0.0.1:29500",
-        "host": "n7",
-        "in_step": False,
-    }
+        result = run(python, {**server.variables, **variables}, TRAINS)
+    assert result.stdout.startswith("2.6.0"), result.stderr
+    assert "hpctrain: " not in result.stderr
+    assert supervisor.newest_step == 3

@@ -17,7 +17,7 @@ from hpctrain.runtime.program import step_log
 from hpctrain.runtime.rank_activity import activity
 
 step_log._WRITE_LIMIT_S = 0.1
-log = step_log.StepLog(RunDir(Path(sys.argv[1])), 0)
+log = step_log.StepLog(RunDir(Path(sys.argv[1])), 0, 1, 1)
 activity.optimizer_steps, activity.restored_steps = 3, 0
 if os.fork() == 0:
     os._exit(0)
@@ -45,7 +45,7 @@ from hpctrain.rundir import RunDir
 from hpctrain.runtime.program.step_log import StepLog
 from hpctrain.runtime.rank_activity import activity
 
-log = StepLog(RunDir(Path(sys.argv[1])), 0)
+log = StepLog(RunDir(Path(sys.argv[1])), 0, 1, 1)
 activity.restored_steps = 0
 for step in map(int, sys.stdin):
     activity.optimizer_steps = step
@@ -66,3 +66,6 @@ def test_steps_of_programs_that_run_at_once_are_not_mixed(tmp_path):
     subprocess.run(command, input="1\n", text=True, timeout=60, check=True)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 1]
+    # The number of ranks that train is unknown while several programs train.
+    ranks = [json.loads(line)["world_size"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert ranks == [1, None, 1]

@@ -3,11 +3,15 @@
 import os
 import queue
 import signal
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.run_histories import make_spec
+from helpers.waiting import wait_for
+from msgspec.structs import replace
 
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.runs.run_log_reader import LogFilter, LogText, RunLogReader
@@ -19,7 +23,11 @@ from hpctrain.supervisor.workers.batch_launcher import BatchLauncher, BatchStep
 
 #: No process is observed.
 NO_GROUPS: Any = SimpleNamespace(
-    stop=bool, has_ranks=bool, has_ranks_outside_steps=False, survived_until=float
+    stop=bool,
+    has_ranks=bool,
+    has_ranks_outside_steps=False,
+    survived_until=float,
+    ask_to_stop=threading.Event(),
 )
 
 
@@ -60,6 +68,35 @@ def test_job_steps_end_or_are_abandoned_if_the_controller_does_not_respond(
         assert answers == []
     else:
         assert "could not end all job steps" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "files"),
+    [
+        ("touch begun; sleep 1; touch next", []),
+        ("trap 'touch handled; exit' TERM; touch begun; sleep 1; touch next", ["handled"]),
+        ("trap 'touch handled' TERM; touch begun; sleep 1; touch next", ["handled", "next"]),
+        # The script has become the rank, which could not stop if it were suspended.
+        ('touch begun; exec python3 -c \'import time; time.sleep(1); open("next", "w")\'', ["next"]),
+    ],
+)
+def test_script_ends_after_its_ranks_instead_of_running_its_next_lines(tmp_path, script, files):
+    """As after the time limit, when Slurm sends SIGTERM to the script."""
+    spec = replace(make_spec(tmp_path, program="batch", backend="local"), workdir=str(tmp_path))
+    groups: Any = SimpleNamespace(**vars(NO_GROUPS))
+    stopped = threading.Event()
+    groups.stop, groups.has_ranks = lambda number: None, lambda: not stopped.is_set()
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    step = BatchStep(spec, ["bash", "-c", script], dict(os.environ), events.put, groups)
+    wait_for((tmp_path / "begun").exists, 20, "the start of the script")
+    time.sleep(0.3)
+    step.signal(signal.SIGTERM)
+    stopped.set()
+    while not isinstance(events.get(timeout=20), StepEnded):
+        pass
+    step.close()
+    (tmp_path / "begun").unlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
 @pytest.mark.parametrize("exported", ["NONE", "A,B", "ALL,A=b"])

@@ -484,7 +484,7 @@ def test_worker_that_failed_first_is_the_cause_in_a_report_of_torchrun(tmp_path)
         f"Root Cause (first observed failure):\n[0]:\n{worker.format(2, 2, -9)}"
         "srun: error: n1: task 0: Exited with exit code 1\n"
     )
-    (killed,) = killed_tasks(run.slurm_log, 0, "")
+    (killed,) = killed_tasks(run.slurm_log, 0)
     assert (killed.rank, killed.host, killed.error) == (2, "n2.example.org", "SIGKILL")
     # No other node is blamed if Slurm's names are unlike those of the hosts.
     for nodes, host in ((["n1", "n2"], "n2"), (["a", "b"], ""), (["local-0"], "local-0")):

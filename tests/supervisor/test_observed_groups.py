@@ -32,10 +32,12 @@ class Supervisor:
             self.sent.append((dict(message), sorted(keys)))
             return len(keys)
 
-        self.groups = ObservedGroups(send, new_monitor)
+        self.links: list[tuple[int, int, str, int]] = []
+        self.groups = ObservedGroups(send, new_monitor, lambda *link: self.links.append(link))
 
     def join(self, group: str, rank: int, world_size: int = 2) -> int:
         introduction = {"group": group, "rank": rank, "world_size": world_size, "host": f"n{rank}"}
+        introduction["outputs"] = [[f"{group}-{rank}.log", rank]]
         return self.groups.join({**introduction, "in_step": True})
 
     def beat(self, key: int, step: int, **fields: object) -> None:
@@ -131,3 +133,20 @@ def test_failures_before_another_launch_or_a_long_time_alone_are_survived(superv
     supervisor.groups.on_disconnect(key)
     supervisor.join("b", 1)
     assert supervisor.groups.survived_until() == 1200.0
+
+
+def test_files_of_one_group_at_once_are_logs(supervisor):
+    """A process that trains no steps does not replace the group that trains, nor does a second training."""
+    server = supervisor.join("server", 0, 1)
+    supervisor.beat(server, 0)
+    assert supervisor.links == [], "it may not train"
+    helpers = [supervisor.join("helper", rank) for rank in range(2)]
+    supervisor.beat(helpers[1], 0)
+    left, right = ([supervisor.join(group, rank) for rank in range(2)] for group in ("left", "right"))
+    for key in (*left, *right, *left, helpers[0]):
+        supervisor.beat(key, 1)
+    assert supervisor.links == [(1, 1, "helper-1.log", 1), (2, 0, "left-0.log", 0), (3, 1, "left-1.log", 1)]
+    for key in left:
+        supervisor.groups.on_disconnect(key)
+    supervisor.beat(right[1], 2)
+    assert supervisor.links[3:] == [(4, 1, "right-1.log", 1)]

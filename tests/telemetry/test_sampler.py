@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,20 @@ def test_sampler_ignores_signals_and_ends_with_its_parent(tmp_path):
     begin, last = read_json_lines(run.telemetry(3))
     assert begin["cpus"] == os.cpu_count()
     assert last["seconds"] < 20
+
+
+def test_second_sampler_of_a_node_takes_over_when_the_first_ends(tmp_path):
+    """Several process groups of a batch script may share a node."""
+    run = RunDir(tmp_path / "run")
+    with start(run) as first, start(run) as second:
+        time.sleep(1.5 * sampler.READ_INTERVAL_S)
+        (begin,) = read_json_lines(run.telemetry(3))
+        first.stdin.close()
+        assert first.wait(20) == 0
+        wait_for(lambda: len(list(read_json_lines(run.telemetry(3)))) == 3, 20, "the second sampler")
+        second.stdin.close()
+        assert second.wait(20) == 0
+    assert "cpus" in begin
 
 
 def test_means_are_weighted_by_the_time_of_the_lines(tmp_path):

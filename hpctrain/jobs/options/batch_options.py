@@ -38,6 +38,10 @@ OF_RANKS = (
 _SIGNAL = re.compile(r"([RB]+:)?(?:SIG)?(\w+)(?:@(\d+))?", re.ASCII | re.IGNORECASE)
 #: A command whose processes inherit no variables.
 _HIDES = re.compile(r"[^#]*\bsrun\b[^#]*\s--export[= ]NONE\b", re.IGNORECASE)
+#: A command whose processes lack the folder in PYTHONPATH with which they are observed.
+_REPLACES_PATH = re.compile(
+    r"[^#]*\b(?:(?:unset|env\s-u)\s[^#;&|=]*\bPYTHONPATH\b|PYTHONPATH=(?![^#]*\$\{?PYTHONPATH\b))"
+)
 #: Signals for the batch script that the supervisor forwards, by name and number.
 _FORWARDED = ("TERM", "USR1", "USR2", *(str(int(number)) for number in (SIGTERM, SIGUSR1, SIGUSR2)))
 #: Origin of the directives that hpctrain adds.
@@ -99,15 +103,23 @@ class BatchScript(Struct, frozen=True):
                 f"{name} has options that sbatch ignores: line {lines}. Their lines must begin with #SBATCH, "
                 "and precede the first command."
             )
-        lines = ", ".join(
-            str(number) for number, line in enumerate(self.text.splitlines(), 1) if _HIDES.match(line)
-        )
-        if lines:
+        gain = "to let hpctrain count steps, detect hangs and stop the ranks"
+        if lines := self._lines(_HIDES):
             notes.append(
                 f"{name} starts processes with --export=NONE, which hpctrain cannot observe: line {lines}. "
-                "Remove the option to let hpctrain count steps, detect hangs and stop the ranks."
+                f"Remove the option {gain}."
+            )
+        if lines := self._lines(_REPLACES_PATH):
+            notes.append(
+                f"{name} removes hpctrain's folder from PYTHONPATH, so hpctrain cannot observe its "
+                f"processes: line {lines}. Keep the folder, as in PYTHONPATH=src:$PYTHONPATH, {gain}."
             )
         return notes
+
+    def _lines(self, pattern: re.Pattern[str]) -> str:
+        """Return the numbers of the lines that match."""
+        lines = enumerate(self.text.splitlines(), 1)
+        return ", ".join(str(number) for number, line in lines if pattern.match(line))
 
 
 def _can_forward(text: str) -> bool:

@@ -74,8 +74,7 @@ def job_log_tail(log: str | None) -> list[str]:
 
 def crashed_log_tail(run: RunDir, attempt: int) -> list[str]:
     """Return the end of the first log of a rank that shows a crash, for a run without failure records."""
-    for rank in run.ranks(attempt):
-        log = run.rank_log(attempt, rank)
+    for _, log in run.rank_logs(attempt).values():
         if any("Traceback (most recent" in line for line in read_last_lines(log, _SEARCHED_LINES)):
             return list(_end_of(run, attempt, str(log)))
     return []

@@ -194,8 +194,8 @@ def require_running_ranks(
             f"The ranks of run {run.run_id} have not started yet, so they cannot be {done}. Try again in a "
             "few seconds."
         )
-    world_size = started[-1].world_size or 0
-    if missing := [rank for rank in ranks if rank >= world_size]:
+    world_size = started[-1].world_size  # None for a batch script
+    if world_size is not None and (missing := [rank for rank in ranks if rank >= world_size]):
         raise SpecError(
             f"Run {run.run_id} has no {format_ranks(missing)} ({option}). It has "
             f"{pluralize(world_size, 'rank')}, numbered from 0."

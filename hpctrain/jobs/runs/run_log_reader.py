@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -49,11 +50,14 @@ class RankLogReader:
         offsets: Mapping[int, int] | None = None,
     ) -> None:
         self.mark: tuple[int, int] | None = None
-        """Rank of the text yielded last, and the position after this text in its log, in bytes."""
+        """Number of the log yielded last, as in `RunDir.rank_logs`, and the position after it, in bytes."""
         self._offsets = offsets or {}
         self._run, self._attempt, self._label = run, attempt, label
         self._wanted = frozenset(ranks)
         self._tails: dict[int, FileTail] = {}
+        self._logs: dict[int, tuple[int, Path]] = {}
+        #: Files of the ranks of a batch script; those of a node, for example, may share one.
+        self._targets: set[str] = set()
         self._queue: deque[int] = deque()
         self._partial_lines: dict[int, str] = {}
         self._next_listing = 0.0
@@ -61,66 +65,78 @@ class RankLogReader:
 
     def read_past(self) -> Iterator[str]:
         self._find_ranks()
-        for _, rank, size in heapq.merge(*map(_notes, self._run.all_log_indexes(self._attempt))):
-            if (tail := self._tails.get(rank)) is not None:
-                yield from self._read(rank, tail, size)
+        for _, number, size in heapq.merge(*map(_notes, self._run.all_log_indexes(self._attempt))):
+            if (tail := self._tails.get(number)) is not None:
+                yield from self._read(number, tail, size)
         # Lines written after the last time record of a rank.
-        for rank, tail in sorted(self._tails.items(), key=lambda item: (item[1].modified(), item[0])):
-            yield from self._read(rank, tail)
+        for number, tail in sorted(self._tails.items(), key=lambda item: (item[1].modified(), item[0])):
+            yield from self._read(number, tail)
 
     def read_new(self) -> Iterator[str]:
         """Yield the lines since the last poll; with many ranks, each poll reads the next part of them."""
         if time.monotonic() >= self._next_listing:
             self._find_ranks()
         for _ in range(min(_LOGS_PER_POLL, len(self._queue))):
-            rank = self._queue.popleft()
-            self._queue.append(rank)
-            if self._tails[rank].has_grown():
-                yield from self._read(rank, self._tails[rank])
+            number = self._queue.popleft()
+            self._queue.append(number)
+            if self._tails[number].has_grown():
+                yield from self._read(number, self._tails[number])
 
     def read_rest(self) -> Iterator[str]:
         """Yield all remaining lines, including unterminated ones."""
         self._find_ranks()
-        for rank, tail in sorted(self._tails.items()):
+        for number, tail in sorted(self._tails.items()):
             # The length from `stat` may be outdated on NFS.
-            yield from self._read(rank, tail)
-            if torn := self._partial_lines.pop(rank, ""):
-                self.mark = rank, tail.position
-                yield self._line(rank, torn)
+            yield from self._read(number, tail)
+            if torn := self._partial_lines.pop(number, ""):
+                self.mark = number, tail.position
+                yield self._line(number, torn)
 
     def _find_ranks(self) -> None:
         self._next_listing = time.monotonic() + _LISTING_INTERVAL_S
-        for rank in self._run.ranks(self._attempt):
-            if rank not in self._tails and (not self._wanted or rank in self._wanted):
-                begin, _ = output_range(self._run, self._attempt)
-                log = self._run.rank_log(self._attempt, rank)
-                self._tails[rank] = FileTail(log, self._offsets.get(rank, begin))
-                self._queue.append(rank)
+        logs = self._run.rank_logs(self._attempt)
+        has_own = any(rank == 0 for number, (rank, _) in logs.items() if number)
+        for number, (rank, log) in sorted(logs.items()):
+            is_hidden = self._wanted and (rank not in self._wanted or (number == 0 and has_own))
+            if number in self._logs or is_hidden:
+                continue
+            self._logs[number] = rank, log
+            if log != self._run.rank_log(self._attempt, rank):
+                if (target := os.path.realpath(log)) in self._targets:
+                    continue
+                self._targets.add(target)
+            begin, _ = output_range(self._run, self._attempt, number, log)
+            self._tails[number] = FileTail(log, self._offsets.get(number, begin))
+            self._queue.append(number)
         if self._tails and not self._width:
             world_size = _world_size(self._run, self._attempt) or len(self._tails)
             # A single rank needs no prefix.
             self._labels_ranks = len(self._wanted) != 1 and world_size > 1
             self._width = len(str(max(world_size - 1, *self._tails)))
+        if self._targets:
+            self._labels_ranks = len(self._wanted) != 1
+            self._width = len(str(max(rank for rank, _ in self._logs.values())))
 
-    def _read(self, rank: int, tail: FileTail, size: int | None = None) -> Iterator[str]:
-        _, end = output_range(self._run, self._attempt)
+    def _read(self, number: int, tail: FileTail, size: int | None = None) -> Iterator[str]:
+        _, end = output_range(self._run, self._attempt, number, self._logs[number][1])
         size = end if size is None else size
         while text := tail.read(size, most_bytes=_PIECE_BYTES):
             if not self._labels_ranks and not self._label:
-                self.mark = rank, tail.position
+                self.mark = number, tail.position
                 yield text
                 continue
-            *lines, torn = (self._partial_lines.pop(rank, "") + text).split("\n")
+            *lines, torn = (self._partial_lines.pop(number, "") + text).split("\n")
             if lines:
-                self.mark = rank, tail.line_start
-                yield "".join([self._line(rank, line) for line in lines])
+                self.mark = number, tail.line_start
+                yield "".join([self._line(number, line) for line in lines])
             if torn:
-                self._partial_lines[rank] = _last_state(torn)
+                self._partial_lines[number] = _last_state(torn)
 
-    def _line(self, rank: int, line: str) -> str:
+    def _line(self, number: int, line: str) -> str:
         # For a line that overwrites itself (progress bars), show the final state, as a terminal does.
         shown = _last_state(line).rstrip("\r")
-        origin = f"[{rank:>{self._width}}] " if self._labels_ranks else ""
+        is_of_rank = self._labels_ranks and not (self._targets and number == 0)
+        origin = f"[{self._logs[number][0]:>{self._width}}] " if is_of_rank else ""
         return f"{self._label}{origin}{shown}\n"
 
 
@@ -150,7 +166,7 @@ class LogMark(NamedTuple):
     attempt: int | None
     """Attempt of the logs; None for an event."""
     rank: int | None
-    """Rank whose log was read; None for an event."""
+    """Number of the log that was read (see `RunDir.rank_logs`); None for an event."""
     offset: int
     """Bytes of the log, or number of events."""
 
@@ -369,8 +385,9 @@ def describe_event(event: Event) -> str | None:
 def _describe_kind(event: Event) -> str | None:
     match event.kind:
         case "started":
-            over = "; no known checkpoint" if event.starts_over else ""
-            return f": starting, world size {event.world_size}, nodes {event.nodes}{over}"
+            over = f"; {event.note or 'no known checkpoint'}" if event.starts_over else ""
+            size = "" if event.world_size is None else f", world size {event.world_size}"
+            return f": starting{size}, nodes {event.nodes}{over}"
         case "staged":
             return f": {describe_staging(event)}"
         case "startup":

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from hpctrain.checkpoint.format.manifest import committed_steps
-from hpctrain.checkpoint.listing import newest_script_checkpoint
+from hpctrain.checkpoint.listing import describe_unmatched, newest_script_checkpoint
 from hpctrain.errors import SpecError
 from hpctrain.files import read_regular, warn_once
 from hpctrain.jobspec.load_spec import load_spec
@@ -226,3 +226,12 @@ def checkpoint_pattern(run: RunDir) -> str | None:
         if b"\ncheckpoints: null\n" not in read_regular(run.spec):
             return load_spec(run.spec).checkpoints
     return None
+
+
+def unmatched_pattern(run: RunDir) -> str | None:
+    """Return a message if no file has matched the pattern of `--checkpoints`."""
+    if (problem := describe_unmatched(checkpoint_pattern(run))) is None:
+        return None
+    # Files that it has matched may be on the local disk of a node, or deleted.
+    saved = [event.path for event in run.read_events() if event.kind == "checkpoint" and event.step is None]
+    return None if any(path and not Path(path).is_relative_to(run.checkpoints) for path in saved) else problem

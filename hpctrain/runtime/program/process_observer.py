@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -20,10 +21,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import cache, partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hpctrain.cluster import Ranks, detect
+from hpctrain.cluster import Ranks, detect, expand_hostlist
 from hpctrain.cluster.addresses import host_name
 from hpctrain.cluster.detection import detect_local
 from hpctrain.errors import EnvironmentMismatch, UserError
@@ -89,7 +91,7 @@ class ProcessObserver:
         self._environ, self._started_with = environ, dict(environ)
         self._world_size = int(environ["WORLD_SIZE"])
         self._may_train_alone = self._world_size == 1 or environ.get(INDEPENDENT_RANKS_VARIABLE) == "1"
-        self._step_log = StepLog(run, attempt) if records_steps else None
+        self._step_log = StepLog(run, attempt, self._world_size, ranks.num_nodes) if records_steps else None
 
     def start(self, connect: Callable[[], Connection]) -> None:
         """Sample this process, and report it through a connection."""
@@ -194,10 +196,13 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
             "world_size": ranks.world_size,
             "host": host,
             "in_step": os.environ.get("SLURM_STEP_ID") != command["step"],
+            "outputs": (outputs := _own_outputs(run, attempt)),
         }
+        log = Path(outputs[-1][0]) if outputs else run.rank_log(attempt, 0)
         connect = partial(SupervisorConnection, address, ranks, attempt, facts)
     else:
         ranks, connect = Ranks(**command["ranks"]), partial(connect_to_worker, command["socket"])
+        log = run.rank_log(attempt, ranks.rank)
     try:
         connect().close()
     except OSError:  # Another job has inherited the variables.
@@ -212,9 +217,9 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
             exit_on_stop_signal()
     environ: Mapping[str, str] = os.environ
     # The output of a command shows its other exceptions.
-    _record_exceptions(run, attempt, ranks, UserError if address is None else BaseException)
+    _record_exceptions(run, attempt, ranks, UserError if address is None else BaseException, log)
     if address is not None:
-        _sidecars.append(start_node_sampler(run, ranks, os.environ))
+        _sidecars.append(start_node_sampler(run, ranks, os.environ, _node_index(host, ranks)))
         # The processes of a batch script may be independent.
         environ = {**ranks.torch_variables(), **os.environ, INDEPENDENT_RANKS_VARIABLE: "1"}
     is_main = ranks.is_main if address is not None else launch[1] == "0"
@@ -224,9 +229,34 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
     return partial(_after_step, observer)
 
 
-def _record_exceptions(run: RunDir, attempt: int, ranks: Ranks, recorded: type[BaseException]) -> None:
+def _node_index(host: str, ranks: Ranks) -> int:
+    """Return the place of this node in the allocation, in which several groups may have a first node."""
+    with suppress(UserError, ValueError):
+        return expand_hostlist(os.environ.get("SLURM_JOB_NODELIST", "")).index(host)
+    return ranks.node_rank
+
+
+def _own_outputs(run: RunDir, attempt: int) -> list[tuple[str, int]]:
+    """Return the files to which this process writes, the standard output first, but not those of the script.
+
+    The number is the length in bytes, before which the file contains the output of earlier attempts.
+    """
+    of_script = {os.path.realpath(path) for path in (run.rank_log(attempt, 0), run.slurm_log)}
+    outputs: dict[str, int] = {}
+    for fd in (1, 2):
+        with suppress(OSError):
+            path, status = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd)
+            is_file = stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.stat(path))
+            if is_file and path not in of_script:
+                outputs[path] = status.st_size if attempt else 0
+    return list(outputs.items())
+
+
+def _record_exceptions(
+    run: RunDir, attempt: int, ranks: Ranks, recorded: type[BaseException], log: Path
+) -> None:
     """Write a failure file if such an exception ends this process."""
-    report, log = sys.excepthook, run.rank_log(attempt, ranks.rank if recorded is UserError else 0)
+    report = sys.excepthook
     environ = {**ranks.torch_variables(), **os.environ, "RANK": str(ranks.rank)}
 
     def report_and_record(

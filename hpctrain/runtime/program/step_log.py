@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from hpctrain.record_types import StepRecord
+from hpctrain.record_types import Event, StepRecord
 from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, event_record
-from hpctrain.runtime.rank_activity import activity
+from hpctrain.runtime.rank_activity import activity, count_ranks
 from hpctrain.runtime.unfinished_training import has_started
 
 #: Maximum wait for a write of another thread, which must not delay the exit of the rank.
@@ -30,8 +30,8 @@ class StepLog:
     batch script runs at once, only the first has its steps recorded.
     """
 
-    def __init__(self, run: RunDir, attempt: int) -> None:
-        self._run, self._attempt = run, attempt
+    def __init__(self, run: RunDir, attempt: int, world_size: int, num_nodes: int) -> None:
+        self._run, self._attempt, self._world_size, self._num_nodes = run, attempt, world_size, num_nodes
         self._metrics = BufferedLineWriter(run.metrics, _print)
         self._first_step: int | None = None
         """Number of steps before this attempt; None until its first step."""
@@ -74,6 +74,7 @@ class StepLog:
             try:
                 self._is_recorded = self._is_first_program()
                 if not self._is_recorded:
+                    self._record_ranks(None)
                     return
                 # The time of the steps in the first line is unknown.
                 self._first_step, self._since = self._begin(), now
@@ -81,6 +82,7 @@ class StepLog:
                 return  # another attempt follows
             self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
             first_step = self._first_step + 1
+            self._record_ranks(count_ranks(self._world_size))
         spent = {"all": now - self._since, "data": activity.data_s - self._data_s}
         # DDP communicates in the backward pass, in which the wait cannot be observed.
         if (exchange_s := activity.exchange_s - self._exchange_s) > 0:
@@ -109,6 +111,15 @@ class StepLog:
         except OSError:  # such as a file system without locks
             pass
         return True
+
+    def _record_ranks(self, num_ranks: int | None) -> None:
+        """Record the number of ranks that train, None if unknown, unless the supervisor has started them."""
+        events = read_last_records(self._run.events, Event)
+        started = next((event.world_size for event in events if event.kind == "started"), None)
+        if num_ranks is None or num_ranks != started:
+            nodes = self._num_nodes if num_ranks == self._world_size else None
+            record = event_record("ranks", self._attempt, world_size=num_ranks, nodes=nodes)
+            BufferedLineWriter(self._run.events, _print).append(record)
 
     def _begin(self) -> int:
         """Return the number of steps before this attempt, and record this number if a state was loaded."""

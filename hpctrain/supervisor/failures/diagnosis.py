@@ -51,7 +51,9 @@ class FailureAnalyzer:
         attempt = result.attempt
         if self.spec.program == "batch":
             if self._is_asked_to_stop(result) or self._is_requeued():
-                return self._diagnose_stop(result)
+                # Slurm also ends a job because it has lost a node.
+                lost = self._find_lost(hosts)
+                return self._record_lost(attempt, lost, hosts) if lost else self._diagnose_stop(result)
             # Only the script has ended ranks, such as a server, or a launcher the peers of a failed rank.
             result.monitor.is_stopping = False
             if result.outcome is AttemptOutcome.DONE and not self._ends_in_failure(result):
@@ -111,16 +113,13 @@ class FailureAnalyzer:
         failures = read_failures(self.run, result.attempt)
         if any(failure.time >= result.survived_until for failure in failures):
             return True
-        return not result.survived_until and any(
-            killed_tasks(self.run.slurm_log, result.job_log_offset, log_path="")
-        )
+        return not result.survived_until and any(killed_tasks(self.run.slurm_log, result.job_log_offset))
 
     def _describe_hidden_failures(self, result: AttemptResult) -> str | None:
         """Return a remark on failures of ranks that a batch script has not reported by its exit code."""
-        log_path = str(self.run.rank_log(result.attempt, 0))
         failures = [*read_failures(self.run, result.attempt)]
         if all(failure.is_peer_lost for failure in failures):
-            failures += killed_tasks(self.run.slurm_log, result.job_log_offset, log_path)
+            failures += killed_tasks(self.run.slurm_log, result.job_log_offset)
         if not failures:
             return None
         count = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
@@ -249,10 +248,7 @@ class FailureAnalyzer:
         )
         if lost:
             # The loss of the node explains all reports of the ranks.
-            host, cause = next(iter(lost)), f"node lost: {describe_nodes(lost)}"
-            rank, count = hosts.index(host) * self.spec.ntasks_per_node, len(failures)
-            end = self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, failed_ranks=count)
-            return replace(end, lost=lost)
+            return self._record_lost(attempt, lost, hosts, failed_ranks=len(failures))
         if not failures and monitor.is_stopping:
             return self._diagnose_stop(result)
         if not failures and result.outcome is AttemptOutcome.STOPPED:
@@ -287,6 +283,14 @@ class FailureAnalyzer:
         fields |= {"micro_batch_size": size} if size else {}
         end = self._record(attempt, kind, cause, rank=failure.rank, host=failure.host or None, **fields)
         return replace(end, micro_batch_size=size)
+
+    def _record_lost(
+        self, attempt: int, lost: Mapping[str, str], hosts: list[str], **fields: Any
+    ) -> AttemptEnd:
+        host, cause = next(iter(lost)), f"node lost: {describe_nodes(lost)}"
+        rank = hosts.index(host) * self.spec.ntasks_per_node
+        end = self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, **fields)
+        return replace(end, lost=lost)
 
     def _record_corruption(
         self, attempt: int, failure: RankFailure, corruption: Corruption, hosts: list[str]
@@ -331,7 +335,8 @@ class FailureAnalyzer:
     ) -> AttemptEnd:
         """Record a failure; by default, with the log of the rank."""
         if log_path is None and rank >= 0:
-            log_path = str(self.run.rank_log(attempt, 0 if self.spec.program == "batch" else rank))
+            find = self.run.log_of if self.spec.program == "batch" else self.run.rank_log
+            log_path = str(find(attempt, rank))
         facts = {"rank": rank, "host": host, "cause": cause, "log": log_path, **fields, "class": kind}
         self.run.log_event("failure", attempt, **facts)
         hint = f" (log: {log_path})" if log_path else ""

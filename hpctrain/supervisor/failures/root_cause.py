@@ -103,11 +103,12 @@ def collect_failures(
             failure = RankFailure(rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, time_s)
             failures[rank] = _write(run, attempt, failure)
     if spec.program == "batch" and all(failure.is_peer_lost for failure in failures.values()):
-        for failure in killed_tasks(run.slurm_log, since, str(run.rank_log(attempt, 0))):
+        for failure in killed_tasks(run.slurm_log, since):
             # torchrun prints the full name of the host, which may be unlike Slurm's name of the node.
             nodes = {short_name(host): host for host in hosts}
             host = hosts[0] if len(hosts) == 1 else nodes.get(short_name(failure.host), "")
-            failures[failure.rank] = _write(run, attempt, replace(failure, host=host))
+            failure = replace(failure, host=host, log=str(run.log_of(attempt, failure.rank)))
+            failures[failure.rank] = _write(run, attempt, failure)
     if (spec.torchrun is not None or spec.program == "batch") and failures:
         # An agent or a batch script fails because its ranks fail.
         return list(failures.values())
@@ -129,7 +130,7 @@ def collect_failures(
     return list(failures.values())
 
 
-def killed_tasks(job_log: Path, since: int, log_path: str) -> Iterator[RankFailure]:
+def killed_tasks(job_log: Path, since: int) -> Iterator[RankFailure]:
     """Yield the first killed rank of a batch script, as srun or torchrun reports it in the job's log."""
     with suppress(OSError), open_regular(job_log) as file:
         file.seek(since)
@@ -148,8 +149,7 @@ def killed_tasks(job_log: Path, since: int, log_path: str) -> Iterator[RankFailu
             for task in tasks:
                 if task.signal not in (None, signal.SIGTERM):
                     crash = find_crash_output(job_log, job_log, since, task.signal)
-                    failure = _of_task(task.rank, host, task, crash)
-                    yield replace(failure, log=log_path)
+                    yield _of_task(task.rank, host, task, crash)
                     return
 
 

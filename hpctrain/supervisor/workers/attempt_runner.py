@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain import system
 from hpctrain.checkpoint.interval import longest_save_s
-from hpctrain.checkpoint.listing import ScriptCheckpointWatcher
+from hpctrain.checkpoint.listing import ScriptCheckpointWatcher, describe_unmatched
 from hpctrain.cluster import compress_hostlist
 from hpctrain.files import file_size
 from hpctrain.jobspec.job_spec import JobSpec
@@ -111,15 +111,17 @@ class AttemptRunner:
 
     def _record_start(self, attempt: int) -> None:
         hosts = self.launcher.hosts
-        fields = {"nodes": len(hosts), "world_size": self.world_size, "hosts": hosts}
+        fields: dict[str, object] = {"nodes": len(hosts), "hosts": hosts}
+        program = "the batch script"
+        if self.spec.program != "batch":  # which starts any number of ranks
+            fields["world_size"], program = self.world_size, pluralize(self.world_size, "rank")
         if starts_over(self.run, self.spec.checkpoints):
-            fields["starts_over"] = True
-            message = "no checkpoint in %s: attempt %d starts over, unless the script saves elsewhere"
-            log.warning(message, self.spec.checkpoints or self.run.checkpoints, attempt)
+            problem = describe_unmatched(self.spec.checkpoints)
+            fields |= {"starts_over": True, **({"note": problem} if problem else {})}
+            problem = problem or f"no checkpoint in {self.run.checkpoints}"
+            log.warning("attempt %d starts over, unless the script saves elsewhere: %s", attempt, problem)
         self.run.log_event("started", attempt, **fields)
-        ranks, nodes = pluralize(self.world_size, "rank"), compress_hostlist(hosts)
-        program = "the batch script" if self.spec.program == "batch" else ranks
-        log.info("attempt %d: starting %s on %s", attempt, program, nodes)
+        log.info("attempt %d: starting %s on %s", attempt, program, compress_hostlist(hosts))
 
     def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
         """True if a plugin has already recorded the checkpoint in this attempt."""

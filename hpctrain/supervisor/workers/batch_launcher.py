@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from msgspec.structs import replace
 
 from hpctrain import system
 from hpctrain.cluster import expand_hostlist
+from hpctrain.cluster.processes import child_pids, stat_fields
 from hpctrain.errors import SchedulerError
+from hpctrain.files import write_atomic
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.jobspec.launcher import observing_variables
 from hpctrain.rundir import (
@@ -25,6 +28,7 @@ from hpctrain.rundir import (
     PREDECESSOR_VARIABLE,
     RunDir,
 )
+from hpctrain.slurm.batch_header import SHELLS
 from hpctrain.slurm.command import list_steps
 from hpctrain.slurm.environment import own_job_id, strip_job_env
 from hpctrain.slurm.job_queries import query_job
@@ -41,6 +45,8 @@ _POLL_S = 0.1
 _KILL_LIMIT_S = 25.0
 #: Seconds between two queries for a preemption, each an RPC to the controller.
 _PREEMPTION_INTERVAL_S = 10.0
+#: Seconds for srun or torchrun to write the last output of its ranks, and to exit.
+_LAUNCHERS_END_S = 3.0
 #: A signal that only the batch script receives (sbatch(1), --signal).
 _BATCH_SIGNAL = re.compile(r"R?BR?:(?:SIG)?(\w+)(?:@\d+)?", re.ASCII | re.IGNORECASE)
 
@@ -73,9 +79,20 @@ def link_rank_log(run: RunDir, attempt: int) -> None:
     """Let the log of the script show its output, and record the length before it; see `output_range`."""
     with suppress(OSError):
         # Before the link, which readers look for.
-        record = {"time": round(system.time(), 2), "rank": 0, "bytes": os.fstat(1).st_size}
-        run.write(run.log_index(attempt, 0), f"{json.dumps(record)}\n")
+        run.write(run.log_index(attempt, 0), _length_record(0, os.fstat(1).st_size))
     link_output(run.rank_log(attempt, 0), 1)
+
+
+def link_own_log(run: RunDir, attempt: int, number: int, rank: int, path: str, length: int) -> None:
+    """Let a log of the run show a file to which only some ranks of the script write."""
+    with suppress(OSError):
+        if length:
+            write_atomic(run.log_index(attempt, number), _length_record(number, length), durable=False)
+        run.own_log(attempt, rank, number).symlink_to(path)
+
+
+def _length_record(number: int, length: int) -> str:
+    return json.dumps({"time": round(system.time(), 2), "rank": number, "bytes": length}) + "\n"
 
 
 class BatchLauncher:
@@ -97,6 +114,7 @@ class BatchLauncher:
         environ = {**self._environ, **spec.env, **run_variables}
         names = [*run_variables, CHILD_VARIABLE]
         facts: dict[str, object] = {"packages": _PACKAGES, "variables": [*names, LIFELINE_VARIABLE]}
+        facts["python"] = platform.python_version()
         facts |= {"job": environ.get("SLURM_JOB_ID"), "step": environ.get("SLURM_STEP_ID")}
         # With the PYTHONPATH of --env, if any.
         environ |= observing_variables(facts, environ)
@@ -130,7 +148,8 @@ class BatchStep(LocalStep):
         self._groups = groups
         #: Time until which the script has survived failures of ranks, in seconds since the epoch.
         self.survived_until = 0.0
-        self._is_stopping, self._ended = False, system.Event()
+        self._is_stopping = self._is_suspended = False
+        self._ended = system.Event()
         self._job_id = own_job_id(environ) if spec.backend == "slurm" else None
         self._outer, self._batch_signal = strip_job_env(environ), batch_signal(spec)
         super().__init__(command, spec.workdir, [dict(environ)], emit)
@@ -144,21 +163,69 @@ class BatchStep(LocalStep):
             if self._job_id is not None and (steps := list_steps(self._job_id, self._outer)):
                 signal_steps(steps, number, self._outer)
         elif number == self._batch_signal:
-            with suppress(ProcessLookupError):
-                os.kill(self._processes[0].pid, number)
+            self._signal_script(number)
         else:
-            self._is_stopping = True
+            is_first, self._is_stopping = not self._is_stopping, True
+            is_observed = self._groups.has_ranks() or self._is_suspended
+            if is_observed and is_first and self._suspend():
+                system.Thread(target=self._end_script, daemon=True).start()
             self._groups.stop(number)
-            if not self._groups.has_ranks():  # The script and its programs are not observed.
+            if not is_observed:
                 super().signal(signal.SIGTERM)
 
+    def _signal_script(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._processes[0].pid, number)
+
+    def _suspend(self) -> bool:
+        """Keep the script from running its next lines. A shell may have been replaced: `exec srun`."""
+        with suppress(OSError):
+            if Path(f"/proc/{self._processes[0].pid}/comm").read_text().strip() in SHELLS:
+                self._is_suspended = True
+                self._signal_script(signal.SIGSTOP)
+        return self._is_suspended
+
+    def _resume(self) -> None:
+        self._is_suspended = False
+        self._signal_script(signal.SIGCONT)
+
+    def _end_script(self) -> None:
+        """End the suspended script after its ranks: its next lines expect a complete training."""
+        while self._groups.has_ranks() and not self._ended.wait(_POLL_S):
+            pass
+        deadline = system.monotonic() + _LAUNCHERS_END_S
+        while self._has_running_child() and system.monotonic() < deadline and not self._ended.wait(_POLL_S):
+            pass
+        self._signal_script(signal.SIGTERM)
+        self._resume()
+
+    def _has_running_child(self) -> bool:
+        for pid in child_pids(self._processes[0].pid):
+            with suppress(OSError):
+                if stat_fields(pid)[0] != "Z":
+                    return True
+        return False
+
     def _watch_preemption(self, emit: EmitEvent) -> None:
-        """Report a preemption if no srun has started some ranks: in the grace time, Slurm signals steps."""
-        while self._job_id is not None and not self._ended.wait(_PREEMPTION_INTERVAL_S):
+        """Report a preemption: in the grace time, Slurm signals only the job steps.
+
+        Slurm is queried when a rank has received a signal, and regularly if no srun has started some ranks.
+        """
+        job_id, asked = self._job_id, self._groups.ask_to_stop
+        while job_id is not None and not self._ended.is_set():
+            is_asked = not asked.is_set() and asked.wait(_PREEMPTION_INTERVAL_S) and not self._is_stopping
+            if is_asked:
+                self._suspend()
+            elif asked.is_set():
+                self._ended.wait(_PREEMPTION_INTERVAL_S)
             with suppress(SchedulerError):
-                if self._groups.has_ranks_outside_steps and query_job(self._job_id, self._outer).preempted:
+                if (is_asked or self._groups.has_ranks_outside_steps) and query_job(
+                    job_id, self._outer
+                ).preempted:
                     emit(SignalReceived(signal.SIGTERM))
                     return
+            if is_asked and not self._is_stopping:  # The script itself stops its ranks.
+                self._resume()
 
     def _wait_for(self, rank: int) -> None:
         is_stopped = False
@@ -175,10 +242,18 @@ class BatchStep(LocalStep):
         for waiter in self._waiters:
             waiter.join()
         self._ended.set()
+        self._groups.ask_to_stop.set()
         self.survived_until = self._groups.survived_until()
-        if self._job_id is not None:
-            kill_steps(self._job_id, self._outer, _KILL_LIMIT_S)
+        deadline = system.monotonic() + _KILL_LIMIT_S
+        if self._job_id is not None and not self._is_job_ending(self._job_id):
+            kill_steps(self._job_id, self._outer, deadline - system.monotonic())
         super()._end()
+
+    def _is_job_ending(self, job_id: str) -> bool:
+        """Return true if Slurm ends the job and its steps. Those of a lost node remain listed."""
+        with suppress(SchedulerError):
+            return query_job(job_id, self._outer).is_ending
+        return False
 
 
 def _hosts(spec: JobSpec, environ: Mapping[str, str]) -> list[str]:

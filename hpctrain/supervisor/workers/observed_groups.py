@@ -25,6 +25,9 @@ class _Group:
     ranks: dict[int, int] = field(default_factory=dict)
     """Rank of each member."""
     trains: bool = False
+    has_steps: bool = False
+    outputs: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    """Paths of the files that a rank writes, and their lengths before; empty once they are linked."""
 
 
 class ObservedGroups:
@@ -34,13 +37,18 @@ class ObservedGroups:
         self,
         send: Send,
         new_monitor: Callable[[Callable[[Mapping[str, Any]], int], Callable[[int], str], int], RankMonitor],
+        link_log: Callable[[int, int, str, int], None],
     ) -> None:
-        self._send, self._new_monitor = send, new_monitor
+        self._send, self._new_monitor, self._link_log = send, new_monitor, link_log
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[int, _Group] = {}
-        self._num_members = 0
+        self._num_members = self._num_logs = 0
+        #: The group whose ranks have logs.
+        self._logged: _Group | None = None
         #: True if no srun has started some ranks.
         self.has_ranks_outside_steps = False
+        #: Set when a rank that has received a signal asks the others to stop.
+        self.ask_to_stop = system.Event()
         #: Times of the newest launch after the first, and of the end of the last rank, since the epoch.
         self._launched_at = self._left_at = 0.0
         self._stop_signal: signal.Signals | None = None
@@ -66,13 +74,18 @@ class ObservedGroups:
         for stale in [member for member, its_rank in group.ranks.items() if its_rank == rank]:
             del group.ranks[stale], self._group_of[stale]
         group.ranks[key], group.hosts[rank], self._group_of[key] = rank, host, group
+        group.outputs.setdefault(rank, introduction.get("outputs", []))
         return key
 
     def on_message(self, key: int, message: RankMessage) -> None:
         if (group := self._group_of.get(key)) is None:
             return
         group.trains |= len(group.ranks) > 1 or message.step > 0 or message.phase == RankPhase.JOIN
+        group.has_steps |= message.step > 0
+        self._link_logs(group, group.ranks[key])
         group.monitor.on_message(group.ranks[key], message)
+        if message.stop:
+            self.ask_to_stop.set()
         if self._stop_signal is not None and key not in self._asked:
             self._ask_to_stop([key], self._stop_signal)
 
@@ -109,6 +122,17 @@ class ObservedGroups:
     def close(self) -> None:
         for group in list(self._groups.values()):
             group.monitor.close()
+
+    def _link_logs(self, group: _Group, rank: int) -> None:
+        """Let logs of the run show the files of a rank, for one of the groups that run at once."""
+        logged = self._logged
+        if group.trains and (not logged or not logged.ranks or (group.has_steps and not logged.has_steps)):
+            self._logged = group
+        if group is self._logged and group.outputs[rank]:
+            for path, length in group.outputs[rank]:
+                self._num_logs += 1
+                self._link_log(self._num_logs, rank, path, length)
+            group.outputs[rank] = []
 
     def _ask_to_stop(self, keys: list[int], number: signal.Signals) -> None:
         self._asked.update(keys)

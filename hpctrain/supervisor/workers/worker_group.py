@@ -20,7 +20,7 @@ from hpctrain.record_types import RankMessage, read_record
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.launch.job_step import EmitEvent, JobStep, Launcher
 from hpctrain.supervisor.launch.task_command import worker_command
-from hpctrain.supervisor.workers.batch_launcher import BatchLauncher
+from hpctrain.supervisor.workers.batch_launcher import BatchLauncher, link_own_log
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
 from hpctrain.supervisor.workers.heartbeat_server import TICK_INTERVAL_S, HeartbeatServer
 from hpctrain.supervisor.workers.observed_groups import ObservedGroups
@@ -93,7 +93,9 @@ class WorkerGroup:
             return RankMonitor(self._run, attempt, step, send, emit, self._limits, host_of, world_size)
 
         if isinstance(self._launcher, BatchLauncher):
-            groups = self._launcher.groups = ObservedGroups(send, new_monitor)
+            groups = self._launcher.groups = ObservedGroups(
+                send, new_monitor, partial(link_own_log, self._run, attempt)
+            )
         step: JobStep = self._start_from_standby(attempt, hosts, environ, emit) or self._launcher.start(
             worker_command(spec, len(hosts)), {**environ, **self._server.variables, **new_secret()}, emit
         )

@@ -75,7 +75,7 @@ def _no_number(run_data: RunData) -> _Findings:
     elif _setting(run_data, "gradient_clip_norm") is _setting(run_data, "gradient_clip_value") is None:
         change += ", or clip gradients with Trainer(gradient_clip_norm=1.0)"
     kept_steps = [checkpoint.step for checkpoint in run_data.checkpoints if checkpoint.kept]
-    if steps := [step for step in kept_steps if step is not None and step < since]:
+    if steps := [step for step in kept_steps if step < since]:
         change += f", then resume from the checkpoint of step {max(steps)}"
     count = pluralize(sum(step >= since for step in run_data.curves.effective), "step")
     yield f"{change}.", [f"the loss is NaN or infinite in {count}, starting at step {since}"]
@@ -188,7 +188,7 @@ def _saving(run_data: RunData) -> _Findings:
 def _no_checkpoint(run_data: RunData) -> _Findings:
     """Detect a script that saves nothing. The Trainer saves by itself."""
     restarts = sum(event.starts_over is True for event in run_data.events)
-    if restarts and not _uses_trainer(run_data) and not run_data.checkpoints:
+    if restarts and not _uses_trainer(run_data) and not run_data.has_saved:
         count = pluralize(restarts, "restart")
         consequence = (
             f"every restart starts over, unless it loads a checkpoint from elsewhere ({count} so far)"
@@ -203,7 +203,7 @@ def _lost_work(run_data: RunData) -> _Findings:
     lost_us = run_data.breakdown.totals_us[TimeCategory.LOST]
     share = lost_us / (lost_us + _steps_us(run_data))
     interval = _setting(run_data, "checkpoint_every")
-    if share < _MUCH_LOST or interval == "auto" or not (run_data.checkpoints or _uses_trainer(run_data)):
+    if share < _MUCH_LOST or interval == "auto" or not (run_data.has_saved or _uses_trainer(run_data)):
         return
     num_lossy = sum(bool(attempt.lost_us) for attempt in run_data.interruptions)
     evidence = [f"{format_share(share)} of the work was lost in {pluralize(num_lossy, 'interruption')}"]

@@ -30,6 +30,7 @@ class Attempt:
     hosts: list[str] = field(default_factory=list)
     nodes: int | None = None
     world_size: int | None = None
+    """The most ranks that trained together; None if unknown."""
     startup: dict[str, Any] | None = None
     """Fields of the `startup` event."""
     staged: str | None = None
@@ -63,8 +64,9 @@ class Attempt:
 def read_attempts(
     events: Iterable[Event], breakdown: TimeBreakdown, steps: Mapping[int, tuple[int, int]]
 ) -> list[Attempt]:
-    """Return all attempts of a run, in order. `steps` are the first and last logged step of each."""
+    """Return all attempts of a run, in order. `steps` are the first and the last logged step of each."""
     attempts: list[Attempt] = []
+    programs: dict[int, list[Event]] = {}
     job_id: str | None = None
     for event in events:
         if event.kind == "submitted":
@@ -80,6 +82,8 @@ def read_attempts(
                 last.followed_by = last.followed_by or "requeue"
             started = Attempt(event.attempt, event.time, event.hosts or [], event.nodes, event.world_size)
             attempts.append(started)
+        elif event.kind == "ranks":
+            programs.setdefault(event.attempt, []).append(event)
         elif attempts:
             _add_event(attempts[-1], event)
     for number in sorted(set(steps) - {attempt.number for attempt in attempts}):
@@ -87,6 +91,10 @@ def read_attempts(
         attempts.append(Attempt(number, min(starts, default=0) / 1e6))
     for attempt in attempts:
         attempt.first_step, attempt.last_step = steps.get(attempt.number, (None, None))
+        if trained := programs.get(attempt.number):
+            # A program of unknown size, or one that trains beside another, makes the number unknown.
+            largest = min(trained, key=lambda event: (event.world_size is not None, -(event.world_size or 0)))
+            attempt.world_size, attempt.nodes = largest.world_size, largest.nodes or attempt.nodes
     _add_costs(attempts, breakdown)
     return attempts
 

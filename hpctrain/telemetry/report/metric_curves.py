@@ -56,7 +56,7 @@ class MetricCurves:
     superseded: dict[int, StepRecord] = field(default_factory=dict)
     """The previous line of each step that was repeated."""
     by_attempt: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """First and last logged step of each attempt."""
+    """First step, as far as recorded, and last logged step of each attempt."""
     _points: dict[str, list[CurvePoint]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -65,7 +65,7 @@ class MetricCurves:
         curves = cls()
         for record in metrics:
             step, attempt = record.step, record.attempt
-            first_step, _ = curves.by_attempt.get(attempt, (step, step))
+            first_step, _ = curves.by_attempt.get(attempt, (record.first_step or step, step))
             curves.by_attempt[attempt] = (first_step, step)
             if (before := curves.effective.get(step)) is None:
                 curves.effective[step] = record

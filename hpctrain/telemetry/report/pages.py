@@ -229,6 +229,7 @@ def render_run_page(run_data: RunData, *, live: LiveParts | None = None) -> str:
         settings=[(name, format_setting(value)) for name, value in run_data.spec.items()],
         environment=_environment(run_data.environment),
         checkpoints=run_data.checkpoints[: -_MAX_CHECKPOINTS - 1 : -1],
+        script_checkpoints=run_data.script_checkpoints[: -_MAX_CHECKPOINTS - 1 : -1],
         num_saves=count_saves(run_data.checkpoints),
         num_kept=len({checkpoint.step for checkpoint in run_data.checkpoints if checkpoint.kept}),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.jobspec.redaction import redact_environment, redact_spec
-from hpctrain.record_types import Event, StepRecord
+from hpctrain.record_types import Event, ScriptCheckpoint, StepRecord
 from hpctrain.rundir import STOPPED_EARLY, RunDir
 from hpctrain.telemetry.accounting.time_breakdown import TimeBreakdown, compute_goodput
 from hpctrain.telemetry.accounting.timeline_events import TimeCategory
@@ -63,6 +63,7 @@ class RunData:
         *,
         now: float,
         resubmit_command: Sequence[str] = (),
+        script_checkpoints: Sequence[ScriptCheckpoint] = (),
     ) -> None:
         """Read a run with this state; None infers the state from the folder."""
         self.run_id, self.folder, self.now, self.words = run.run_id, str(run.path), now, words
@@ -104,6 +105,10 @@ class RunData:
         first_step = (self.attempts[0].resumed_step or 0) if self.attempts else 0
         self.goodput = compute_goodput(self.breakdown, self.curves.effective.values(), first_step)
         self.checkpoints = read_checkpoints(run, self.events)
+        #: True if the run or its script has saved a checkpoint.
+        self.has_saved = any(event.kind == "checkpoint" for event in self.events)
+        #: Files in the script's own format that exist, oldest first.
+        self.script_checkpoints = script_checkpoints
         has_spans = bool(self.breakdown.spans)
         self.rates = step_rates(metrics)
         self.codes = read_codes(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -56,7 +57,7 @@ def read_report_records(path: Path, kind: type[Record]) -> list[Record]:
 class CheckpointRecord:
     time: float
     attempt: int
-    step: int | None
+    step: int
     num_bytes: int | None
     seconds: float | None
     stall_s: float | None
@@ -65,21 +66,23 @@ class CheckpointRecord:
 
 
 def read_checkpoints(run: RunDir, events: Sequence[Event]) -> list[CheckpointRecord]:
+    """Return the saves of the `Trainer` and plugins, which have a step."""
     kept_steps = set(list_checkpoint_steps(run.checkpoints))
     return [
         CheckpointRecord(
             *(event.time, event.attempt, event.step, event.num_bytes, event.duration_s, event.stall_s),
             tier=event.tier,
-            kept=event.step in kept_steps,
+            # Those of plugins have other names.
+            kept=event.step in kept_steps or os.path.exists(event.path or ""),
         )
         for event in events
-        if event.kind == "checkpoint"
+        if event.kind == "checkpoint" and event.step is not None
     ]
 
 
 def count_saves(checkpoints: Sequence[CheckpointRecord]) -> int:
     """Return the number of saves; a checkpoint of the fast folder is also copied to the run folder."""
-    return len({saved.time if saved.step is None else (saved.attempt, saved.step) for saved in checkpoints})
+    return len({(saved.attempt, saved.step) for saved in checkpoints})
 
 
 def read_environment(run: RunDir) -> dict[str, Any]:

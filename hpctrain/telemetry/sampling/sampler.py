@@ -8,10 +8,13 @@ therefore exits with its parent in all cases. Signals that request a save are ig
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import re
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -222,12 +225,26 @@ def format_prometheus(run_id: str, line: Mapping[str, Any]) -> str:
     return "\n".join([*samples, ""])
 
 
+def _claim_node(claim: socket.socket, run: RunDir, node: int) -> bool:
+    """Return false while another process measures this node, such as that of another step."""
+    name = hashlib.sha256(str(run.telemetry(node)).encode()).hexdigest()
+    try:
+        claim.bind(f"\0hpctrain-{name}")  # an abstract address (unix(7)), which is free after any exit
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
+
+
 def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Measure this node until standard input closes or receives a line."""
     run, node = RunDir(Path(argv[-2])), int(argv[-1])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    with GpuReader(visible_devices(environ)) as gpus:
+    claim = socket.socket(socket.AF_UNIX)
+    while not _claim_node(claim, run, node):
+        if select.select([sys.stdin], [], [], READ_INTERVAL_S)[0]:
+            return 0
+    with claim, GpuReader(visible_devices(environ)) as gpus:
         sampler = TelemetrySampler(
             run.telemetry(node), gpus, ProcfsReader(), host=host_name(environ), run_id=run.run_id
         )

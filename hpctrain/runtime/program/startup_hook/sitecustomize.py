@@ -43,13 +43,23 @@ def _find_supervisor() -> bool:
     sys.path.extend(folders)
     try:
         import_module("hpctrain.runtime.program.process_observer")
-    except (ImportError, SyntaxError):  # for another version of Python
+    except Exception as error:  # noqa: BLE001 (for another version of Python)
+        if folders and os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+            _report_version(error)
         return False
     finally:
         sys.path[:] = [path for path in sys.path if path not in folders]
-    # The sidecars lack the packages.
-    os.environ["HPCTRAIN_TELEMETRY"] = "0"
     return True
+
+
+def _report_version(error: Exception) -> None:
+    """Report once that this process and those that it starts are not observed."""
+    command = json.loads(os.environ["HPCTRAIN_COMMAND"])
+    version = ".".join(map(str, sys.version_info[:3]))
+    problem = "%s has Python %s, and the supervisor has Python %s (%r). Use the same version for both"
+    problem %= sys.executable, version, command.get("python"), error
+    sys.stderr.write("hpctrain: cannot monitor this process: %s.\n" % problem)  # noqa: UP031
+    os.environ["HPCTRAIN_COMMAND"] = json.dumps(dict(command, packages=[]))
 
 
 def _run_shadowed() -> None:
