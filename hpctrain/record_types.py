@@ -224,6 +224,7 @@ class FailureRecord(Struct, frozen=True):
     final: bool = False
     """True if the rank reports that the next attempt would fail in the same way."""
     classes: tuple[str, ...] = ()
+    has_trained: bool = False
     out_of_memory: bool = False
     """True if the kernel killed the rank for exceeding the memory of the job."""
     micro_batch_size: Count | None = None
@@ -368,6 +369,8 @@ class RankMessage(Struct, frozen=True):
     """True if the diagnostics are written."""
     can_stop_after: int | UnsetType | None = UNSET
     """Earliest step after which the rank can stop; None for a rank without counted steps."""
+    exits: bool = False
+    """True if the process exits by itself."""
     ready: bool = False
     why: str | None = None
     """Failure of a standby worker."""

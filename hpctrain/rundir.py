@@ -250,6 +250,11 @@ class RunDir:
         return RunDir(self.path.parent, self.storage) if is_task else None
 
     @property
+    def is_batch(self) -> bool:
+        """True if the run is an adopted batch script, or a task of one."""
+        return (self.array or self).batch_script.exists()
+
+    @property
     def run_id(self) -> str:
         """The name of the folder; for a job array task, preceded by the name of the array."""
         return f"{self.path.parent.name}/{self.path.name}" if self.array else self.path.name
@@ -319,7 +324,8 @@ class RunDir:
         """
         folder = self.attempt_logs(attempt)
         found = filter(None, map(_RANK_LOG.fullmatch, self.storage.names(folder)))
-        return {int(match[2] or match[1]): (int(match[1]), folder / match[0]) for match in found}
+        logs = {int(match[2] or match[1]): (int(match[1]), folder / match[0]) for match in found}
+        return dict(sorted(logs.items()))
 
     def log_of(self, attempt: int, rank: int) -> Path:
         """Return the newest own log of a rank of a batch script, or else the log of the script."""

@@ -146,7 +146,9 @@ def _find_files(folder: Path, pattern: str | None) -> dict[Path, tuple[int, int]
         with suppress(OSError):
             status = os.stat(name)
             files[Path(name)] = (status.st_mtime_ns, status.st_size)
-    return files
+    # `**` also matches the folders of the files.
+    folders = {folder, *(parent for path in files for parent in path.parents)}
+    return {path: facts for path, facts in files.items() if path not in folders}
 
 
 def _group_by_entry(folder: Path, files: Mapping[Path, tuple[int, int]]) -> dict[Path, int]:

@@ -239,6 +239,8 @@ def describe_end(status: RunStatus, *, with_traceback: bool = True) -> str:
         # A script that does not use the `Trainer` may not create these files.
         files = {"results": run.metrics, "logs": run.logs, "checkpoints": run.checkpoints}
         lines += [(title, short_path(path)) for title, path in files.items() if path.exists()]
+    if status.note:
+        lines.append(("note", one_line(status.note)))
     if (tasks or status.attempt is not None) and (problem := unmatched_pattern(run)):
         lines.append(("note", problem))
     lines.append(("next", f"{program_name()} status {handle}  |  {program_name()} logs {handle}"))

@@ -146,7 +146,7 @@ def chaos_command(
     if unknown := sorted(set(names).difference(Fault)):
         raise click.UsageError(f"Unknown --fault {', '.join(unknown)}. Valid faults: {', '.join(Fault)}.")
     backend = check_disturbable(run).backend
-    is_batch = (run.dir.array or run.dir).batch_script.exists()
+    is_batch = run.dir.is_batch
     faults = faults_for(backend, [Fault(name) for name in names], is_batch=is_batch)
     if seed is None:
         seed = random.SystemRandom().randrange(1 << 32)

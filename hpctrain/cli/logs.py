@@ -77,7 +77,7 @@ def command(run: Run, follow: bool, ranks: tuple[int, ...], attempt: int | None,
 def _print_logs(run: Run, log_filter: LogFilter) -> None:
     from hpctrain.jobs.runs.run_log_reader import RankLogReader
 
-    attempts, has_output, is_batch = run.dir.attempts(), False, run.dir.batch_script.exists()
+    attempts, has_output, is_batch = run.dir.attempts(), False, run.dir.is_batch
     attempt = log_filter.attempt if log_filter.attempt is not None else attempts[-1] if attempts else 0
     if attempts:
         if attempt not in attempts:
@@ -106,7 +106,7 @@ def _print_logs(run: Run, log_filter: LogFilter) -> None:
     if attempt != (status.attempt or 0):
         message = f"{subject} wrote no output in attempt {attempt}."
     elif not status.state.ended:
-        message = f"{subject} have not written any output yet. Use `hpctrain logs -f` to wait for output."
+        message = f"{subject} wrote no output yet. Use `hpctrain logs -f` to wait for output."
     else:
         advice = " Use `hpctrain logs --errors` to show the cause." if status.cause else ""
         message = f"{subject} wrote no output.{advice}"

@@ -103,7 +103,7 @@ def _check_state(status: RunStatus, *, changed: bool) -> None:
             record = next(read_last_records(status.dir.metrics, StepRecord), None)
             total = f" of {record.last_step}" if record is not None and record.last_step else ""
             step = "" if status.step is None else f" (step {status.step}{total})"
-            is_batch = status.dir.batch_script.exists()
+            is_batch = status.dir.is_batch
             remedy = "To train longer, increase max_steps or max_epochs and submit the script"
             remedy = "To run the script again, submit it" if is_batch else remedy
             raise SpecError(
@@ -125,7 +125,8 @@ def resubmission(
         end = list(options).index("--") if "--" in options else len(options)
         values, _, _ = submit.command.make_parser(alone).parse_args(list(options[:end]))
         if isinstance(values.get("script"), str):  # a `--` is an argument of the script
-            start = end - len(values["args"]) - 1
+            args = values.get("args")
+            start = end - (len(args) if isinstance(args, list | tuple) else 0) - 1
             options, call = options[:start], [*options[start:]]
         elif "--" in options:
             options, words = options[:end], options[end + 1 :]

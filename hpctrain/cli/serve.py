@@ -182,8 +182,8 @@ def _read_logs(status: RunStatus) -> Iterator[tuple[str, str]]:
 
 def _newest_logs(run: RunDir) -> list[Path]:
     attempts = run.attempts()
-    logs = sorted(run.rank_logs(attempts[-1]).items()) if attempts else []
-    return [log for _, (_, log) in logs[:_MAX_LOGS]]
+    logs = run.rank_logs(attempts[-1]).values() if attempts else ()
+    return [log for _, log in logs][:_MAX_LOGS]
 
 
 def _tag_of(statuses: Sequence[RunStatus]) -> str:

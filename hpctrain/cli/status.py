@@ -116,10 +116,10 @@ def _describe_checkpoint(status: RunStatus, run: RunDir) -> str | None:
         return "; ".join(filter(None, [short_path(status.checkpoint), problem]))
     if problem:
         return f"none: {problem}"
-    is_batch = (run.array or run).batch_script.exists()
+    is_batch = run.is_batch
     if is_batch and status.attempt is not None and status.state != "COMPLETED":
         if starts_over(run):
-            return "none: a restart starts over, unless --checkpoints names the files that the script saves"
+            return "none: a restart starts over, unless the script saves files without --checkpoints"
         return "saved by the script; name its files with --checkpoints"
     if status.attempt and starts_over(run):
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 
 from hpctrain.checkpoint.format.manifest import committed_steps
 from hpctrain.checkpoint.listing import newest_script_checkpoint
@@ -45,6 +46,13 @@ def starts_over(run: RunDir, pattern: str | None = None) -> bool:
         if event.kind in ("checkpoint", "memory_copy") or event.is_loaded:
             return False
     return is_started
+
+
+def record_script_checkpoint(run: RunDir, attempt: int, checkpoint: Path) -> None:
+    """Record a checkpoint of the script, unless it has been recorded in this attempt."""
+    recorded = ("checkpoint", attempt, str(checkpoint))
+    if all((event.kind, event.attempt, event.path) != recorded for event in run.read_events()):
+        run.log_event("checkpoint", attempt, step=None, path=str(checkpoint))
 
 
 def _last_failure(run: RunDir) -> str | None:

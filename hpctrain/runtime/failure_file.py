@@ -22,6 +22,7 @@ from hpctrain.errors import DataWorkerKilled, DiskFull, SilentCorruption, UserEr
 from hpctrain.files import make_folder, write_atomic
 from hpctrain.records.crash_output import fold, is_peer_lost
 from hpctrain.rundir import ATTEMPT_VARIABLE
+from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.snapshot_imports import describe_missing_copy
 from hpctrain.text import signal_name
 
@@ -75,6 +76,7 @@ def _record(error: BaseException, environ: Mapping[str, str]) -> dict[str, Any]:
         # An invalid request of the user fails in every attempt.
         "final": getattr(error, _FINAL, False) or isinstance(error, UserError),
         "micro_batch_size": getattr(error, _MICRO_BATCH_SIZE, None),
+        "has_trained": activity.step > 0,
     }
     if isinstance(error, SilentCorruption):
         suspects = [[suspect.rank, suspect.device] for suspect in error.suspects]

@@ -31,7 +31,7 @@ class RankActivity:
         restored_steps: steps in the state that a script without the `Trainer` loaded; 0 if it loaded none,
             and None if their number is unknown.
         ignored: settings of the script that the state loaded by its optimizer replaced, until they are
-            recorded; None if no state was loaded.
+            recorded; None before the first step of a restarted script.
     """
 
     def __init__(self) -> None:

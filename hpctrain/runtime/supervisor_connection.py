@@ -14,13 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from hpctrain.authentication import new_nonce, sign_connection
 from hpctrain.cluster import Ranks
 from hpctrain.errors import Unauthenticated
 from hpctrain.files import parse_json_object
+from hpctrain.runtime.rank_activity import activity
 from hpctrain.runtime.stopping.signal_recorder import report_stop_signal
 
 _CONNECT_LIMIT_S = 10.0
@@ -29,6 +30,8 @@ _MAX_LINE = 1 << 22
 #: Maximum number of connections, each opened after the loss of the last, such as in a flood of foreign
 #: connections.
 _MAX_CONNECTIONS, _PAUSE_S = 10, 1.0
+#: Maximum delay of an exit by a heartbeat that cannot be sent.
+_EXIT_LIMIT_S = 1.0
 #: Seconds between two heartbeats; longer with very many ranks, because one process receives all of them.
 _BEAT_INTERVAL_S, _RANKS_PER_BEAT_S = 1.0, 1000
 
@@ -51,9 +54,13 @@ class Connection:
         self._socket, self._received = connected, b""
         self._sending = threading.Lock()
 
-    def send(self, message: Message) -> None:
-        with self._sending:
-            self._socket.sendall(self._seal(message))
+    def send(self, message: Message, limit_s: float = -1) -> None:
+        """Send a message, unless another thread has been sending for `limit_s` seconds."""
+        if self._sending.acquire(timeout=limit_s):
+            try:
+                self._socket.sendall(self._seal(message))
+            finally:
+                self._sending.release()
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """Return the next message; None after the time limit."""
@@ -134,6 +141,17 @@ def _find_pause(before: _Times, expected_s: float) -> tuple[float, float] | None
     return round(clock_s - expected_s, 1), round(monotonic_s - expected_s, 1)
 
 
+#: The connection of the heartbeats.
+_open: list[Connection] = []
+
+
+def announce_exit() -> None:
+    """Tell the supervisor that this process exits by itself: otherwise, it was killed, or has crashed."""
+    for connection in _open:
+        with suppress(OSError):
+            connection.send({"exits": True, "step": activity.step}, _EXIT_LIMIT_S)
+
+
 def start_heartbeat(
     connect: Callable[[], Connection],
     heartbeat_message: Callable[[], Message | None],
@@ -144,6 +162,7 @@ def start_heartbeat(
     def use(connection: Connection) -> None:
         # Otherwise, a child forked by the script would keep the connection open after the exit of this rank.
         os.register_at_fork(after_in_child=connection.close)
+        _open[:] = [connection]
         report_stop_signal(lambda number: connection.send({"stop_signal": number.name}))
         previous: Message | None = None
         pause = None

@@ -34,17 +34,17 @@ def is_evicted(job_log: str) -> bool:
     return _EVICTED.search(job_log) is not None
 
 
-def find_requeue(job_log: str, since: float) -> tuple[float, str]:
+def find_requeue(job_log: str, since: float) -> tuple[float, str] | None:
     """Return the time and the cause of a requeue after `since` that the supervisor did not request.
 
-    Without a reason in the log, the time is `since`. Times are seconds since the epoch.
+    Times are seconds since the epoch. Returns None if the log has no reason.
     """
     for ended, reason in reversed(_REQUEUED.findall(job_log)):
         with suppress(ValueError, OverflowError):
             # Slurm truncates the time to seconds.
             if (ended_at := datetime.fromisoformat(ended).timestamp()) > since - 1:
                 return ended_at, _REQUEUE_CAUSES[reason]
-    return since, "requeued by Slurm, which logged no reason"
+    return None
 
 
 def prepare_job_end(environ: Mapping[str, str], exit_code: int) -> None:

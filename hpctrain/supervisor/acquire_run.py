@@ -13,6 +13,7 @@ from hpctrain.checkpoint.listing import newest_script_checkpoint
 from hpctrain.errors import SchedulerError, SpecError
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.record_types import Event, StepRecord
+from hpctrain.records.checkpoint_health import record_script_checkpoint
 from hpctrain.records.lease import LeaseHeld
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.records.run_record import RunRecord, read_run_record, summarize_events
@@ -186,11 +187,14 @@ def _record_requeue(run: RunDir, spec: JobSpec, jobs: SlurmSuccessors) -> None:
     attempt = newest.attempt
     checkpoint = newest_script_checkpoint(run.checkpoints, spec.checkpoints)
     if checkpoint is not None and checkpoint[1] > newest.time:
-        run.log_event("checkpoint", attempt, step=None, path=str(checkpoint[0]))
-    time, cause = jobs.find_requeue(newest.time)
-    times = [time, events[-1].time]
+        record_script_checkpoint(run, attempt, checkpoint[0])
+    times = [events[-1].time]
     with suppress(OSError):
         times += [step.time for step in islice(read_last_records(run.metrics, StepRecord), 1)]
-    time = min(max(times), system.time())
-    fields = {"by": "slurm", "cause": cause, "seconds": round(time - newest.time, 3)}
-    run.log_event("requeue", attempt, time=time, **fields)
+    fields: dict[str, object] = {"by": "slurm", "cause": "requeued by Slurm, which logged no reason"}
+    if (found := jobs.find_requeue(newest.time)) is not None:
+        times.append(found[0])
+        fields |= {"cause": found[1], "seconds": round(max(times) - newest.time, 3)}
+    elif events[-1].kind == "failure":
+        fields["cause"] = events[-1].cause
+    run.log_event("requeue", attempt, time=min(max(times), system.time()), **fields)

@@ -189,8 +189,8 @@ class SlurmSuccessors:
     def find(self) -> str | None:
         return find_successor(self._run, self._job_id, self._environ)
 
-    def find_requeue(self, since: float) -> tuple[float, str]:
-        """Return the time and the cause of the requeue of this job. See `find_requeue`."""
+    def find_requeue(self, since: float) -> tuple[float, str] | None:
+        """Return the time and the cause of the requeue of this job, as far as its log contains them."""
         return find_requeue("\n".join(read_last_lines(self._run.slurm_log, _LOG_LINES)), since)
 
 

@@ -100,6 +100,7 @@ def test_resume_refuses_other_folders(workdir: Path) -> None:
         (["--", "--lr", "0.2"], "arguments ['--lr', '0.2']"),
         (["--name=b", "--"], "arguments []"),
         pytest.param(["--name=b", "--", "now"], "arguments ['now']", marks=pytest.mark.extended),
+        (["other.py"], "other []"),
         (["other.py", "--lr", "0.2", "--", "x"], "other ['--lr', '0.2', '--', 'x']"),
         pytest.param(["--name=b", "-m", "other", "--nodes"], "other ['--nodes']", marks=pytest.mark.extended),
     ],

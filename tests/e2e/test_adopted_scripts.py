@@ -407,6 +407,49 @@ def run_script(folder: Path, lines: str, files: dict[str, str], *options: str) -
     return run
 
 
+#: Trains 20 steps. `NAME FAULT`: in the first attempt, the fault occurs after ten steps.
+TRAIN = """
+import os, signal, sys, time, torch
+name, fault = sys.argv[1:]
+layer = torch.nn.Linear(1, 1)
+optimizer = torch.optim.Adam(layer.parameters())
+for step in range(20):
+    layer(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    if step == 10 and fault != "none":
+        time.sleep(2)  # until the supervisor has received the steps
+        if fault == "leave":
+            os._exit(0)
+        if os.environ["HPCTRAIN_ATTEMPT"] == "0":
+            if fault == "raise":
+                raise ValueError("bad sample")
+            os.kill(os.getpid(), getattr(signal, fault))
+open(f"{name}.pt", "w").close()
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("lines", "kinds"),
+    [
+        ("python train.py a SIGKILL\necho finished", ["killed"]),
+        ("python train.py a SIGSEGV\npython -c 'import torch'\necho finished", ["signal"]),
+        ("python train.py a raise\npython -c 'import torch'\necho finished", ["python"]),
+        ("python train.py a none & python train.py b SIGKILL & wait", ["killed"]),
+        # It has trained again, so the script accepts the failure.
+        ("python train.py a SIGKILL\npython train.py b none", []),
+        ("python train.py a leave\necho finished", []),
+    ],
+)
+def test_training_whose_failure_later_lines_hide_starts_again(tmp_path, lines, kinds):
+    run = run_script(tmp_path, lines, {"train.py": TRAIN})
+    assert run.status()["state"] == "COMPLETED", run.describe()
+    assert [event["class"] for event in run.events("failure")] == kinds
+    assert len(run.events("started")) == 1 + len(kinds)
+    if kinds:
+        assert (tmp_path / "a.pt").exists()
+
+
 CRASH = "import torch\nraise RuntimeError('the data are broken')\n"
 
 

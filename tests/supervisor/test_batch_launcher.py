@@ -20,15 +20,14 @@ from hpctrain.slurm import job_requests
 from hpctrain.slurm.srun_step import StepEnded
 from hpctrain.supervisor.workers import batch_launcher
 from hpctrain.supervisor.workers.batch_launcher import BatchLauncher, BatchStep
+from hpctrain.supervisor.workers.observed_groups import Survival
 
-#: No process is observed.
-NO_GROUPS: Any = SimpleNamespace(
-    stop=bool,
-    has_ranks=bool,
-    has_ranks_outside_steps=False,
-    survived_until=float,
-    ask_to_stop=threading.Event(),
-)
+
+def no_groups() -> Any:
+    outside, ask = False, threading.Event()
+    return SimpleNamespace(
+        stop=bool, has_ranks=bool, has_ranks_outside_steps=outside, survival=Survival, ask_to_stop=ask
+    )
 
 
 @pytest.mark.parametrize("failures", [2, 1000])
@@ -55,13 +54,13 @@ def test_job_steps_end_or_are_abandoned_if_the_controller_does_not_respond(
     monkeypatch.setattr(batch_launcher, "_KILL_LIMIT_S", 60.0 if failures == 2 else 0.5)
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     spec = make_spec(tmp_path, program="batch", backend="slurm")
-    groups: Any = SimpleNamespace(**vars(NO_GROUPS))
+    groups = no_groups()
     # Not while the steps are killed: a process that the script left running has not survived then.
-    groups.survived_until = lambda: float(num_queries)
+    groups.survival = lambda: Survival(until=float(num_queries))
     step = BatchStep(spec, ["sleep", "100"], {"SLURM_JOB_ID": "7"}, events.put, groups)
     step.kill()
     assert isinstance(events.get(timeout=90), StepEnded)
-    assert step.survived_until == 0
+    assert step.survival.until == 0
     step.close()
     if failures == 2:
         assert signalled == [("7.0", signal.SIGKILL)] * 2
@@ -83,7 +82,7 @@ def test_job_steps_end_or_are_abandoned_if_the_controller_does_not_respond(
 def test_script_ends_after_its_ranks_instead_of_running_its_next_lines(tmp_path, script, files):
     """As after the time limit, when Slurm sends SIGTERM to the script."""
     spec = replace(make_spec(tmp_path, program="batch", backend="local"), workdir=str(tmp_path))
-    groups: Any = SimpleNamespace(**vars(NO_GROUPS))
+    groups = no_groups()
     stopped = threading.Event()
     groups.stop, groups.has_ranks = lambda number: None, lambda: not stopped.is_set()
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -104,7 +103,7 @@ def test_job_steps_are_observed_whatever_the_script_exports(tmp_path, exported):
     variables = {"HPCTRAIN_ATTEMPT": "0", "HPCTRAIN_SUPERVISOR_ADDRESS": "x"}
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_EXPORT_ENV": exported}
     launcher = BatchLauncher(make_spec(tmp_path, program="batch", backend="slurm"), environ)
-    launcher.groups = NO_GROUPS
+    launcher.groups = no_groups()
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     out = tmp_path / "out"
     launcher.start(["sh", "-c", f"echo $SLURM_EXPORT_ENV >{out}"], variables, events.put)
@@ -118,7 +117,7 @@ def test_attempts_in_one_file_are_shown_once_each(tmp_path):
     """The logs of the attempts are links to the file of the job."""
     run = RunDir(tmp_path / "run")
     launcher = BatchLauncher(make_spec(run.path, program="batch", backend="local"), {})
-    launcher.groups = NO_GROUPS
+    launcher.groups = no_groups()
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     followed = RunLogReader(run, LogFilter(), whole=True)
     seen: list[str] = []

@@ -395,6 +395,8 @@ K, T = EndKind.PYTHON, EndKind.TIME_LIMIT
         ([FAILURE, REQUEUE, event("submitted", after="7")], History([P1], [K], [T])),
         # A script that saves by its own means must not be ended because of hourly preemptions.
         ([REQUEUE, REQUEUE, event("requeue", seconds=3600.0)], History()),
+        # Slurm logged neither the reason nor the time.
+        ([REQUEUE, REQUEUE, event("requeue", by="slurm")], History()),
         # The checkpoints of ranks that agreed to stop are known, so long attempts count, too.
         ([*NO_PROGRESS, *NO_PROGRESS], History([], [], [T, T], agreed_to_stop=True)),
         ([*NO_PROGRESS, event("started")], History([], [], [T])),

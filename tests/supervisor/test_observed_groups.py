@@ -123,16 +123,43 @@ def test_failures_before_another_launch_or_a_long_time_alone_are_survived(superv
     for key in keys:
         supervisor.groups.on_disconnect(key)
     clock = 1110.0
-    assert supervisor.groups.survived_until() == 0.0
+    assert supervisor.groups.survival().until == 0.0
     clock = 1200.0
-    assert supervisor.groups.survived_until() == 1100.0
+    assert supervisor.groups.survival().until == 1100.0
     key = supervisor.join("b", 0)
-    assert supervisor.groups.survived_until() == 1200.0
+    assert supervisor.groups.survival().until == 1200.0
     # A rank that has failed before another of its group arrives.
     clock = 1201.0
     supervisor.groups.on_disconnect(key)
     supervisor.join("b", 1)
-    assert supervisor.groups.survived_until() == 1200.0
+    assert supervisor.groups.survival().until == 1200.0
+
+
+def test_training_that_was_killed_is_survived_only_by_a_later_training(supervisor, monkeypatch):
+    clock = 1000.0
+    monkeypatch.setattr(system, "time", lambda: clock)
+    killed, peer = (supervisor.join("a", rank) for rank in range(2))
+    other = supervisor.join("beside", 0, 1)
+    for key in (killed, peer, other):
+        supervisor.beat(key, 1)
+    supervisor.receive(peer, {"exits": True})
+    clock = 1100.0
+    for key in (killed, peer):
+        supervisor.groups.on_disconnect(key)
+    supervisor.beat(other, 2)
+    # It has only lost its connection.
+    supervisor.groups.on_disconnect(other)
+    supervisor.beat(supervisor.join("beside", 0, 1), 3)
+    evaluation = supervisor.join("evaluation", 0, 1)
+    supervisor.beat(evaluation, 0)
+    supervisor.groups.on_disconnect(evaluation)
+    survival = supervisor.groups.survival()
+    (loss,) = survival.losses
+    assert (loss.rank, loss.host, loss.time, loss.has_trained) == (0, "n0", 1100.0, True)
+    clock = 1200.0
+    assert not supervisor.groups.survival().covers(loss)
+    supervisor.beat(supervisor.join("later", 0, 1), 1)
+    assert supervisor.groups.survival().covers(loss)
 
 
 def test_files_of_one_group_at_once_are_logs(supervisor):

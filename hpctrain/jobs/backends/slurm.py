@@ -109,7 +109,7 @@ class SlurmBackend:
 
     def requeue(self, jobs: Sequence[JobRecord]) -> None:
         # The ranks save and exit; the supervisor detects that and requests the requeue.
-        scripts = [job.job_id for job in jobs if (job.run.array or job.run).batch_script.exists()]
+        scripts = [job.job_id for job in jobs if job.run.is_batch]
         if ranks := [job.job_id for job in jobs if job.job_id not in scripts]:
             signal_ranks(ranks, signal.SIGTERM, self._outer)
         if scripts:

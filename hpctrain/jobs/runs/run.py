@@ -224,10 +224,11 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
         if has_spec:
             return Run(RunDir(folder.absolute()), environ)
     listed = list_runs(runs_dir, environ)
-    for candidate in reversed(listed) if run.isdecimal() else ():
+    job_id, _, task = run.partition("_")
+    for candidate in reversed(listed) if job_id.isdecimal() else ():
         with suppress(OSError):
-            if candidate.job_id == run:
-                return candidate
+            if candidate.job_id == job_id:
+                return Run(candidate.dir.task(int(task)), environ) if task.isdecimal() else candidate
     hint = suggest(
         run,
         [candidate.run_id for candidate in listed],

@@ -95,10 +95,8 @@ class RankLogReader:
     def _find_ranks(self) -> None:
         self._next_listing = time.monotonic() + _LISTING_INTERVAL_S
         logs = self._run.rank_logs(self._attempt)
-        has_own = any(rank == 0 for number, (rank, _) in logs.items() if number)
-        for number, (rank, log) in sorted(logs.items()):
-            is_hidden = self._wanted and (rank not in self._wanted or (number == 0 and has_own))
-            if number in self._logs or is_hidden:
+        for number, (rank, log) in logs.items():
+            if number in self._logs or (self._wanted and rank not in self._wanted):
                 continue
             self._logs[number] = rank, log
             if log != self._run.rank_log(self._attempt, rank):

@@ -38,6 +38,7 @@ from hpctrain.rundir import (
     RunDir,
     attempt_of,
 )
+from hpctrain.runtime.exit_hooks import call_at_exit
 from hpctrain.runtime.failure_file import failure_record, write_failure
 from hpctrain.runtime.program import heartbeat
 from hpctrain.runtime.program.compile_cache import compile_cache
@@ -54,7 +55,13 @@ from hpctrain.runtime.stopping.stop_signals import (
     is_exiting,
     leave_in_time,
 )
-from hpctrain.runtime.supervisor_connection import Connection, Message, SupervisorConnection, start_heartbeat
+from hpctrain.runtime.supervisor_connection import (
+    Connection,
+    Message,
+    SupervisorConnection,
+    announce_exit,
+    start_heartbeat,
+)
 
 #: struct ucred of unix(7): pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
@@ -198,7 +205,8 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
             "in_step": os.environ.get("SLURM_STEP_ID") != command["step"],
             "outputs": (outputs := _own_outputs(run, attempt)),
         }
-        log = Path(outputs[-1][0]) if outputs else run.rank_log(attempt, 0)
+        errors = os.path.realpath("/proc/self/fd/2")
+        log = Path(errors) if errors in dict(outputs) else run.rank_log(attempt, 0)
         connect = partial(SupervisorConnection, address, ranks, attempt, facts)
     else:
         ranks, connect = Ranks(**command["ranks"]), partial(connect_to_worker, command["socket"])
@@ -225,6 +233,8 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
     is_main = ranks.is_main if address is not None else launch[1] == "0"
     observer = ProcessObserver(run, attempt, ranks, environ, records_steps=is_main)
     compile_cache.install(run, ranks, os.environ)
+    if address is not None:
+        call_at_exit(announce_exit)
     observer.start(connect if address is not None else partial(reconnect_or_die, connect))
     return partial(_after_step, observer)
 

@@ -46,7 +46,7 @@ class _StepHook:
         self._has_loaded_weights = False
 
     def register(self, module: ModuleType) -> None:
-        self._first_step_handle = module.register_optimizer_step_pre_hook(self._before_first_step)
+        self._first_step_handle: Any = module.register_optimizer_step_pre_hook(self._before_first_step)
         module.register_optimizer_step_post_hook(self)
         _observe_loads(module.Optimizer, self._on_state_loaded, self._before_state_is_loaded)
         # Plain SGD has no state to load, so the load of weights counts.
@@ -54,32 +54,39 @@ class _StepHook:
             _observe_loads(modules.Module, self._on_weights_loaded)
 
     def _before_state_is_loaded(self, optimizer: Any) -> None:
-        from hpctrain.runtime.resumed_values import configured_values
-
         if self._is_restart:
+            from hpctrain.runtime.resumed_values import configured_values
+
             self._script_values.setdefault(optimizer, configured_values([optimizer], []))
 
     def _on_state_loaded(self, optimizer: Any) -> None:
         # Accelerate moves the state of each new optimizer to the device, by a load of the empty state.
         if optimizer.state:
             self._loaded.add(optimizer)
-        self._ignored[optimizer] = self._ignored_values(optimizer)
+        if self._is_restart:
+            self._ignored[optimizer] = self._ignored_values(optimizer)
 
     def _ignored_values(self, optimizer: Any) -> list[Any]:
         from hpctrain.runtime.resumed_values import ignored_values
 
-        script = self._script_values.get(optimizer)
-        return [] if script is None else ignored_values([optimizer], [], script, None)
+        if (script := self._script_values.get(optimizer)) is None:
+            return []
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        ignored = ignored_values([optimizer], [], script, None)
+        # With a scheduler, the initial rate of the checkpoint remains, but does not matter.
+        return [value for value in ignored if value.name != "lr" or value.script_value not in rates]
 
     def _on_weights_loaded(self, _module: object) -> None:
         self._has_loaded_weights = True
 
     def _before_first_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
+        if id(optimizer) in self._restored:
+            return
         unknown = None if optimizer in self._loaded or self._has_loaded_weights else 0
-        self._restored.setdefault(id(optimizer), restored_steps(optimizer) or unknown)
+        self._restored[id(optimizer)] = restored_steps(optimizer) or unknown
         # After the load, the script may have set its own values.
-        if (ignored := self._ignored.pop(optimizer, None)) is not None and not activity.is_managed:
-            current = self._ignored_values(optimizer)
+        if self._is_restart and not activity.is_managed:
+            current, ignored = self._ignored_values(optimizer), self._ignored.pop(optimizer, [])
             activity.ignored = [*(activity.ignored or ()), *(value for value in current if value in ignored)]
 
     def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:
@@ -89,8 +96,10 @@ class _StepHook:
                 return
             self._counted = weakref.ref(optimizer)
             if not activity.optimizer_steps:
-                self._first_step_handle.remove()
                 activity.restored_steps = self._restored.get(id(optimizer), 0)
+        if self._first_step_handle is not None and not self._ignored:
+            self._first_step_handle.remove()
+            self._first_step_handle = None
         activity.optimizer_steps += 1
         if step_profiler.is_active:
             step_profiler.after_step()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from contextlib import suppress
+from typing import Any
 
 from hpctrain.record_types import Event, StepRecord
 from hpctrain.records.buffered_writer import BufferedLineWriter
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import RunDir, event_record
+from hpctrain.runtime.exit_hooks import call_at_exit
 from hpctrain.runtime.rank_activity import activity, count_ranks
 from hpctrain.runtime.unfinished_training import has_started
 
@@ -40,20 +41,7 @@ class StepLog:
         self._since = 0.0
         self._data_s = self._exchange_s = 0.0
         self._writing = threading.Lock()
-        self._write_at_exit()
-
-    def _write_at_exit(self) -> None:
-        """Write the last line at the end of this process, also if the script calls `os._exit`."""
-        atexit.register(self.write)
-        pid, exit_process = os.getpid(), os._exit
-
-        def write_and_exit(status: int) -> NoReturn:
-            # A forked child is not the rank.
-            if os.getpid() == pid:
-                self.write()
-            exit_process(status)
-
-        os._exit = write_and_exit
+        call_at_exit(self.write)
 
     def write(self) -> None:
         """Write a line, unless another write hangs, or was interrupted by the handler that calls this."""
@@ -66,7 +54,8 @@ class StepLog:
     def _write(self) -> None:
         step, now = activity.optimizer_steps, time.perf_counter()
         if activity.ignored is not None:
-            self._report_ignored(activity.ignored)
+            with suppress(OSError):
+                self._report_ignored(activity.ignored)
         if activity.logs_metrics or has_started() or step == self._written or self._is_recorded is False:
             return
         first_step: int | None = None
@@ -78,11 +67,11 @@ class StepLog:
                     return
                 # The time of the steps in the first line is unknown.
                 self._first_step, self._since = self._begin(), now
+                self._record_ranks(count_ranks(self._world_size))
             except OSError:
                 return  # another attempt follows
             self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
             first_step = self._first_step + 1
-            self._record_ranks(count_ranks(self._world_size))
         spent = {"all": now - self._since, "data": activity.data_s - self._data_s}
         # DDP communicates in the backward pass, in which the wait cannot be observed.
         if (exchange_s := activity.exchange_s - self._exchange_s) > 0:
@@ -94,7 +83,13 @@ class StepLog:
         self._data_s, self._exchange_s = activity.data_s, activity.exchange_s
 
     def _report_ignored(self, ignored: Sequence[Any]) -> None:
+        """Record the user's changes that have no effect. At other restarts, the values only have advanced."""
         activity.ignored = None
+        for event in read_last_records(self._run.events, Event):
+            if event.is_new_submission:
+                break
+            if event.kind == "started" and event.attempt != self._attempt:
+                return
         records = [value.record for value in ignored]
         record = {"time": time.time(), "attempt": self._attempt, "ignored": records}
         BufferedLineWriter(self._run.environment, _print).append(record)

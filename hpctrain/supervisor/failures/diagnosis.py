@@ -35,6 +35,7 @@ from hpctrain.supervisor.policy.history import SHORT_ATTEMPT_S, History
 from hpctrain.supervisor.policy.job_intent import JobDisposition
 from hpctrain.supervisor.workers.attempt_monitor import AttemptOutcome
 from hpctrain.supervisor.workers.attempt_runner import AttemptResult
+from hpctrain.supervisor.workers.observed_groups import RankLoss
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,10 @@ class FailureAnalyzer:
     def analyze(self, result: AttemptResult, hosts: list[str]) -> AttemptEnd:
         attempt = result.attempt
         if self.spec.program == "batch":
-            if self._is_asked_to_stop(result) or self._is_requeued():
+            disposition = self._disposition()
+            if self._is_asked_to_stop(result) or disposition is JobDisposition.REQUEUED:
                 # Slurm also ends a job because it has lost a node.
-                lost = self._find_lost(hosts)
+                lost = {} if disposition is JobDisposition.STAYS else self._find_lost(hosts)
                 return self._record_lost(attempt, lost, hosts) if lost else self._diagnose_stop(result)
             # Only the script has ended ranks, such as a server, or a launcher the peers of a failed rank.
             result.monitor.is_stopping = False
@@ -90,10 +92,7 @@ class FailureAnalyzer:
             return False
         if monitor.was_signalled or self.run.is_asked_to_requeue(attempt) or self._is_job_ending():
             return True
-        failures = read_failures(self.run, attempt)
-        if result.outcome is not AttemptOutcome.STOPPED or any(
-            failure.time >= result.survived_until for failure in failures
-        ):
+        if result.outcome is not AttemptOutcome.STOPPED or self._unsurvived(result):
             return False
         return any(
             event.kind == "checkpoint" and event.attempt == attempt for event in self.run.read_events()
@@ -110,27 +109,33 @@ class FailureAnalyzer:
 
     def _ends_in_failure(self, result: AttemptResult) -> bool:
         """Return true if ranks of a batch script failed, and the script did not survive it."""
-        failures = read_failures(self.run, result.attempt)
-        if any(failure.time >= result.survived_until for failure in failures):
+        if self._unsurvived(result):
             return True
-        return not result.survived_until and any(killed_tasks(self.run.slurm_log, result.job_log_offset))
+        return not result.survival.until and any(killed_tasks(self.run.slurm_log, result.job_log_offset))
+
+    def _unsurvived(self, result: AttemptResult) -> list[RankLoss | RankFailure]:
+        """Return the failures of ranks that a batch script has not survived."""
+        failures: list[RankLoss | RankFailure] = [*read_failures(self.run, result.attempt)]
+        failures += result.survival.losses
+        return [failure for failure in failures if not result.survival.covers(failure)]
 
     def _describe_hidden_failures(self, result: AttemptResult) -> str | None:
         """Return a remark on failures of ranks that a batch script has not reported by its exit code."""
         failures = [*read_failures(self.run, result.attempt)]
         if all(failure.is_peer_lost for failure in failures):
-            failures += killed_tasks(self.run.slurm_log, result.job_log_offset)
+            losses = result.survival.losses
+            failures += killed_tasks(self.run.slurm_log, result.job_log_offset, losses)
         if not failures:
             return None
         count = f" ({len(failures)} ranks failed)" if len(failures) > 1 else ""
         return f"{root_cause(failures)}{count}, but the batch script exited with code 0"
 
-    def _is_requeued(self) -> bool:
-        """Return true if the script has requeued its job itself."""
+    def _disposition(self) -> JobDisposition:
+        """Return Slurm's plan for the job. The script may have requeued it itself."""
         try:
-            return self.job_control.disposition() is JobDisposition.REQUEUED
+            return self.job_control.disposition()
         except SchedulerError:
-            return False
+            return JobDisposition.STAYS
 
     def record_supervisor_death(self, attempt: int) -> AttemptEnd:
         cause, log_path = "the supervisor was killed", str(self.run.supervisor_log)
@@ -234,7 +239,12 @@ class FailureAnalyzer:
         """Diagnose failed ranks. Ranks that only lost stopped peers count as stopped."""
         attempt, monitor = result.attempt, result.monitor
         lost = self._find_lost(hosts)
-        if (hang := monitor.hang) is not None and not lost and not monitor.is_stopping:
+        # A rank of a batch script that has failed lets the others wait.
+        has_failed = self.spec.program == "batch" and any(
+            isinstance(failure, RankFailure) and not failure.is_peer_lost
+            for failure in self._unsurvived(result)
+        )
+        if (hang := monitor.hang) is not None and not (lost or monitor.is_stopping or has_failed):
             return self._record(attempt, EndKind.HANG, hang.cause, rank=hang.rank, host=hang.host)
         failures = collect_failures(
             self.run,
@@ -244,7 +254,7 @@ class FailureAnalyzer:
             hosts,
             result.job_log_offset,
             early_exits,
-            survived_until=result.survived_until,
+            survival=result.survival,
         )
         if lost:
             # The loss of the node explains all reports of the ranks.
@@ -289,6 +299,8 @@ class FailureAnalyzer:
     ) -> AttemptEnd:
         host, cause = next(iter(lost)), f"node lost: {describe_nodes(lost)}"
         rank = hosts.index(host) * self.spec.ntasks_per_node
+        if self.spec.program == "batch":  # whose ranks on the node are unknown
+            fields["log_path"] = str(self.run.rank_log(attempt, 0))
         end = self._record(attempt, EndKind.NODE_LOST, cause, rank=rank, host=host, **fields)
         return replace(end, lost=lost)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from hpctrain.records.crash_output import (
 )
 from hpctrain.rundir import RunDir
 from hpctrain.slurm.srun_step import TaskExit, TaskResult, parse_task_report
+from hpctrain.supervisor.workers.observed_groups import NOTHING_SURVIVED, RankLoss, Survival
 from hpctrain.text import short_name, signal_name
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ _GPU = re.compile(
 _FATAL_SIGNALS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL, signal.SIGSEGV}
 )
+_BY_DESCRIPTION = {signal.strsignal(number): number for number in _FATAL_SIGNALS}
+#: Report of a shell on a command that a signal has ended; in bash: `job.sh: line 9: 4711 Killed   python …`.
+_SHELL_REPORT = re.compile(rf"(?:^|: line \d+: +\d+ )({'|'.join(filter(None, _BY_DESCRIPTION))})\b", re.ASCII)
 #: Title and lines of torchrun's report on the worker that failed first (torch 2.6 to 2.14).
 _TORCHRUN_ROOT = "Root Cause (first observed failure):"
 _TORCHRUN_FACT = re.compile(
@@ -87,14 +91,11 @@ def collect_failures(
     hosts: list[str],
     since: int = 0,
     early_exits: Mapping[int, str] | None = None,
-    survived_until: float = 0.0,
+    survival: Survival = NOTHING_SURVIVED,
 ) -> list[RankFailure]:
-    """Return the failures of `attempt`, and write the failure files that ranks could not write.
-
-    Failures before `survived_until`, in seconds since the epoch, did not end the batch script.
-    """
+    """Return the failures that ended `attempt`, and write the failure files that ranks could not write."""
     failures = {
-        failure.rank: failure for failure in read_failures(run, attempt) if failure.time >= survived_until
+        failure.rank: failure for failure in read_failures(run, attempt) if not survival.covers(failure)
     }
     time_s = system.time()
     for rank, location in (early_exits or {}).items():
@@ -103,7 +104,8 @@ def collect_failures(
             failure = RankFailure(rank, host, UNFINISHED, location, UNFINISHED_ADVICE, log_path, None, time_s)
             failures[rank] = _write(run, attempt, failure)
     if spec.program == "batch" and all(failure.is_peer_lost for failure in failures.values()):
-        for failure in killed_tasks(run.slurm_log, since):
+        lost = [loss for loss in survival.losses if not survival.covers(loss)]
+        for failure in killed_tasks(run.slurm_log, since, lost):
             # torchrun prints the full name of the host, which may be unlike Slurm's name of the node.
             nodes = {short_name(host): host for host in hosts}
             host = hosts[0] if len(hosts) == 1 else nodes.get(short_name(failure.host), "")
@@ -130,8 +132,12 @@ def collect_failures(
     return list(failures.values())
 
 
-def killed_tasks(job_log: Path, since: int) -> Iterator[RankFailure]:
-    """Yield the first killed rank of a batch script, as srun or torchrun reports it in the job's log."""
+def killed_tasks(job_log: Path, since: int, lost: Sequence[RankLoss] = ()) -> Iterator[RankFailure]:
+    """Yield the first killed rank of a batch script, as srun or torchrun reports it in the job's log.
+
+    Without a report, it is the rank whose connection was lost first.
+    """
+    shell_signal = signal.SIGKILL
     with suppress(OSError), open_regular(job_log) as file:
         file.seek(since)
         root: dict[str, str] | None = None
@@ -146,11 +152,16 @@ def killed_tasks(job_log: Path, since: int) -> Iterator[RankFailure]:
                 if match["signal"]:
                     tasks = [TaskExit(int(root.get("rank", "0")), None, int(match["signal"]))]
                     host, root = root.get("host", ""), None
+            if match := _SHELL_REPORT.search(line):
+                shell_signal = _BY_DESCRIPTION.get(match[1], shell_signal)
             for task in tasks:
                 if task.signal not in (None, signal.SIGTERM):
                     crash = find_crash_output(job_log, job_log, since, task.signal)
                     yield _of_task(task.rank, host, task, crash)
                     return
+    for loss in sorted(lost, key=lambda loss: loss.time)[:1]:
+        crash = find_crash_output(job_log, job_log, since, shell_signal)
+        yield _of_task(loss.rank, loss.host, TaskExit(loss.rank, None, shell_signal), crash)
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:

@@ -193,7 +193,9 @@ def _nodes_to_exclude(situation: RunSituation, *, here: bool) -> dict[str, str]:
 
 def describe_vain_stops(policy: RestartPolicy, stops: Sequence[EndKind]) -> str | None:
     """Return the reason if the policy allows no start after these consecutive stops without progress."""
-    kind = stops[-1] if stops else EndKind.PREEMPTED
+    if not stops:
+        return None
+    kind = stops[-1]
     count, retries = sum(past is kind for past in stops), policy[kind].retries
     if count <= (policy.max_failures if retries is None else retries):
         return None

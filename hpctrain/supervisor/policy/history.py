@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -92,7 +93,10 @@ class History:
                 case "requeue":
                     past.memory = event.memory or past.memory
                     end = _kind(event.end_kind, EndKind.PREEMPTED)
-                    if not shows_no_progress(end, event.duration_s or 0.0, agreed=past.agreed_to_stop):
+                    # The duration before a requeue by Slurm may be unknown.
+                    unknown_s = math.inf if event.by == "slurm" else 0.0
+                    duration_s = unknown_s if event.duration_s is None else event.duration_s
+                    if not shows_no_progress(end, duration_s, agreed=past.agreed_to_stop):
                         past.stops.clear()
                     elif end.is_stop and not progressed:
                         past.stops.append(end)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
-from pathlib import Path
 
 from hpctrain import system
 from hpctrain.checkpoint.interval import longest_save_s
@@ -17,7 +16,7 @@ from hpctrain.cluster import compress_hostlist
 from hpctrain.files import file_size
 from hpctrain.jobspec.job_spec import JobSpec
 from hpctrain.record_types import Event, StepRecord
-from hpctrain.records.checkpoint_health import starts_over
+from hpctrain.records.checkpoint_health import record_script_checkpoint, starts_over
 from hpctrain.records.log_tail import read_last_records
 from hpctrain.rundir import (
     ARRAY_TASK_VARIABLE,
@@ -36,6 +35,7 @@ from hpctrain.supervisor.policy.history import History
 from hpctrain.supervisor.workers.attempt_monitor import AttemptMonitor, AttemptOutcome
 from hpctrain.supervisor.workers.batch_launcher import BatchStep
 from hpctrain.supervisor.workers.node_steps import Stager
+from hpctrain.supervisor.workers.observed_groups import NOTHING_SURVIVED, Survival
 from hpctrain.supervisor.workers.worker_group import WorkerGroup
 from hpctrain.text import pluralize
 
@@ -57,8 +57,8 @@ class AttemptResult:
     """Size of the job log in bytes at the start of the attempt."""
     started_at: float
     world_size: int
-    survived_until: float = 0.0
-    """Time until which a batch script has survived failures of ranks, in seconds since the epoch."""
+    survival: Survival = NOTHING_SURVIVED
+    """The failures of its ranks that a batch script has survived."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class AttemptRunner:
         new_monitor = partial(AttemptMonitor, self.events, self.job_control, ends_at, lead)
         hosts, started_at, outcome = self.launcher.hosts, system.time(), AttemptOutcome.DONE
         script_checkpoints = ScriptCheckpointWatcher(self.run.checkpoints, self.spec.checkpoints)
-        survived_until = 0.0
+        survival = NOTHING_SURVIVED
         with RendezvousStore(self.launcher.address, hosted=self.spec.torchrun is not None) as rendezvous:
             self._record_start(attempt)
             log_offset = file_size(self.run.slurm_log)
@@ -98,16 +98,16 @@ class AttemptRunner:
                     rendezvous.serve()
                     outcome = monitor.wait(step)
                     if isinstance(step, BatchStep):
-                        survived_until = step.survived_until
+                        survival = step.survival
                 finally:
                     self.worker_group.stop_monitoring()
                     step.close()
         path = script_checkpoints.newest_since()
-        if path is not None and not self._is_recorded(attempt, path):
-            self.run.log_event("checkpoint", attempt, step=None, path=str(path))
+        if path is not None:
+            record_script_checkpoint(self.run, attempt, path)
         monitor.is_stopping |= self.run.is_asked_to_requeue(attempt)
         size = self.world_size
-        return AttemptResult(attempt, outcome, monitor, log_offset, started_at, size, survived_until)
+        return AttemptResult(attempt, outcome, monitor, log_offset, started_at, size, survival)
 
     def _record_start(self, attempt: int) -> None:
         hosts = self.launcher.hosts
@@ -122,12 +122,6 @@ class AttemptRunner:
             log.warning("attempt %d starts over, unless the script saves elsewhere: %s", attempt, problem)
         self.run.log_event("started", attempt, **fields)
         log.info("attempt %d: starting %s on %s", attempt, program, compress_hostlist(hosts))
-
-    def _is_recorded(self, attempt: int, checkpoint: Path) -> bool:
-        """True if a plugin has already recorded the checkpoint in this attempt."""
-        recorded = ("checkpoint", attempt, str(checkpoint))
-        events = self.run.read_events()
-        return any((event.kind, event.attempt, event.path) == recorded for event in events)
 
     def _ends_at(self, lead: float) -> float | None:
         """Return the end of the job's time, on the monotonic clock, if the supervisor must signal the ranks.

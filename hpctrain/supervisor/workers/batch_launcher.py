@@ -31,11 +31,12 @@ from hpctrain.rundir import (
 from hpctrain.slurm.batch_header import SHELLS
 from hpctrain.slurm.command import list_steps
 from hpctrain.slurm.environment import own_job_id, strip_job_env
-from hpctrain.slurm.job_queries import query_job
+from hpctrain.slurm.job_queries import query_job, query_seconds_left
 from hpctrain.slurm.job_requests import kill_steps, signal_steps
+from hpctrain.supervisor.job_control import EARLY_SIGNAL_TOLERANCE_S
 from hpctrain.supervisor.launch.job_step import EmitEvent, SignalReceived
 from hpctrain.supervisor.launch.step_launchers import LocalStep, address_of_this_host, local_array_variables
-from hpctrain.supervisor.workers.observed_groups import ObservedGroups
+from hpctrain.supervisor.workers.observed_groups import NOTHING_SURVIVED, ObservedGroups
 
 #: The folders with hpctrain and its dependencies, for Python environments without them.
 _PACKAGES = [str(Path(__file__).parents[3]), str(Path(msgspec.__file__).parents[1])]
@@ -46,7 +47,11 @@ _KILL_LIMIT_S = 25.0
 #: Seconds between two queries for a preemption, each an RPC to the controller.
 _PREEMPTION_INTERVAL_S = 10.0
 #: Seconds for srun or torchrun to write the last output of its ranks, and to exit.
-_LAUNCHERS_END_S = 3.0
+_LAUNCHERS_END_S = 10.0
+#: Seconds after which a suspended script may read the output of ranks that have not ended.
+_READS_AFTER_S = 5.0
+#: Seconds to receive the last messages of ranks that have ended before the script.
+_LAST_MESSAGES_S = 1.0
 #: A signal that only the batch script receives (sbatch(1), --signal).
 _BATCH_SIGNAL = re.compile(r"R?BR?:(?:SIG)?(\w+)(?:@\d+)?", re.ASCII | re.IGNORECASE)
 
@@ -146,9 +151,10 @@ class BatchStep(LocalStep):
         groups: ObservedGroups,
     ) -> None:
         self._groups = groups
-        #: Time until which the script has survived failures of ranks, in seconds since the epoch.
-        self.survived_until = 0.0
+        self.survival = NOTHING_SURVIVED
         self._is_stopping = self._is_suspended = False
+        self._suspension = system.Lock()
+        self._limit_lead_s = spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
         self._ended = system.Event()
         self._job_id = own_job_id(environ) if spec.backend == "slurm" else None
         self._outer, self._batch_signal = strip_job_env(environ), batch_signal(spec)
@@ -165,22 +171,26 @@ class BatchStep(LocalStep):
         elif number == self._batch_signal:
             self._signal_script(number)
         else:
-            is_first, self._is_stopping = not self._is_stopping, True
-            is_observed = self._groups.has_ranks() or self._is_suspended
-            if is_observed and is_first and self._suspend():
-                system.Thread(target=self._end_script, daemon=True).start()
+            with self._suspension:
+                is_first, self._is_stopping = not self._is_stopping, True
+                is_observed = self._groups.has_ranks() or self._is_suspended
+                is_suspended = is_observed and is_first and self._suspend()
             self._groups.stop(number)
+            if is_suspended:
+                system.Thread(target=self._end_script, daemon=True).start()
             if not is_observed:
                 super().signal(signal.SIGTERM)
 
     def _signal_script(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self._processes[0].pid, number)
+        with self._lock, suppress(ProcessLookupError, PermissionError):
+            if self._processes[0].returncode is None:
+                os.kill(self._processes[0].pid, number)
 
     def _suspend(self) -> bool:
         """Keep the script from running its next lines. A shell may have been replaced: `exec srun`."""
         with suppress(OSError):
-            if Path(f"/proc/{self._processes[0].pid}/comm").read_text().strip() in SHELLS:
+            command = Path(f"/proc/{self._processes[0].pid}/comm").read_text(errors="replace").strip()
+            if command in SHELLS:
                 self._is_suspended = True
                 self._signal_script(signal.SIGSTOP)
         return self._is_suspended
@@ -191,8 +201,13 @@ class BatchStep(LocalStep):
 
     def _end_script(self) -> None:
         """End the suspended script after its ranks: its next lines expect a complete training."""
+        started = system.monotonic()
         while self._groups.has_ranks() and not self._ended.wait(_POLL_S):
-            pass
+            if system.monotonic() - started > _READS_AFTER_S:
+                # The ranks may wait for the script to read their output.
+                self._signal_script(signal.SIGCONT)
+                system.sleep(_POLL_S / 2)
+                self._signal_script(signal.SIGSTOP)
         deadline = system.monotonic() + _LAUNCHERS_END_S
         while self._has_running_child() and system.monotonic() < deadline and not self._ended.wait(_POLL_S):
             pass
@@ -207,25 +222,35 @@ class BatchStep(LocalStep):
         return False
 
     def _watch_preemption(self, emit: EmitEvent) -> None:
-        """Report a preemption: in the grace time, Slurm signals only the job steps.
+        """Report a stop by Slurm of which only the job steps receive a signal, such as a preemption.
 
-        Slurm is queried when a rank has received a signal, and regularly if no srun has started some ranks.
+        Slurm is queried when a rank asks the others to stop, and regularly if no srun has started some ranks.
         """
-        job_id, asked = self._job_id, self._groups.ask_to_stop
-        while job_id is not None and not self._ended.is_set():
-            is_asked = not asked.is_set() and asked.wait(_PREEMPTION_INTERVAL_S) and not self._is_stopping
-            if is_asked:
-                self._suspend()
-            elif asked.is_set():
-                self._ended.wait(_PREEMPTION_INTERVAL_S)
-            with suppress(SchedulerError):
-                if (is_asked or self._groups.has_ranks_outside_steps) and query_job(
-                    job_id, self._outer
-                ).preempted:
-                    emit(SignalReceived(signal.SIGTERM))
+        while self._job_id is not None and not self._ended.is_set():
+            is_asked = self._groups.ask_to_stop.wait(_PREEMPTION_INTERVAL_S)
+            self._groups.ask_to_stop.clear()
+            with self._suspension:
+                if self._is_stopping or self._ended.is_set():
                     return
-            if is_asked and not self._is_stopping:  # The script itself stops its ranks.
-                self._resume()
+                if is_asked:
+                    self._suspend()
+            if (is_asked or self._groups.has_ranks_outside_steps) and self._is_stopped(
+                self._job_id, is_asked
+            ):
+                emit(SignalReceived(signal.SIGTERM))
+                return
+            with self._suspension:
+                if is_asked and not self._is_stopping:  # The script itself stops its ranks.
+                    self._resume()
+
+    def _is_stopped(self, job_id: str, is_asked: bool) -> bool:
+        try:
+            if query_job(job_id, self._outer).preempted:
+                return True
+            left_s = query_seconds_left(job_id, self._outer) if is_asked else None
+        except SchedulerError:
+            return is_asked
+        return left_s is not None and left_s <= self._limit_lead_s
 
     def _wait_for(self, rank: int) -> None:
         is_stopped = False
@@ -235,6 +260,11 @@ class BatchStep(LocalStep):
         # A stop signal ends a shell immediately, but its ranks train to the common step, or save.
         while (self._is_stopping or is_stopped) and self._groups.has_ranks() and not self._killed:
             system.sleep(_POLL_S)
+        # The ends of the script's ranks may not have been received yet.
+        deadline = system.monotonic() + _LAST_MESSAGES_S
+        while self._groups.has_ranks() and not self._killed and system.monotonic() < deadline:
+            system.sleep(_POLL_S)
+        self.survival = self._groups.survival()
         super()._wait_for(rank)
 
     def _end(self) -> None:
@@ -243,17 +273,9 @@ class BatchStep(LocalStep):
             waiter.join()
         self._ended.set()
         self._groups.ask_to_stop.set()
-        self.survived_until = self._groups.survived_until()
-        deadline = system.monotonic() + _KILL_LIMIT_S
-        if self._job_id is not None and not self._is_job_ending(self._job_id):
-            kill_steps(self._job_id, self._outer, deadline - system.monotonic())
+        if self._job_id is not None:
+            kill_steps(self._job_id, self._outer, _KILL_LIMIT_S)
         super()._end()
-
-    def _is_job_ending(self, job_id: str) -> bool:
-        """Return true if Slurm ends the job and its steps. Those of a lost node remain listed."""
-        with suppress(SchedulerError):
-            return query_job(job_id, self._outer).is_ending
-        return False
 
 
 def _hosts(spec: JobSpec, environ: Mapping[str, str]) -> list[str]:

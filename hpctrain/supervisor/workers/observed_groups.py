@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpctrain import system
-from hpctrain.record_types import RankMessage, RankPhase
+from hpctrain.record_types import FailureRecord, RankMessage, RankPhase
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
 #: Launchers and srun end within this time after their last rank.
@@ -17,15 +17,44 @@ _SURVIVED_S = 60.0
 Send = Callable[[Mapping[str, Any], Iterable[int]], int]
 
 
+class RankLoss(NamedTuple):
+    """A rank that was killed, or has crashed in native code, at a time in seconds since the epoch."""
+
+    rank: int
+    host: str
+    time: float
+    has_trained: bool
+
+
+class Survival(NamedTuple):
+    """The failures of its ranks that a batch script has survived; times in seconds since the epoch."""
+
+    until: float = 0.0
+    """Time until which it has survived failures of ranks that had not trained."""
+    retrained_at: float = 0.0
+    """Launch of the newest ranks that trained, which shows that it has survived earlier failures."""
+    losses: tuple[RankLoss, ...] = ()
+
+    def covers(self, failure: RankLoss | FailureRecord) -> bool:
+        return failure.time < (self.retrained_at if failure.has_trained else self.until)
+
+
+NOTHING_SURVIVED = Survival()
+
+
 @dataclass
 class _Group:
+    name: str
     monitor: RankMonitor
     hosts: dict[int, str]
     """Host of each rank."""
-    ranks: dict[int, int] = field(default_factory=dict)
+    launched_at: float
+    """Seconds since the epoch."""
+    ranks: dict[int, int]
     """Rank of each member."""
     trains: bool = False
-    has_steps: bool = False
+    trained: set[int] = field(default_factory=set)
+    """Members with steps."""
     outputs: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     """Paths of the files that a rank writes, and their lengths before; empty once they are linked."""
 
@@ -49,8 +78,11 @@ class ObservedGroups:
         self.has_ranks_outside_steps = False
         #: Set when a rank that has received a signal asks the others to stop.
         self.ask_to_stop = system.Event()
+        self._asking: set[int] = set()
         #: Times of the newest launch after the first, and of the end of the last rank, since the epoch.
-        self._launched_at = self._left_at = 0.0
+        self._launched_at = self._left_at = self._retrained_at = 0.0
+        self._exiting: set[int] = set()
+        self._losses: dict[tuple[str, int], RankLoss] = {}
         self._stop_signal: signal.Signals | None = None
         self._asked: set[int] = set()
 
@@ -59,7 +91,8 @@ class ObservedGroups:
         name, rank, host = str(introduction["group"]), int(introduction["rank"]), str(introduction["host"])
         self.has_ranks_outside_steps |= not introduction["in_step"]
         group = self._groups.get(name)
-        if group is None or (not group.ranks and rank in group.hosts):
+        # A process connects once before it reports.
+        if group is None or (group.trains and not group.ranks and rank in group.hosts):
             hosts: dict[int, str] = {}
             members: dict[int, int] = {}
             monitor = self._new_monitor(
@@ -69,7 +102,8 @@ class ObservedGroups:
             )
             if self._groups:
                 self._launched_at = system.time()
-            group = self._groups[name] = _Group(monitor, hosts, members)
+            group = self._groups[name] = _Group(name, monitor, hosts, system.time(), members)
+        self._losses.pop((name, rank), None)  # It had only lost its connection.
         key, self._num_members = self._num_members, self._num_members + 1
         for stale in [member for member, its_rank in group.ranks.items() if its_rank == rank]:
             del group.ranks[stale], self._group_of[stale]
@@ -81,18 +115,26 @@ class ObservedGroups:
         if (group := self._group_of.get(key)) is None:
             return
         group.trains |= len(group.ranks) > 1 or message.step > 0 or message.phase == RankPhase.JOIN
-        group.has_steps |= message.step > 0
+        if message.step > 0:
+            group.trained.add(key)
+            self._retrained_at = max(self._retrained_at, group.launched_at)
+        if message.exits:
+            self._exiting.add(key)
         self._link_logs(group, group.ranks[key])
         group.monitor.on_message(group.ranks[key], message)
-        if message.stop:
+        if message.stop and key not in self._asking:
+            self._asking.add(key)
             self.ask_to_stop.set()
         if self._stop_signal is not None and key not in self._asked:
             self._ask_to_stop([key], self._stop_signal)
 
     def on_disconnect(self, key: int) -> None:
         if (group := self._group_of.pop(key, None)) is not None:
-            group.monitor.on_disconnect(group.ranks.pop(key))
-            self._left_at = system.time()
+            rank, self._left_at = group.ranks.pop(key), system.time()
+            group.monitor.on_disconnect(rank)
+            if group.trains and key not in self._exiting:
+                loss = RankLoss(rank, group.hosts[rank], self._left_at, key in group.trained)
+                self._losses[group.name, rank] = loss
 
     def on_tick(self) -> None:
         for group in list(self._groups.values()):
@@ -111,13 +153,15 @@ class ObservedGroups:
     def has_ranks(self) -> bool:
         return bool(self._group_of)
 
-    def survived_until(self) -> float:
-        """Return the time until which the script survived failures of ranks; 0 if it survived none.
+    def survival(self) -> Survival:
+        """Return the failures that the script has survived.
 
-        It survived a failure if it started other ranks, or ran for a while without any.
+        It survived the failure of a training if it trained again afterwards, and that of other ranks also if
+        it started any ranks, or ran for a while without.
         """
         is_alone = not self._group_of and system.time() - self._left_at > _SURVIVED_S
-        return max(self._launched_at, self._left_at if is_alone else 0.0)
+        until = max(self._launched_at, self._left_at if is_alone else 0.0)
+        return Survival(until, self._retrained_at, tuple(self._losses.values()))
 
     def close(self) -> None:
         for group in list(self._groups.values()):
@@ -126,7 +170,7 @@ class ObservedGroups:
     def _link_logs(self, group: _Group, rank: int) -> None:
         """Let logs of the run show the files of a rank, for one of the groups that run at once."""
         logged = self._logged
-        if group.trains and (not logged or not logged.ranks or (group.has_steps and not logged.has_steps)):
+        if group.trains and (not logged or not logged.ranks or (group.trained and not logged.trained)):
             self._logged = group
         if group is self._logged and group.outputs[rank]:
             for path, length in group.outputs[rank]:

@@ -93,9 +93,12 @@ class WorkerGroup:
             return RankMonitor(self._run, attempt, step, send, emit, self._limits, host_of, world_size)
 
         if isinstance(self._launcher, BatchLauncher):
-            groups = self._launcher.groups = ObservedGroups(
-                send, new_monitor, partial(link_own_log, self._run, attempt)
-            )
+
+            def link_log(*link: Any) -> None:
+                # The file system may hang, and this thread must keep receiving.
+                system.Thread(target=link_own_log, args=(self._run, attempt, *link), daemon=True).start()
+
+            groups = self._launcher.groups = ObservedGroups(send, new_monitor, link_log)
         step: JobStep = self._start_from_standby(attempt, hosts, environ, emit) or self._launcher.start(
             worker_command(spec, len(hosts)), {**environ, **self._server.variables, **new_secret()}, emit
         )
