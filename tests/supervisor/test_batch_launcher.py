@@ -13,11 +13,13 @@ from helpers.run_histories import make_spec
 from helpers.waiting import wait_for
 from msgspec.structs import replace
 
+from hpctrain.cluster.processes import child_pids, stat_fields
 from hpctrain.errors import SchedulerError
 from hpctrain.jobs.runs.run_log_reader import LogFilter, LogText, RunLogReader
 from hpctrain.rundir import RunDir
 from hpctrain.slurm import job_requests
-from hpctrain.slurm.srun_step import StepEnded
+from hpctrain.slurm.srun_step import StepEnded, TaskExit
+from hpctrain.supervisor.launch.job_step import SignalReceived
 from hpctrain.supervisor.workers import batch_launcher
 from hpctrain.supervisor.workers.batch_launcher import BatchLauncher, BatchStep
 from hpctrain.supervisor.workers.observed_groups import Survival
@@ -96,6 +98,47 @@ def test_script_ends_after_its_ranks_instead_of_running_its_next_lines(tmp_path,
     step.close()
     (tmp_path / "begun").unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == files
+
+
+@pytest.mark.parametrize(
+    ("slurm_signal", "preempted", "left_s", "is_stop"),
+    [
+        ("", True, 9000.0, True),
+        # The script itself stops its ranks, for example at its own signal.
+        ("", False, 60.0, False),
+        ("B:USR1@60", False, 60.0, False),
+        ("USR2@60", False, 60.0, True),
+        ("USR2@60", False, 9000.0, False),
+    ],
+)
+def test_script_is_suspended_while_slurm_is_asked_why_a_rank_stops(
+    monkeypatch, tmp_path, slurm_signal, preempted, left_s, is_stop
+):
+    queried = []
+
+    def query_job(job_id, environ):
+        wait_for(lambda: stat_fields(child.pid)[0] == "T", 20, "the suspension")
+        queried.append(job_id)
+        return SimpleNamespace(preempted=preempted)
+
+    monkeypatch.setattr(batch_launcher, "query_job", query_job)
+    monkeypatch.setattr(batch_launcher, "query_seconds_left", lambda job_id, environ: left_s)
+    monkeypatch.setattr(batch_launcher, "kill_steps", lambda *_: None)
+    spec = make_spec(tmp_path, program="batch", backend="slurm")
+    spec = replace(spec, directives={"signal": slurm_signal} if slurm_signal else {}, stop_before_limit_s=60)
+    groups = no_groups()
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    script = ["sh", "-c", "sleep 0.5; sleep 0.5"]
+    step = BatchStep(spec, script, {**os.environ, "SLURM_JOB_ID": "7"}, events.put, groups)
+    child = step._processes[0]
+    wait_for(lambda: child_pids(child.pid), 20, "the start of the script")
+    groups.ask_to_stop.set()
+    first = events.get(timeout=20)
+    assert queried == ["7"]
+    assert (first == SignalReceived(signal.SIGTERM)) is is_stop
+    assert isinstance(first, SignalReceived if is_stop else TaskExit)
+    step.kill()
+    step.close()
 
 
 @pytest.mark.parametrize("exported", ["NONE", "A,B", "ALL,A=b"])

@@ -154,10 +154,13 @@ class BatchStep(LocalStep):
         self.survival = NOTHING_SURVIVED
         self._is_stopping = self._is_suspended = False
         self._suspension = system.Lock()
-        self._limit_lead_s = spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
         self._ended = system.Event()
         self._job_id = own_job_id(environ) if spec.backend == "slurm" else None
         self._outer, self._batch_signal = strip_job_env(environ), batch_signal(spec)
+        #: Seconds before the time limit from which Slurm may have signalled the job steps.
+        self._limit_lead_s = -1.0
+        if "signal" in spec.directives and self._batch_signal is None:
+            self._limit_lead_s = spec.stop_before_limit_s + EARLY_SIGNAL_TOLERANCE_S
         super().__init__(command, spec.workdir, [dict(environ)], emit)
         system.Thread(target=self._watch_preemption, args=(emit,), daemon=True).start()
 
@@ -234,23 +237,22 @@ class BatchStep(LocalStep):
                     return
                 if is_asked:
                     self._suspend()
-            if (is_asked or self._groups.has_ranks_outside_steps) and self._is_stopped(
-                self._job_id, is_asked
-            ):
+            is_due = is_asked or self._groups.has_ranks_outside_steps
+            if is_due and self._is_stopped_by_slurm(self._job_id, is_asked=is_asked):
                 emit(SignalReceived(signal.SIGTERM))
                 return
             with self._suspension:
                 if is_asked and not self._is_stopping:  # The script itself stops its ranks.
                     self._resume()
 
-    def _is_stopped(self, job_id: str, is_asked: bool) -> bool:
+    def _is_stopped_by_slurm(self, job_id: str, *, is_asked: bool) -> bool:
         try:
             if query_job(job_id, self._outer).preempted:
                 return True
-            left_s = query_seconds_left(job_id, self._outer) if is_asked else None
+            left_s = query_seconds_left(job_id, self._outer)
         except SchedulerError:
             return is_asked
-        return left_s is not None and left_s <= self._limit_lead_s
+        return is_asked and left_s is not None and left_s <= self._limit_lead_s
 
     def _wait_for(self, rank: int) -> None:
         is_stopped = False
