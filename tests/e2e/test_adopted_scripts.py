@@ -450,6 +450,17 @@ def test_training_whose_failure_later_lines_hide_starts_again(tmp_path, lines, k
         assert (tmp_path / "a.pt").exists()
 
 
+@pytest.mark.extended
+def test_ranks_of_a_script_that_train_alone_are_noted(tmp_path):
+    launch = "RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=2 python train.py a none"
+    run = run_script(tmp_path, f"for rank in 0 1; do {launch} & done; wait", {"train.py": TRAIN})
+    assert run.status()["state"] == "COMPLETED", run.describe()
+    printed = run.hpctrain("logs", str(run.path)).stdout
+    assert (
+        printed.count("hpctrain: The run has 2 ranks, but rank 0 completed 20 optimizer steps without") == 1
+    )
+
+
 CRASH = "import torch\nraise RuntimeError('the data are broken')\n"
 
 

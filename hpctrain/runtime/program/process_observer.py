@@ -72,6 +72,8 @@ _LAUNCH_VARIABLES = (
     *("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     *("SLURM_STEP_ID", "SLURM_PROCID"),
 )
+#: Value of `INDEPENDENT_RANKS_VARIABLE` with which a rank that trains alone is noted, and continues.
+_NOTED = "noted"
 #: Optimizer steps without a process group after which a rank fails.
 MAX_STEPS_ALONE = 20
 
@@ -98,6 +100,7 @@ class ProcessObserver:
         self._environ, self._started_with = environ, dict(environ)
         self._world_size = int(environ["WORLD_SIZE"])
         self._may_train_alone = self._world_size == 1 or environ.get(INDEPENDENT_RANKS_VARIABLE) == "1"
+        self._only_notes = environ.get(INDEPENDENT_RANKS_VARIABLE) == _NOTED
         self._step_log = StepLog(run, attempt, self._world_size, ranks.num_nodes) if records_steps else None
 
     def start(self, connect: Callable[[], Connection]) -> None:
@@ -125,11 +128,15 @@ class ProcessObserver:
             return
         self._may_train_alone = True
         advice = next((_ADVICE[module] for module in _ADVICE if module in sys.modules), _OTHER_ADVICE)
-        raise EnvironmentMismatch(
+        error = EnvironmentMismatch(
             f"The run has {self._world_size} ranks, but rank {self._environ['RANK']} completed "
             f"{activity.optimizer_steps} optimizer steps without a process group, so each rank trains alone. "
             f"{advice}. If the ranks are supposed to be independent, submit with --independent-ranks."
         )
+        if not self._only_notes:
+            raise error
+        if self._environ["RANK"] == "0":
+            print(f"hpctrain: {error}", file=sys.stderr)
 
 
 #: Launchers of ranks that run with `python -m`.
@@ -229,7 +236,7 @@ def _observe(command: Mapping[str, Any], launch: list[str | None]) -> Callable[[
     if address is not None:
         _sidecars.append(start_node_sampler(run, ranks, os.environ, _node_index(host, ranks)))
         # The processes of a batch script may be independent.
-        environ = {**ranks.torch_variables(), **os.environ, INDEPENDENT_RANKS_VARIABLE: "1"}
+        environ = {**ranks.torch_variables(), INDEPENDENT_RANKS_VARIABLE: _NOTED, **os.environ}
     is_main = ranks.is_main if address is not None else launch[1] == "0"
     observer = ProcessObserver(run, attempt, ranks, environ, records_steps=is_main)
     compile_cache.install(run, ranks, os.environ)
