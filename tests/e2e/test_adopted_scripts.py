@@ -195,7 +195,7 @@ def check_row(env: dict[str, str], folder: Path, name: str, disturbance: str) ->
     run = submit(folder, env, name, fault=FAULTS.get(disturbance, ""), step_s=step_s)
     out = folder / "out"
     if disturbance == "preempted":
-        wait_for(lambda: [*out.rglob("*.pt"), *out.rglob("*.ckpt")], 200, "a checkpoint")
+        wait_for(lambda: num_saved(out) == len(RESULTS.get(name, [""])), 200, "a checkpoint of each training")
         preempt(env)
     assert run.wait(400) == 0, run.describe()
     for task in runs_of(run):
@@ -220,6 +220,11 @@ def check_failure(run: Run, failure: dict[str, Any], disturbance: str) -> None:
         case "hung":
             assert f"rank {failure['rank']} on {failure['host']} is in disturb (train.py" in failure["cause"]
             assert "in disturb" in run.dir.stacks(failure["attempt"], failure["rank"]).read_text()
+
+
+def num_saved(out: Path) -> int:
+    """Return the number of folders with checkpoints."""
+    return len({path.parent for path in (*out.rglob("*.pt"), *out.rglob("*.ckpt"))})
 
 
 def check_result(name: str, out: Path, num_steps: int | None = None) -> None:
