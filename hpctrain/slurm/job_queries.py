@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpctrain import system
 from hpctrain.errors import SchedulerError, SpecError
-from hpctrain.slurm.command import CommandKilled, run_slurm
+from hpctrain.slurm.command import COMMAND_LIMIT_S, CommandKilled, run_slurm
 from hpctrain.slurm.job_array import JobArray
 from hpctrain.slurm.parsing import SOON_S, parse_duration, parse_number, parse_timestamp
 from hpctrain.slurm.pending_reasons import explain_reason
@@ -183,12 +183,12 @@ def query_scontrol(job_ids: Sequence[str], environ: Mapping[str, str]) -> JobTab
     return JobTable(_parse_records(output))
 
 
-def query_job(job_id: str, environ: Mapping[str, str]) -> JobRow:
+def query_job(job_id: str, environ: Mapping[str, str], timeout_s: float = COMMAND_LIMIT_S) -> JobRow:
     """Return the controller's record of one job, or of one task of an array."""
     command = ["scontrol", "--all", "show", "job", job_id]
     for tries_left in reversed(range(_TRIES)):
         try:
-            output = run_slurm(command, environ)
+            output = run_slurm(command, environ, timeout_s=timeout_s)
             break
         except CommandKilled:
             if not tries_left:

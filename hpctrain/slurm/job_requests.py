@@ -25,7 +25,6 @@ from hpctrain.slurm.command import (
     list_steps,
     run_slurm,
 )
-from hpctrain.slurm.job_queries import query_job
 from hpctrain.slurm.parsing import parse_timestamp
 from hpctrain.text import is_count
 
@@ -161,10 +160,7 @@ def signal_ranks(job_ids: Sequence[str], number: signal.Signals, environ: Mappin
 
 
 def kill_steps(job_id: str, environ: Mapping[str, str], limit_s: float = _STEPS_LISTED_S) -> None:
-    """Kill the steps of this job, and wait until they have ended, for a bounded time.
-
-    Slurm kills the steps of a job that it ends. Those of a lost node remain listed.
-    """
+    """Kill the steps of this job, and wait until they have ended, for a bounded time."""
     deadline, is_warned = system.monotonic() + limit_s, False
     while system.monotonic() < deadline:
         try:
@@ -172,8 +168,6 @@ def kill_steps(job_id: str, environ: Mapping[str, str], limit_s: float = _STEPS_
                 return
             deadline = min(deadline, system.monotonic() + _STEPS_END_S)
             signal_steps(steps, signal.SIGKILL, environ)
-            if query_job(job_id, environ).is_ending:
-                return
         except SchedulerError as error:
             # A step may end before the signal.
             if not is_warned and "Invalid job id" not in str(error):

@@ -80,8 +80,7 @@ OUTCOMES = {
     ("chain", "hung"): "failure:hang:1 restart resumed completed",
     ("own_master", "undisturbed"): "completed",
     ("own_master", "preempted"): "requeue:preempted resumed completed",
-    # The shell reports the signal, but not the rank, and the peer may fail first.
-    ("own_master", "killed"): "failure:(killed|communication):0 restart resumed completed",
+    ("own_master", "killed"): "failure:killed:1 restart resumed completed",
     ("own_master", "hung"): "failure:hang:1 restart resumed completed",
 }
 #: Scripts that `make test-slurm-versions` runs with each version of Slurm.

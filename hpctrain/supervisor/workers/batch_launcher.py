@@ -44,6 +44,8 @@ _PACKAGES = [str(Path(__file__).parents[3]), str(Path(msgspec.__file__).parents[
 _POLL_S = 0.1
 #: Seconds to end the job steps: with a last try, less than the supervisor waits for the end of a killed step.
 _KILL_LIMIT_S = 25.0
+#: Seconds for a query at the end of a script. With the kill, less than the supervisor waits for its end.
+_QUERY_LIMIT_S = 5.0
 #: Seconds between two queries for a preemption, each an RPC to the controller.
 _PREEMPTION_INTERVAL_S = 10.0
 #: Seconds for srun or torchrun to write the last output of its ranks, and to exit.
@@ -262,7 +264,6 @@ class BatchStep(LocalStep):
         # A stop signal ends a shell immediately, but its ranks train to the common step, or save.
         while (self._is_stopping or is_stopped) and self._groups.has_ranks() and not self._killed:
             system.sleep(_POLL_S)
-        # The ends of the script's ranks may not have been received yet.
         deadline = system.monotonic() + _LAST_MESSAGES_S
         while self._groups.has_ranks() and not self._killed and system.monotonic() < deadline:
             system.sleep(_POLL_S)
@@ -275,9 +276,15 @@ class BatchStep(LocalStep):
             waiter.join()
         self._ended.set()
         self._groups.ask_to_stop.set()
-        if self._job_id is not None:
+        if self._job_id is not None and not self._is_job_ending(self._job_id):
             kill_steps(self._job_id, self._outer, _KILL_LIMIT_S)
         super()._end()
+
+    def _is_job_ending(self, job_id: str) -> bool:
+        """Return true if Slurm ends the job and its steps. Those of a lost node remain listed."""
+        with suppress(SchedulerError):
+            return query_job(job_id, self._outer, _QUERY_LIMIT_S).is_ending
+        return False
 
 
 def _hosts(spec: JobSpec, environ: Mapping[str, str]) -> list[str]:

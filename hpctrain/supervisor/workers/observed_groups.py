@@ -13,6 +13,8 @@ from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
 #: Launchers and srun end within this time after their last rank.
 _SURVIVED_S = 60.0
+#: Seconds without a heartbeat, which each process sends every second, after which its node may be lost.
+_LOST_S = 30.0
 #: Sends a message to the members with these keys.
 Send = Callable[[Mapping[str, Any], Iterable[int]], int]
 
@@ -82,6 +84,7 @@ class ObservedGroups:
         #: Times of the newest launch after the first, and of the end of the last rank, since the epoch.
         self._launched_at = self._left_at = self._retrained_at = 0.0
         self._exiting: set[int] = set()
+        self._heard_at: dict[int, float] = {}
         self._losses: dict[tuple[str, int], RankLoss] = {}
         self._stop_signal: signal.Signals | None = None
         self._asked: set[int] = set()
@@ -105,6 +108,7 @@ class ObservedGroups:
             group = self._groups[name] = _Group(name, monitor, hosts, system.time(), members)
         self._losses.pop((name, rank), None)  # It had only lost its connection.
         key, self._num_members = self._num_members, self._num_members + 1
+        self._heard_at[key] = system.monotonic()
         for stale in [member for member, its_rank in group.ranks.items() if its_rank == rank]:
             del group.ranks[stale], self._group_of[stale]
         group.ranks[key], group.hosts[rank], self._group_of[key] = rank, host, group
@@ -114,6 +118,7 @@ class ObservedGroups:
     def on_message(self, key: int, message: RankMessage) -> None:
         if (group := self._group_of.get(key)) is None:
             return
+        self._heard_at[key] = system.monotonic()
         group.trains |= len(group.ranks) > 1 or message.step > 0 or message.phase == RankPhase.JOIN
         if message.step > 0:
             group.trained.add(key)
@@ -151,7 +156,9 @@ class ObservedGroups:
         self._ask_to_stop(list(self._group_of), number)
 
     def has_ranks(self) -> bool:
-        return bool(self._group_of)
+        """Return true if processes are connected, but not only those of nodes that are lost."""
+        since = system.monotonic() - _LOST_S
+        return any(self._heard_at[key] > since for key in list(self._group_of))
 
     def survival(self) -> Survival:
         """Return the failures that the script has survived.
