@@ -11,7 +11,7 @@ from hpctrain.record_types import RankMessage
 from hpctrain.rundir import RunDir
 from hpctrain.supervisor.launch.job_step import HangDetected
 from hpctrain.supervisor.workers.hang_detection import PhaseLimits
-from hpctrain.supervisor.workers.observed_groups import ObservedGroups
+from hpctrain.supervisor.workers.observed_groups import ObservedGroups, RankLoss
 from hpctrain.supervisor.workers.rank_monitor import RankMonitor
 
 
@@ -160,6 +160,20 @@ def test_training_that_was_killed_is_survived_only_by_a_later_training(superviso
     assert not supervisor.groups.survival().covers(loss)
     supervisor.beat(supervisor.join("later", 0, 1), 1)
     assert supervisor.groups.survival().covers(loss)
+
+
+def test_ranks_that_torchrun_restarts_survive_the_failure(supervisor, monkeypatch):
+    clock = 1000.0
+    monkeypatch.setattr(system, "time", lambda: clock)
+    for key in [supervisor.join("a", rank) for rank in range(2)]:
+        supervisor.beat(key, 1)
+    clock = 1100.0
+    # The old rank 0 is still connected.
+    restarted = [supervisor.join("a", rank) for rank in (1, 0)]
+    failure = RankLoss(1, "n1", 1050.0, has_trained=True)
+    assert not supervisor.groups.survival().covers(failure)
+    supervisor.beat(restarted[0], 1)
+    assert supervisor.groups.survival().covers(failure)
 
 
 def test_files_of_one_group_at_once_are_logs(supervisor):

@@ -106,7 +106,9 @@ class ObservedGroups:
             if self._groups:
                 self._launched_at = system.time()
             group = self._groups[name] = _Group(name, monitor, hosts, system.time(), members)
-        self._losses.pop((name, rank), None)  # It had only lost its connection.
+        elif rank in group.hosts:  # torchrun has restarted it, or it had only lost its connection.
+            group.launched_at = system.time()
+        self._losses.pop((name, rank), None)
         key, self._num_members = self._num_members, self._num_members + 1
         self._heard_at[key] = system.monotonic()
         for stale in [member for member, its_rank in group.ranks.items() if its_rank == rank]:
