@@ -26,7 +26,7 @@ _REQUEUE_CAUSES = {
     "PREEMPTION": "preempted",
     "NODE FAILURE": "a node failed",
 }
-_REQUEUED = re.compile(rf"\*\*\* (?:JOB|STEP) [^*\n]* AT (\S+) DUE TO ({'|'.join(_REQUEUE_CAUSES)}) \*\*\*")
+_REQUEUED = re.compile(rf"\*\*\* (?:JOB|STEP) [^*\n]* AT (\S+) DUE TO ({'|'.join(_REQUEUE_CAUSES)})\b")
 
 
 def is_evicted(job_log: str) -> bool:

@@ -58,7 +58,7 @@ def test_query_of_the_own_job_that_the_signal_to_the_job_kills_is_repeated(tmp_p
     ("reason", "cause"),
     [
         ("JOB REQUEUE", "requeued with `scontrol requeue`, not `hpctrain requeue`"),
-        ("NODE FAILURE", "a node failed"),
+        ("NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", "a node failed"),
         ("SIGNAL Killed", None),
     ],
 )
