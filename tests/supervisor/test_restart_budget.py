@@ -13,7 +13,8 @@ from hpctrain.supervisor.policy.history import History
 #: Ends of attempts that count as failures.
 FAILURES = sorted(kind for kind in DEFAULT_RULES if not kind.is_stop and kind is not EndKind.STRAGGLER)
 ENDS_RUN = (Action.COMPLETE, Action.FAIL)
-MOST_ATTEMPTS = 300
+#: More than four kinds with limits of their own allow to a program that writes files.
+MOST_ATTEMPTS = 600
 
 
 def number_of_attempts(policy, ends, causes, *, counts_steps, writes_files, recorded=()) -> int:
