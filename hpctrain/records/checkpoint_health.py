@@ -48,11 +48,11 @@ def starts_over(run: RunDir, pattern: str | None = None) -> bool:
     return is_started
 
 
-def record_script_checkpoint(run: RunDir, attempt: int, checkpoint: Path) -> None:
-    """Record a checkpoint of the script, unless it has been recorded in this attempt."""
+def record_script_checkpoint(run: RunDir, attempt: int, checkpoint: Path, time: float) -> None:
+    """Record a checkpoint of the script at a time in seconds since the epoch, once in an attempt."""
     recorded = ("checkpoint", attempt, str(checkpoint))
     if all((event.kind, event.attempt, event.path) != recorded for event in run.read_events()):
-        run.log_event("checkpoint", attempt, step=None, path=str(checkpoint))
+        run.log_event("checkpoint", attempt, time=time, step=None, path=str(checkpoint))
 
 
 def _last_failure(run: RunDir) -> str | None:

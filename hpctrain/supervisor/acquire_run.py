@@ -6,7 +6,6 @@ import logging
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import islice
 
 from hpctrain import system
 from hpctrain.checkpoint.listing import newest_script_checkpoint
@@ -185,12 +184,13 @@ def _record_requeue(run: RunDir, spec: JobSpec, jobs: SlurmSuccessors) -> None:
     if newest is None or newest.kind != "started":
         return
     attempt = newest.attempt
-    checkpoint = newest_script_checkpoint(run.checkpoints, spec.checkpoints)
-    if checkpoint is not None and checkpoint[1] > newest.time:
-        record_script_checkpoint(run, attempt, checkpoint[0])
+    saved = newest_script_checkpoint(run.checkpoints, spec.checkpoints)
+    if saved is not None and saved[1] > newest.time:
+        record_script_checkpoint(run, attempt, *saved)
     times = [events[-1].time]
     with suppress(OSError):
-        times += [step.time for step in islice(read_last_records(run.metrics, StepRecord), 1)]
+        if (step := next(read_last_records(run.metrics, StepRecord), None)) is not None:
+            times.append(step.time)
     fields: dict[str, object] = {"by": "slurm", "cause": "requeued by Slurm, which logged no reason"}
     if (found := jobs.find_requeue(newest.time)) is not None:
         times.append(found[0])

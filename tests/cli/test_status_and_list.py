@@ -188,6 +188,7 @@ def test_wait_and_cancel_accept_several_runs(hpctrain, tmp_path):
     assert hpctrain("wait", "a", "c").returncode == 0
     assert json.loads(hpctrain("wait", "a", "--json").stdout)["run_id"] == "a"
     assert json.loads(hpctrain("wait", "17", "--json").stdout)["run_id"] == "c"  # the newest of job 17
+    assert "There is no run '17_9'" in hpctrain("wait", "17_9").stderr
     assert [run["run_id"] for run in json.loads(hpctrain("wait", "a", "c", "--json").stdout)] == ["a", "c"]
     assert "Run b has already finished (FAILED)" in hpctrain("cancel", "a", "b").stdout
     assert "There is no run 'x'" in hpctrain("cancel", "a", "x").stderr

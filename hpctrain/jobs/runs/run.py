@@ -228,7 +228,9 @@ def find_run(run: str, runs_dir: Path, environ: Mapping[str, str]) -> Run:
     for candidate in reversed(listed) if job_id.isdecimal() else ():
         with suppress(OSError):
             if candidate.job_id == job_id:
-                return Run(candidate.dir.task(int(task)), environ) if task.isdecimal() else candidate
+                found = Run(candidate.dir.task(int(task)), environ) if task.isdecimal() else candidate
+                if found.dir.path.is_dir():
+                    return found
     hint = suggest(
         run,
         [candidate.run_id for candidate in listed],

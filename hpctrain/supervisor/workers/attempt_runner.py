@@ -104,7 +104,7 @@ class AttemptRunner:
                     step.close()
         path = script_checkpoints.newest_since()
         if path is not None:
-            record_script_checkpoint(self.run, attempt, path)
+            record_script_checkpoint(self.run, attempt, path, system.time())
         monitor.is_stopping |= self.run.is_asked_to_requeue(attempt)
         size = self.world_size
         return AttemptResult(attempt, outcome, monitor, log_offset, started_at, size, survival)
